@@ -1,5 +1,6 @@
 """Fixtures that several rooms share."""
 
+import collections
 import contextlib
 import importlib
 import os
@@ -47,6 +48,16 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    grids = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("grid"):
+            grids[item.path, item.originalname].append(item)
+    for cases in grids.values():
+        (always,) = cases[0].get_closest_marker("grid").args
+        kept = {round(i * (len(cases) - 1) / max(1, always - 1)) for i in range(always)}
+        for i, item in enumerate(cases):
+            if i not in kept:
+                item.add_marker("slow")
     slow = [item for item in items if item.get_closest_marker("slow")]
     stride = config.getoption("--slow-stride")
     left_out = set(slow) - set(slow[config.getoption("--slow-turn") % stride :: stride])

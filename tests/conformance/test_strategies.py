@@ -58,6 +58,7 @@ SEEN = {
 }
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("what", SEEN)
 def test_tensors_show(what):
     with np.errstate(all="ignore"):

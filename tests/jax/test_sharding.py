@@ -28,7 +28,7 @@ STYLES = {
     "column, sequence": {"n": ("tensor",), "sequence": True},
     "row, sequence": {"k": ("tensor",), "sequence": True},
 }
-QUICK = ((2, 2, 2), (1, 1, 8), (1, 8, 1), (8, 1, 1))  # the others are slow together
+QUICK = ((2, 2, 2), (1, 8, 1))  # the others are slow together
 
 
 def case(shape, *more):

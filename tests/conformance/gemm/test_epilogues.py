@@ -10,6 +10,7 @@ from fp8ref.conformance.gemm.epilogues import candidates
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("epilogue", [e for e in candidates() if e.bias is None], ids=lambda e: e.name)
 def test_epilogues(epilogue, granularity):
@@ -27,6 +28,7 @@ def test_epilogues(epilogue, granularity):
             assert not others
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("epilogue", [e for e in candidates() if e.bias and e.rounding == "nearest_even"], ids=lambda e: e.name)
 def test_epilogues_with_a_bias(epilogue):
     without = next(e for e in candidates() if dataclasses.replace(epilogue, name=e.name, bias=None) == e)

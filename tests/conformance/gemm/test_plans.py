@@ -17,6 +17,7 @@ from fp8ref.sim.tensor_core import UNITS
 SHAPE = (64, 64, 4096)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("promotion", [32, 64, 96, 128, 160, 256, 384, 512, 1024])
 def test_promotion(promotion):
     found = identify_gemm(planted_gemm(plan(promotion=promotion)), shape=SHAPE)
@@ -27,6 +28,7 @@ def test_promotion(promotion):
     assert accumulator.startswith("0 in every step" if promotion == 32 else "aligned with the products")
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("split_order", ["contiguous", "interleaved"])
 @pytest.mark.parametrize("split_k", range(2, 17))
 def test_split_k(split_k, split_order):
@@ -38,6 +40,7 @@ def test_split_k(split_k, split_order):
         assert all(p.split_order == "interleaved" and p.split_k == split_k for p in found.plans)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("split_tile", [64, 256])
 @pytest.mark.parametrize("split_order", ["contiguous", "interleaved"])
 @pytest.mark.parametrize("promotion", [None, 128])
@@ -65,6 +68,7 @@ def test_chains_that_restart_where_no_plan_does():
     assert "0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2" in evidence
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("promotion", "split_k", "tile"), [(128, 3, 128), (32, 9, 32)])
 def test_results_in_few_bits_leave_the_planted_plan_among_the_others(promotion, split_k, tile, seed):
@@ -99,6 +103,7 @@ def test_a_promotion_beyond_k_is_among_the_others():
     assert (promotion.value, promotion.others[0]) == ("none", "promotion of all of a chain's K or more")
 
 
+@pytest.mark.slow
 def test_formats_that_reach_too_little_are_named():
     found = identify_gemm(planted_gemm("blackwell"), shape=(16, 16, 16384))
     evidence = next(f.evidence for f in found.findings if f.what == "promotion")

@@ -14,6 +14,7 @@ from fp8ref.sim.tensor_core import UNITS
 SHAPE = (64, 64, 4096)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("width", [4, 8, 16, 32])
 @pytest.mark.parametrize("fraction_bits", [12, 13, 14])
 def test_width_and_fraction_bits(fraction_bits, width):
@@ -23,6 +24,7 @@ def test_width_and_fraction_bits(fraction_bits, width):
     assert (found.plan["fused_width"], found.plan["fraction_bits"]) == (width, fraction_bits)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("fraction_bits", "output_bits"), [(10, 10), (13, 12), (13, 16), (17, 14), (20, 23), (25, 23)])
 def test_output_bits(fraction_bits, output_bits):
     planted = plan(dataclasses.replace(HOPPER, fraction_bits=fraction_bits, output_bits=output_bits))
@@ -55,6 +57,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("formats", [(E4M3FN, E4M3FN), (E5M2, E4M3FN), (E5M2, E5M2)], ids=lambda p: f"{p[0]}-{p[1]}")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_step_does(variant, formats):

@@ -79,6 +79,7 @@ def test_the_libraries_by_name(function, framework, policy, granularity, returns
     assert found.found["flushes_subnormal_scales"] == (policy == "flax")  # S-12
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("given", ["both", "scale_inv", "values"])
 def test_every_policy_of_the_simulator(policy, given):  # S-9, S-13 to S-16
