@@ -50,7 +50,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     grids = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("grid"):
+        if item.get_closest_marker("grid") and not item.get_closest_marker("slow"):
             grids[item.path, item.originalname].append(item)
     for cases in grids.values():
         (always,) = cases[0].get_closest_marker("grid").args

@@ -8,20 +8,21 @@ To follow one training step, read four files in this order:
 
     loop.py             calls ``model.step`` of a trainer for each batch; defines the ``Trainer`` protocol
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
-    {jax,torch}/step.py     forward, backward and AdamW update (SEMANTICS T)
+    {jax,torch}/step.py     forward, backward and update (SEMANTICS T)
     {jax,torch}/llama.py    the model (SEMANTICS M)
 
 The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
 puts in place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear, or
 ``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
 share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulation a recipe has. Within
-a linear, fp8ref/{jax,torch}/scaling.py quantizes (in JAX called by operands.py), scales.py computes a
-scale from an amax, cast.py rounds, and gemm.py multiplies; delayed.py keeps scales of past amaxes.
+a linear, fp8ref/{jax,torch}/scaling.py quantizes (in JAX called by operands.py, and rounded by cast.py),
+scales.py computes a scale from an amax, and gemm.py multiplies; delayed.py keeps scales of past amaxes.
 Gradients reach the float32 masters through the cast of the masters to bfloat16, in step.py. Under
 FSDP2 they are reduced in float32, as ``fp8ref.torch.parallel`` sets it.
 docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the files
 to open for it, in order. "SEMANTICS" is the specification, docs/spec.
-Optimizers are optax's and torch's, built in jax/step.py and torch/optimizer.py. {jax,torch}/cross_entropy.py
+Gradients are clipped, and AdamW of optax and torch is built, in {jax,torch}/optimizer.py; in PyTorch
+``Step.update`` clips. {jax,torch}/cross_entropy.py
 is the loss; jax/gradient_sums.py adds the gradients of microbatches.
 
 ``train_state`` declares what a checkpoint holds, and ``schedule`` which recipe a step runs in. ``data`` reads tokens, ``report`` compares

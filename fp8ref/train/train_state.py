@@ -12,12 +12,8 @@ Both backends share this declaration.
 {jax,torch}/checkpoint.py writes and reads them. The loop compares ``disk_bytes`` with the free disk
 space; ``estimate.memory`` counts the bytes on a device.
 
-To keep another tensor for each parameter, such as a moving average of the weights, add it to
-PER_PARAMETER, then keep it in both ``Step`` classes: make it (in JAX with its PartitionSpec, in
-``begin``), update it, but not in a skipped step (T-4), return it from ``tensors`` and, in JAX, add a
-field to ``State`` and set it in ``restored``; PyTorch reads it in place. tests/train/test_train_state.py
-does so.
-Checkpoints written before lack it, and are refused.
+docs/how-to/checkpoints.md, "Keep another tensor for each parameter", adds a moving average of the
+weights, step by step.
 """
 
 import math
@@ -49,7 +45,8 @@ class PerParameter:
     name    on disk, before the parameter's name.
     label   in the memory table of a dry run; tensors of one label share a line.
     moment  whether ``adamw_fp8`` keeps it in FP8 (T-6).
-    kept    its place among what ``adamw_states`` stores by a layout (``Layout.kept``); None: it is float32.
+    kept    under ``adamw_states``, its index in ``Layout.kept`` of fp8ref/states.py: 0 the first moment, 1 the second,
+            2 the master. None: it stays float32 under every layout.
     """
 
     name: str

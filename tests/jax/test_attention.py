@@ -26,6 +26,7 @@ def gradients(q, k, v, do, **how):
     return o, *vjp(do)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["cudnn", "mxfp8", "bf16", "exact"])
 def test_apply_is_forward_and_backward(name):  # A-14 to A-16
     """In bfloat16 too, to which outputs and gradients are rounded."""
@@ -44,6 +45,7 @@ def test_apply_is_forward_and_backward(name):  # A-14 to A-16
         np.testing.assert_array_equal(mine, other.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_rows_without_keys_are_zero():  # A-10, A-15
     q, k, v, do = small(tq=40, tk=33)
     o, dq, dk, _ = jax.jit(functools.partial(gradients, variant="cudnn", mask=CAUSAL))(q, k, v, do)
@@ -123,7 +125,7 @@ def mesh():
     return jax.make_mesh((2, 4), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("name", ["cudnn", "bf16", pytest.param("mxfp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["cudnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "mxfp8"))])
 def test_eight_devices_have_the_bits_of_one(name, mesh):  # P-2, A-12
     """Batch and heads are cut; a device has its own query heads and heads of keys. Amaxes of tensors are those of all devices."""
     q, k, v, do = (jnp.asarray(x) for x in cases.normal(4, 8, 4, 40, 40))
@@ -138,6 +140,7 @@ def test_eight_devices_have_the_bits_of_one(name, mesh):  # P-2, A-12
         np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.slow
 def test_amaxes_on_eight_devices_are_those_of_one(mesh):  # A-12
     q, k, v, _ = (jnp.asarray(x) for x in cases.normal(4, 8, 4, 40, 40))
     wanted = attention.forward(q, k, v, variant="cudnn")

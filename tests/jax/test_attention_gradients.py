@@ -6,6 +6,7 @@ import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fp8ref.attention import VARIANTS, Mask
 from fp8ref.formats import BFLOAT16, E5M2
@@ -36,6 +37,7 @@ def test_gradients_in_e5m2():  # A-15, step 1 and 7: a product has one operand o
         assert (np.asarray(mine) != other).mean() < 2e-3
 
 
+@pytest.mark.slow
 def test_a_late_scale_clips():  # A-15, step 7
     q, k, v, do = (jnp.asarray(x) for x in cases.integers(b=1, h=2, heads=1))
     result = attention.forward(q, k, v, variant="cudnn")

@@ -26,6 +26,7 @@ def integers(rng, shape, e):
     return jnp.asarray(rng.integers(-7, 8, shape) * 2.0**e, jnp.bfloat16)
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize(("subscripts", "x", "w"), CASES)
 def test_einsum_equals_jnps_on_integers(subscripts, x, w, recipe, rng):  # L-2
@@ -102,6 +103,7 @@ def test_unequal_dims():
         contraction.dot_general(jnp.ones((16, 64)), jnp.ones((32, 16)), (((1,), (1,)), ((), ())), recipe=RECIPES["tensorwise"])
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize(("subscripts", "turned"), [("btd,df->btf", False), ("btd,fd->btf", True)])
 def test_simulated_hardware_multiplies_as_in_the_linear(subscripts, turned, recipe, rng):  # G-19, B-12

@@ -41,6 +41,7 @@ def test_forward_mode(how, wrap):  # L-8
         FORWARD[how](wrap(loss))
 
 
+@pytest.mark.slow
 def test_jacobians():  # L-8
     with pytest.raises(ValueError, match=r"^fc: .*reverse mode only"):
         jax.jacfwd(loss)(X, W)
@@ -59,6 +60,7 @@ def test_second_derivatives_of_other_things_pass():
     assert jax.grad(lambda a: jax.grad(lambda b: a * b * loss(X, W))(1.0))(2.0) == loss(X, W)
 
 
+@pytest.mark.slow
 def test_first_derivatives_under_transformations():
     expected = jax.grad(loss, (0, 1))(X, W)
     for found in (jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(X, W), jax.vmap(jax.grad(loss, (0, 1)), (0, None))(X[None], W)):

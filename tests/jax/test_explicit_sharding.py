@@ -92,6 +92,7 @@ def test_bits_are_one_devices_and_what_is_gathered_is_fp8(name, recipe, operands
         assert any(c.dtype.startswith("f8") for c in gathers) or name.startswith(("K of x", "nothing"))
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", [name for name, (*_, placement) in CASES.items() if placement is None])
 def test_the_result_has_the_sharding_of_dot_general(name, operands):  # P-20
     (x, w, _), (of_x, of_w, out, _) = operands, CASES[name]
@@ -135,6 +136,7 @@ def test_einsum_takes_out_sharding_in_the_order_of_its_output(operands):
     )
 
 
+@pytest.mark.slow
 def test_codes_and_scales_of_any_numbers_are_one_devices(rng):  # P-2, P-4
     """Of all operands of the three GEMMs, under scales of tensors, rows and blocks."""
     x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((B, T, K), (K, N), (B, T, N)))
@@ -174,6 +176,7 @@ def test_states_observe_the_whole_tensors(operands):  # H-4, P-2
     same(found, jax.jit(step)(x, w.T, g, delayed.unseen("delayed")))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("auto", [("tensor",), ("data", "fsdp")])
 @pytest.mark.parametrize("placement", [None, Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",))], ids=["types", "placement"])
 def test_a_mesh_with_auto_axes_too(auto, placement, operands):

@@ -33,6 +33,7 @@ def tensors(rng, m=160, n=128, k=256):
 
 
 # G-19, B-12
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("plan", ["hopper", "hopper_fast", "exact"])
 @pytest.mark.parametrize("recipe", FP8)
 def test_outputs_and_gradients_are_the_simulators_bit_for_bit(rng, recipe, plan):

@@ -43,11 +43,13 @@ def measured(layout, place=lambda x: x) -> int:
     return differing
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "torchao", "coat", "previous", "float16", "stochastic"])
 def test_counts_are_the_simulators(name):  # O-12
     assert measured(ALL[name]) == 0
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_no_count():  # O-11, O-12
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 

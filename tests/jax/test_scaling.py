@@ -84,6 +84,7 @@ def test_amax_of_a_large_tensor_keeps_its_nan(dtype):  # S-2
     assert not jnp.isnan(jax.jit(jnp.max)(x.astype(jnp.float32)))
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("shape", [(32, 127), (32, 128), (4096, 1), (1, 4096), (4, 8, 128)], ids=str)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

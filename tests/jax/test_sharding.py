@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid(12)
 @pytest.mark.parametrize(
     ("shape", "style", "through", "recipe"),
     [

@@ -45,6 +45,7 @@ def linen_convert(recipe="tensorwise", model=None, **options):
     return fj.flax.convert(model or Model(), recipe, inputs=(X,), **options)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_converted_linen_model_is_one_written_with_hooks(recipe):
     """All but lm_head, on the same parameters; output, gradients, and the whole state after an update."""
@@ -96,6 +97,7 @@ def net(**hooks):
     return Net(rngs=nnx.Rngs(0), **hooks)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_converted_nnx_model_is_one_written_with_hooks(recipe):
     """lm_head's 24 columns are not a multiple of 16; out is filtered."""
@@ -127,6 +129,7 @@ def test_a_stack_of_layers_and_an_einsum_are_converted_too():
     assert list(seen.layers) == ["out.einsum_op"]
 
 
+@pytest.mark.slow
 def test_attention_is_converted_projection_by_projection():
     x = X[None]
     linen = nn.MultiHeadDotProductAttention(2, qkv_features=32)

@@ -145,6 +145,7 @@ def test_bfloat16_operands_are_scaled_in_float32():
     assert not all(theirs)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_training_tracks_bfloat16(recipe):
     """50 steps of a dense regression. With every weight within e4m3's error of where bfloat16 has it, the loss is that of the noise.

@@ -98,6 +98,7 @@ def test_flax_to_ours_to_flax_keeps_every_bit(stack):
         np.testing.assert_array_equal(np.asarray(ours_).view(np.int32), theirs_.view(np.int32))
 
 
+@pytest.mark.slow
 def test_an_imported_training_continues_as_flaxs():
     first, second = batches(6)[:3], batches(6)[3:]
     flax = theirs.init(jax.random.key(0), first[0])

@@ -51,6 +51,7 @@ def squares(model, **options):
     return loss
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 def test_a_dense_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):
@@ -77,6 +78,7 @@ def test_a_dense_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):
     assert layer.apply(variables, x).dtype == dtype
 
 
+@pytest.mark.slow
 def test_dense_general_and_einsum_contract_what_they_say():
     x, general = integers((2, 8, 4, 16), 3, 0), nn.DenseGeneral((3, 16), axis=(-2, -1), dot_general_cls=hook("tensorwise"))
     einsum = fj.flax.Einsum((4, 16, 3, 16), "bthk,hkij->btij", recipe="tensorwise")
@@ -108,6 +110,7 @@ class Each(nn.Module):
         return x, nn.Dense(32, use_bias=False, dot_general_cls=hook(self.recipe), name="up")(x)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_scan_remat_and_vmap_of_stateless_recipes_are_each_layers_own(recipe):
     """Every amax is 7 times a power of two, and so every sum exact in any order."""
@@ -161,6 +164,7 @@ def unrolled():
     return kernel, *jax.jit(fj.flax.value_and_grad(squares(model)))(variables, X)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("block", [Block, nn.remat(Block)], ids=["plain", "remat"])
 def test_scan_over_layers_and_remat_observe_as_the_unrolled_model(block):
     kernel, expected, _, of_each = unrolled()
@@ -339,6 +343,7 @@ def test_layers_take_simulated_hardware(recipe, rng):  # G-19
         np.testing.assert_array_equal(np.asarray(layer.apply(variables, x, mutable=[SEEN])[0], np.float32), expected)
 
 
+@pytest.mark.slow
 def test_attention_runs_in_fp8_with_hooks_for_its_einsums():
     """Both einsums of nn.MultiHeadDotProductAttention, whose ellipses are batch dims."""
     x = integers((2, 16, 32), 3, 0)
@@ -374,6 +379,7 @@ class BridgedDense(nnx.Module):
         return f(x.astype(jnp.bfloat16), self.kernel[...].astype(jnp.bfloat16), (((x.ndim - 1,), (0,)), ((), ())), precision=None)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
 def test_a_bridged_hook_is_the_hook_of_nnx(recipe, rng):  # L-1
     bridged = BridgedDense(64, (4, 32), recipe, nnx.Rngs(0))

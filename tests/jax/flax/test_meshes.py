@@ -59,6 +59,7 @@ class LinenMLP(nn.Module):
         return nn.Dense(D, use_bias=False, dtype=jnp.bfloat16, name="down")(nn.relu(h))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_linen_models_sequence_and_weights_are_gathered_in_fp8(recipe):  # P-6
     """Under plain jit, where without a placement XLA would gather the bfloat16."""
@@ -283,6 +284,7 @@ class Rematerialized(nn.Module):
         return body(self.dot, name="b")(x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_linens_scan_of_remat_on_explicit_axes(recipe):  # P-20
     model, x = Rematerialized(fj.flax.linen_dot_general(recipe)), small((B, T, D), 0, 0).astype(jnp.bfloat16)
@@ -301,6 +303,7 @@ def test_linens_scan_of_remat_on_explicit_axes(recipe):  # P-20
     same(found, step(variables, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_nnxs_scan_and_vmap_on_explicit_axes(recipe):  # P-20
     """A scan over stacked layers, and a vmap of them over examples."""

@@ -39,6 +39,7 @@ def lowered(recipe, through, *, placement=PLACEMENT):
     return jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=SPECS, out_specs=SPECS)).lower(x, w)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("through", ["one", "shard_map", "jit"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_every_planned_gemm_and_gather_is_there(recipe, through):
