@@ -142,6 +142,7 @@ def test_a_copy_of_a_weight_is_gathered_as_it_is(shape, through, operands):  # O
     assert not any("= bf16[" in line or "= f32[" in line for line in gathers), gathers
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("through", ["shard_map", "jit"])
 @meshes
 def test_codes_and_scales_equal_one_devices(shape, through):  # P-3, P-4, P-5
@@ -206,6 +207,7 @@ def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style)
         assert (mine == one).mean() > 0.9
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("parts", ["float32", "result"])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -287,6 +289,7 @@ def test_sums_over_devices_move_the_dtype_that_is_asked_for(parts, dtype, operan
     assert [(c.dtype, c.shape) for c in summed] == [(dtype, (rows, columns))]  # over data, after the scatter
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operands):  # P-2, P-8
     x, w, g = operands
@@ -307,6 +310,7 @@ def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operand
         assert (np.asarray(local) != np.asarray(everyone)).any()
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("through", ["shard_map", "jit"])
 @pytest.mark.parametrize("style", STYLES)
 def test_observations_are_those_of_one_device(style, through, operands):  # H-4, H-9
@@ -331,6 +335,7 @@ def test_observations_are_those_of_one_device(style, through, operands):  # H-4,
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(one))
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("through", ["shard_map", "jit"])
 @pytest.mark.parametrize(
     ("shape", "style"), [((2, 4, 1), "column"), ((2, 2, 2), "column"), ((2, 1, 4), "row"), ((1, 2, 2), "row, sequence")]

@@ -18,6 +18,7 @@ from fp8ref.sim import states as sim
 from fp8ref.states import LAYOUTS, WITH_MASTERS
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", ALL)
 def test_a_compiled_step_has_the_simulators_bits(name):  # O-2 to O-10
     optimizer = states.adamw(1e-3, layout=ALL[name], **seeded(ALL[name]))
@@ -71,6 +72,7 @@ def trained_masters(layout, steps: int, dtype, *, place=lambda x: x) -> int:
     return total
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", MASTERED)
 def test_masters_have_the_simulators_bits(name):  # O-14, O-15
     assert trained_masters(MASTERED[name], 4, jnp.bfloat16) == 0
@@ -82,6 +84,7 @@ def cut(x):
     return jax.device_put(x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["msamp_o2", "predicted_half"])
 def test_a_mesh_changes_nothing_of_masters(name):  # O-11, O-15
     assert trained_masters(MASTERED[name], 3, jnp.float32, place=cut) == 0
@@ -156,6 +159,7 @@ def test_operation_by_operation(name):  # O-2 to O-10
     assert trained(step, optimizer, ALL[name], 3) == 0
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e5m2", "msamp", "predicted", "stochastic"])
 def test_a_mesh_changes_nothing(name):  # O-11
     optimizer = states.adamw(1e-3, layout=ALL[name], **seeded(ALL[name]))
@@ -199,6 +203,7 @@ def start_arrays():
     return jax.tree.map(jnp.asarray, start())
 
 
+@pytest.mark.slow
 def test_schedules_masks_and_moments_read_back():  # O-3, O-4
     schedule = optax.linear_schedule(1e-2, 0.0, 4)
     rates = [float(schedule(t)) for t in range(5)]
@@ -290,6 +295,7 @@ def test_states_of_a_chain_and_of_others_are_refused():  # O-4, O-14
         states.copies(state, "msamp_o2", "tensorwise")
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e4m3_f16"])
 def test_a_step_is_an_update_and_its_sum(name):  # O-6, O-14
     """With a factor of the gradients, and without a step that is not finite."""
@@ -308,6 +314,7 @@ def test_a_step_is_an_update_and_its_sum(name):  # O-6, O-14
         assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_nan():  # O-2
     p = {"w": jnp.ones((2, 256))}
     for name, layout in NEAREST.items():

@@ -169,6 +169,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
 def test_damaged_lines_stay_out_of_a_run_that_resumes_and_are_kept_aside(tmp_path, small, capsys, line):  # K-10
     out = tmp_path / "run"

@@ -105,8 +105,8 @@ class TorchAverage(torch_step.Step):
         super().__init__(*args)
         self.ema = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.params.items()}
 
-    def update(self, loss, lr):
-        metrics = super().update(loss, lr)
+    def update(self, loss, lr, measured=None):
+        metrics = super().update(loss, lr, measured)
         if all(map(math.isfinite, metrics.values())):  # T-4
             for name, p in self.params.items():
                 self.ema[name].lerp_(p.detach(), 1 - DECAY)

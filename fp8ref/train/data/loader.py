@@ -78,8 +78,8 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
             raise ConfigError(
                 f"data.source {data.source!r}: the {name} split holds {len(split)} sequences of {data.sequence_length} tokens, and "
                 + (
-                    f"{least} are needed. Give more text, lower data.batch_size, data.sequence_length or run.eval_batches, or change "
-                    "data.validation_fraction."
+                    f"{least} are needed. Give more text, in more files (a file belongs to one split), lower data.batch_size, "
+                    "data.sequence_length or run.eval_batches, or change data.validation_fraction."
                     if len(split) < least
                     else f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or name fewer files."
                 )

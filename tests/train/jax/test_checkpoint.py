@@ -38,6 +38,7 @@ def saved(tmp_path_factory):
     return folder, weights, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [{"fsdp": 2}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ({}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}))],

@@ -74,6 +74,7 @@ def test_two_processes_train_as_one_does(tmp_path, config):
     assert metrics[-1]["val_loss"] == pytest.approx(one.evaluate(batches.held_out(0)), rel=2.0**-9)
 
 
+@pytest.mark.slow
 def test_what_fails_in_one_process_stops_both_and_writes_nothing(tmp_path, config):
     ended = train(tmp_path, config, (), ("--data.source", "/nowhere"))
     assert [code for code, _ in ended] == [2, 2], ended

@@ -115,6 +115,7 @@ def deep(small):
     return small.replace(model={"num_hidden_layers": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -212,6 +213,7 @@ def test_a_scan_with_checkpointing_on_a_mesh_is_without(deep):  # T-8
     assert then == pytest.approx(second, rel=2.0**-9)
 
 
+@pytest.mark.slow
 def test_chunked_attention_is_xlas(small, monkeypatch):  # B-11
     """Chunks of 5 queries of 16, so that the last is padded; a query's own sums are in one order."""
     monkeypatch.setattr(llama, "QUERIES", 5)

@@ -238,6 +238,7 @@ def test_runs_of_different_models_are_apart(seeds, tmp_path, small, write):
     assert f"{other.name}: cannot tell" in said
 
 
+@pytest.mark.slow
 def test_more_runs_than_colors_can_be_drawn(seeds, fp8, write):
     shown, _ = write([*seeds, *(fp8(i / 50, f"run{i}") for i in range(8))])
     assert all(f"run{i}" in shown.text for i in range(8))
@@ -288,6 +289,7 @@ def test_a_place_that_is_not_there_is_refused(seeds, tmp_path, out):
         page.write(seeds, tmp_path / out)
 
 
+@pytest.mark.slow
 def test_a_report_is_written_again_to_the_same_bytes(seeds, fp8, write, tmp_path):
     given = [*seeds, fp8(statistics=statistics())]
     write(given)
