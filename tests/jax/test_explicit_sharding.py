@@ -74,6 +74,7 @@ def case(name, recipe):
     return pytest.param(name, recipe, marks=() if name in QUICK and recipe == "rowwise" else pytest.mark.slow, id=f"{name}-{recipe}")
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("name", "recipe"), [case(name, recipe) for name in CASES for recipe in ("rowwise", "tensorwise", "bf16")])
 def test_bits_are_one_devices_and_what_is_gathered_is_fp8(name, recipe, operands):  # P-4, P-6, P-20
     (x, w, g), (of_x, of_w, out, placement) = operands, CASES[name]

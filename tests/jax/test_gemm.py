@@ -15,6 +15,7 @@ from fp8ref.sim import gemm as sim_gemm
 from fp8ref.sim import scaling as sim_scaling
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("formats", [(E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2), (E5M2, E5M2)], ids=str)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("epilogue", ["scale_then_round", "unit_round_scale_round"])
@@ -106,6 +107,7 @@ def test_the_dot_takes_float8_operands_and_names_its_accumulation(accumulate, pr
     assert f"precision = [{precision}, {precision}]" in dot
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("granularities", list(itertools.product(GRANULARITIES, repeat=2)), ids=" x ".join)
 def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng):  # G-13, L-4
     """Any other pair is refused by both: scales of one shape would broadcast over the other's."""

@@ -9,6 +9,7 @@ from fp8ref.jax import hadamard
 from fp8ref.sim import hadamard as sim
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5])
 @pytest.mark.parametrize("size", [1, 64, 256])
 def test_bits(size, seed):

@@ -19,6 +19,7 @@ FLOORED = [p for p in IMPLEMENTED if p.floored_quotient]
 policies = pytest.mark.parametrize("policy", [*FLOORED, ScalePolicy(name="small_eps", eps=1e-27)], ids=lambda p: p.name)
 
 
+@pytest.mark.grid(44)
 @policies
 @pytest.mark.parametrize("case", quantizer_inputs.samples())
 @pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", 1), ("rowwise", 0), ("rowwise", 1)])
@@ -38,6 +39,7 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
         np.testing.assert_array_equal(np.where(flushed, 0, value), np.where(flushed, 0, sim.dequantize(expected)))
 
 
+@pytest.mark.grid(36)
 @pytest.mark.parametrize("case", quantizer_inputs.samples())
 @pytest.mark.parametrize(
     ("granularity", "policy"),
@@ -104,6 +106,7 @@ def test_amax_keeps_a_nan_in_every_place(dtype, granularity, shape):  # S-2
     assert all(lost for _, lost in found) == (math.prod(shape) >= 4096)
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 2), (0, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_both_ways_to_an_amax_find_the_same(rng, dtype, axis):  # S-2

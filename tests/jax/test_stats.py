@@ -90,7 +90,8 @@ def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, rec
     seen.check(found)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_measuring_changes_no_bit_of_training(small, recipe):
     config, runs = small.replace(numerics={"recipe": recipe}), []
     batches = loader.open_batches(config)

@@ -21,6 +21,7 @@ def config(small):
     return small.replace(model=WIDE, numerics={"recipe": "bf16", "attention": "cudnn"})
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 @pytest.mark.parametrize("variant", ["cudnn", "mxfp8", "bf16"])
 def test_logits_are_mostly_the_simulators_and_no_other_variants(backend, variant, config):
@@ -65,7 +66,7 @@ def test_a_mesh_takes_the_scales_of_whole_tensors_in_jax(parallel, config):  # A
     assert mesh.evaluate(tokens) == pytest.approx(one.evaluate(tokens), rel=2**-10)
 
 
-@pytest.mark.parametrize("backend", loop.BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatch):
     from fp8ref.crosscheck import rerun
 

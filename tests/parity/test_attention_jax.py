@@ -45,6 +45,7 @@ def same_tensors(found, wanted, roles):
             np.testing.assert_array_equal(getattr(mine, key), getattr(other, key), err_msg=f"{role} {key}")
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize(("name", "mask"), ALL)
 def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
     """Sums of products are exact; so all that is left is attention's own order of operations."""
@@ -61,6 +62,7 @@ def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
     assert found.amaxes["o"] == wanted.amaxes["o"]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("exponential", "with_documents"), [("native", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
@@ -99,6 +101,7 @@ def test_numbers_within_bounds(name, exponential, with_documents):  # A-5, A-8 t
     assert (error <= bound.output(wanted.o, differing, VARIANTS[name].out.mantissa_bits) + smallest).all()
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("mask", cases.MASKS)
 def test_real_arithmetic(mask):  # A-1, A-14
     """Both compute in float64, and round once: they differ where a midpoint lies within 2^-45 of a result, which none of these has."""
@@ -114,6 +117,7 @@ def test_real_arithmetic(mask):  # A-1, A-14
         np.testing.assert_allclose(mine, other, rtol=2.0**-23, atol=2.0**-40)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("mask", ["full", "causal window"])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_integers(name, mask):  # A-15, A-16
@@ -145,6 +149,7 @@ def test_gradients_of_integers(name, mask):  # A-15, A-16
         assert (mine != other).mean() < 2e-3, role
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_numbers(name):  # A-15, A-16
     """A share of codes of P and dS differ, 32 E of them, by 2^-3 of them: in the norm a gradient differs by 2^-3 of the root of

@@ -44,7 +44,7 @@ def test_resuming_is_as_if_nothing_had_happened(backend, recipe, small, tmp_path
         np.testing.assert_array_equal(resumed.weights()[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("backend", loop.BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_state_before_the_first_step_is_one_too(backend, small, batches, tmp_path):
     whole, resumed = loop.trainer(backend, small), loop.trainer(backend, small.replace(run={"seed": 1}))
     whole.save(tmp_path / "state")()

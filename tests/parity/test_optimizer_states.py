@@ -21,6 +21,7 @@ QUICK = ("sqrt_e4m3", "msamp")
 EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 
 
+@pytest.mark.grid(2)
 @BACKENDS
 @pytest.mark.parametrize("layout", EVERY)
 def test_equal_gradients_give_the_simulators_weights_and_moments(backend, layout, small):  # O-2 to O-10, T-6

@@ -153,6 +153,7 @@ def saved_by_scan(recipe, mesh=None):
     return collections.Counter((v.aval.shape, v.aval.dtype.name) for v in scan.outvars[scan.params["num_carry"] :])
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("mesh", [None, EXPLICIT], ids=["one device", "explicit"])
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "rowwise_with_gw_hp"])
 def test_linears_that_read_one_input_save_it_once(recipe, mesh):

@@ -45,6 +45,7 @@ def test_a_line_that_is_no_object_is_named(run, read, content):
         read(run)
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -112,6 +113,7 @@ def changed(run, path, value):
     (run / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize(
     ("path", "value", "problem"),
     [
