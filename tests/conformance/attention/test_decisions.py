@@ -23,6 +23,7 @@ def planted(**faults):
     return probe(planted_attention.planted(**faults), name="planted")
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_decisions_of_named_variants(name):
     found = probed(name)
@@ -32,6 +33,7 @@ def test_decisions_of_named_variants(name):  # A-1 to A-11, A-17
     assert [fault.what for fault in found.faults] == (["range of P"] if name == "fa4_threshold4" else [])
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize(
     ("what", "base", "changes", "value"),
     [
@@ -67,6 +69,7 @@ def test_the_threshold_is_bracketed():  # A-7
         assert found.high < 1.3 * found.low
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(
     ("faults", "what", "words", "evidence"),
     [

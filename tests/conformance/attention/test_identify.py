@@ -20,6 +20,7 @@ def simulated(variant):
     return functools.partial(attention.forward, variant=variant)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_every_variant_is_identified(name):
     found = identify_attention(simulated(name), expect=name)
@@ -29,6 +30,7 @@ def test_every_variant_is_identified(name):  # A-1, A-17
     json.dumps(found.to_dict(), allow_nan=False)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("base", "changes", "said"),
     [
@@ -47,6 +49,7 @@ def test_a_variation_is_named_by_its_base(base, changes, said):  # A-6 to A-10
     assert "of variant" in found.message
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("wrong", ["fa4", "fa4_threshold4"])
 def test_another_variant_than_expected(wrong):
     other = {"fa4": "fa4_threshold4", "fa4_threshold4": "fa4"}[wrong]
@@ -63,6 +66,7 @@ def test_threshold_4_is_at_fault():  # A-8
     assert "at fault: range of P: left, and clipped" in found.message
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("faults", "departs"),
     [

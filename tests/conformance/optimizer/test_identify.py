@@ -70,6 +70,7 @@ def of_torch(layout):
     return lambda params, lr, betas, eps, weight_decay: ft.AdamW(params, lr, betas, eps, weight_decay, layout=layout)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "fishman", "te", "torchao"])
 def test_layouts_are_named_by_states_or_by_weights_alone(name, shown):  # O-1 to O-10
@@ -79,6 +80,7 @@ def test_layouts_are_named_by_states_or_by_weights_alone(name, shown):  # O-1 to
     assert "bit for bit, in the order of clause O" in found.summary
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["msamp", "sqrt_e5m2", "bfloat16"])
 def test_fp8refs_own_torch_optimizer(name):  # O-13
     found = identify_optimizer(of_torch(name))
@@ -112,6 +114,7 @@ def with_masters(layout, *, shift: float = 1.0):
     return step
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", WITH_MASTERS)
 def test_layouts_with_masters_are_named(name):  # O-14, O-15
     found = identify_optimizer(of_torch(name), expect=name)
@@ -194,6 +197,7 @@ def test_v_that_is_not_corrected():
     assert found.departure.input.startswith("step 1, tensor spread, weight")
 
 
+@pytest.mark.slow
 def test_a_decay_in_the_gradient_is_adams():
     """The states are those of other gradients, and their layout is found all the same."""
 
@@ -210,6 +214,7 @@ def test_a_decay_in_the_gradient_is_adams():
     assert (of_torch.ok, of_torch.layout, of_torch.exact, of_torch.form.decay) == (False, "float32", True, "coupled")
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("subject", "numbers"),
     [
