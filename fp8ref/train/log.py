@@ -278,8 +278,11 @@ def _line(metrics: dict) -> str:
 
 
 def _versions() -> dict[str, str]:
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
-    return {name: installed[name] for name in PACKAGES if name in installed}
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _replace(path: Path, text: str) -> None:
