@@ -123,7 +123,9 @@ def torch_leaves_saturation_out(monkeypatch):
 @pytest.mark.parametrize(
     ("plant", "backend", "names"),
     [
-        SLOW(jax_scale_one_ulp_up, "jax", ["q_proj/input/scale/jax", "q_proj/grad_output/scale/jax", "synthetic.normal/tensorwise/scale/jax"]),
+        SLOW(
+            jax_scale_one_ulp_up, "jax", ["q_proj/input/scale/jax", "q_proj/grad_output/scale/jax", "synthetic.normal/tensorwise/scale/jax"]
+        ),
         SLOW(jax_rounds_to_odd, "jax", ["q_proj/input/codes/jax", "q_proj/weight/codes/jax", "q_proj/grad_output/codes/jax"]),
         SLOW(jax_leaves_saturation_out, "jax", ["synthetic.cast/e4m3fn/codes/jax", "synthetic.cast/e5m2/codes/jax"]),
         (torch_scale_one_ulp_down, "torch", ["q_proj/input/scale/torch", "q_proj/weight/scale/torch"]),

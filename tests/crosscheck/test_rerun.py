@@ -95,7 +95,7 @@ def test_a_step_under_a_plan_is_rerun_under_it(backend, small, tmp_path, monkeyp
     assert set(asked) == {("hopper", "fast"), ("hopper", "slow")}
 
 
-@BOTH
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_scores_that_overflow_are_located(backend, small, tmp_path):
     weights = weights_of(small)
     for name in ("q_proj", "k_proj"):

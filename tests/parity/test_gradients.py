@@ -30,7 +30,8 @@ def alone(backend):
     return [trainer.gradients(rows) for rows in np.split(TOKENS, RANKS)]
 
 
-@pytest.mark.parametrize("parallel", [pytest.param({"fsdp": RANKS}, marks=pytest.mark.slow), {"data": 2, "fsdp": 2}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"fsdp": RANKS}, {"data": 2, "fsdp": 2}], ids=str)
 def test_jax_exchanges_what_the_simulator_does(parallel):  # P-25
     found = loop.trainer("jax", CONFIG.replace(parallel=parallel | FP8)).gradients(TOKENS)
     parts = alone("jax")
