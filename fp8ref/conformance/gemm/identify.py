@@ -136,6 +136,10 @@ def identify(
     m, n, k = shape
     if min(m, n) < 1 or k < K_STEP or k % K_STEP:
         raise ValueError(f"a probe takes M and N of at least 1 and a K that is a positive multiple of {K_STEP}; got {list(shape)}.")
+    if scaled.granularities not in (("tensorwise",) * 2, ("rowwise",) * 2):
+        raise ValueError(
+            f"a probe takes tensorwise or rowwise scales, of both operands; got {', '.join(scaled.granularities)}. Use grade_gemm."
+        )
     bench, of_out = epilogues.rounding(Bench(gemm=scaled, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed)
     drawn = draw_sample(bench, seed)
     plans, findings = _accumulation(bench, drawn)

@@ -1,0 +1,8 @@
+"""Grade a GEMM: right, imprecise or wrong, with the magnitude and the causes (SEMANTICS B-1, G-23).
+
+``grade_gemm`` returns a ``Grade``; ``require_gemm`` raises an AssertionError unless it is right.
+"""
+
+from fp8ref.conformance.gemm.grade.grading import grade_gemm as grade_gemm
+from fp8ref.conformance.gemm.grade.grading import require_gemm as require_gemm
+from fp8ref.conformance.gemm.grade.verdict import Grade as Grade
