@@ -39,14 +39,16 @@ def wrap(
     count, bias = _arguments(function)
     how = {"name": name, "granularity": granularity, "granularity_b": granularity_b, "bias": bias}
     if count == 2:
-        return ScaledGemm(function=function, about={"numpy": version("numpy")}, **how)  # type: ignore[arg-type]
+        return ScaledGemm(function=_with_bias(function) if bias else function, about={"numpy": version("numpy")}, **how)  # type: ignore[arg-type]
     if count != 4:
-        raise ValueError(f"a GEMM takes (a, b) or (codes of a, codes of b, scale_inv of a, scale_inv of b); {name} takes {count} arguments.")
+        raise ValueError(
+            f"a GEMM takes (a, b) or (codes of a, codes of b, scale_inv of a, scale_inv of b); {name} takes {count} arguments."
+        )
     if framework not in (None, *subject.FRAMEWORKS):
         raise ValueError(f"framework is one of {', '.join(subject.FRAMEWORKS)}; got {framework!r}.")
     refused = []
     for tried in (framework,) if framework else [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]:
-        found = ScaledGemm(function=_of_arrays(function, tried, device), about={tried: version(tried), "device": device}, **how)  # type: ignore[arg-type]
+        found = ScaledGemm(function=_of_arrays(function, tried, device, bias), about={tried: version(tried), "device": device}, **how)  # type: ignore[arg-type]
         ones = (operand(np.full((128, 128), 0x38, np.uint8), E4M3FN, one) for one in found.granularities)
         try:
             found.multiply(*ones)
@@ -68,12 +70,18 @@ def _arguments(function: Callable[..., Any]) -> tuple[int, bool]:
     return len(needed), "bias" in parameters
 
 
-def _of_arrays(function: Callable[..., Any], framework: str, device: str) -> Callable[..., Any]:
+def _with_bias(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a bias of zeros where none is given."""
+    return lambda a, b, bias=None: function(a, b, bias=np.zeros(len(b.codes), np.float32) if bias is None else bias)
+
+
+def _of_arrays(function: Callable[..., Any], framework: str, device: str, takes_bias: bool) -> Callable[..., Any]:
     made = subject.Subject(name="", function=function, framework=framework, device=device)
 
     def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
         given = [_codes(made, q.codes, q.fmt) for q in (a, b)] + [made.make_array(q.scale_inv, "float32") for q in (a, b)]
-        return function(*given, **({} if bias is None else {"bias": made.make_array(bias, "float32")}))
+        added = {"bias": made.make_array(np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32")} if takes_bias else {}
+        return function(*given, **added)
 
     return multiply
 

@@ -78,7 +78,13 @@ def exact(a: Quantized, b: Quantized) -> np.ndarray:
 
 
 def distance(
-    a: Quantized, b: Quantized, found: np.ndarray, simulated: np.ndarray, *, out_dtype: Format, epilogue: str | Epilogue = "scale_then_round"
+    a: Quantized,
+    b: Quantized,
+    found: np.ndarray,
+    simulated: np.ndarray,
+    *,
+    out_dtype: Format,
+    epilogue: str | Epilogue = "scale_then_round",
 ) -> Distance:
     """The distance of results from the exact ones and from the simulator's.
 
@@ -92,4 +98,6 @@ def distance(
         true = exact(a, b)
         ulps = np.abs(found - true) / ulp(np.maximum(np.abs(found), np.abs(true)), out_dtype)
     lost = ~np.isfinite(found) & ~alike
-    return Distance(np.where(alike & ~np.isfinite(found), 0, np.where(lost, np.inf, ulps)), np.where(alike, 0, np.where(lost, np.inf, bounds)))
+    return Distance(
+        np.where(alike & ~np.isfinite(found), 0, np.where(lost, np.inf, ulps)), np.where(alike, 0, np.where(lost, np.inf, bounds))
+    )

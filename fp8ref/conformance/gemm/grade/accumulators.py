@@ -21,8 +21,14 @@ FORMATS = (BFLOAT16, FLOAT16, TF32, E8M13)
 EVERY = tuple(2**i for i in range(13))
 """The numbers of products that are added exactly between two roundings: 1 to 4096."""
 
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+SPLITS = (2, 3, 4, 6, 8, 12, 16)
 """The equal parts of K that are tried."""
+
+PROMOTIONS = (128, 32, 64, 256, 512, 1024)
+"""The lengths of K after which a promotion is tried."""
+
+FEWEST = 4
+"""The fewest products between two roundings that are tried together with promotions and parts."""
 
 SAMPLE = 8
 """Rows and columns of the result that candidates are compared in."""
@@ -94,23 +100,27 @@ class Narrow:
         return np.where(np.abs(rounded) > self.fmt.max, np.copysign(np.inf, x), rounded)
 
 
-def candidates(k: int) -> Iterator[Narrow]:
-    """The accumulators that are tried for a length of K, the simplest first."""
-    every = [n for n in EVERY if n < k]
+def candidates(k: int) -> Iterator[list[Narrow]]:
+    """The accumulators that are tried for a length of K: a list for each format and rounding, the
+    simplest first."""
     for rounding, fmt in itertools.product(("nearest_even", "toward_zero"), FORMATS):
+        yield list(_of_format(fmt, rounding, k))
+
+
+def _of_format(fmt: Format, rounding: str, k: int) -> Iterator[Narrow]:
+    every = [n for n in EVERY if n < k]
+    for n in every:
+        yield Narrow(fmt=fmt, every=n, rounding=rounding)
+    for n in every:
+        yield Narrow(fmt=fmt, every=n, promotion=n, rounding=rounding)
+    for n, promotion in itertools.product(every, PROMOTIONS):
+        if FEWEST <= n < promotion < k:
+            yield Narrow(fmt=fmt, every=n, promotion=promotion, rounding=rounding)
+    for count, narrow in itertools.product(SPLITS, (False, True)):
+        yield Narrow(fmt=fmt, every=None, split_k=count, narrow_sum=narrow, rounding=rounding)
         for n in every:
-            yield Narrow(fmt=fmt, every=n, rounding=rounding)
-        for n in every:
-            yield Narrow(fmt=fmt, every=n, promotion=n, rounding=rounding)
-        for n, promotion in itertools.product(every, (128, 32, 64, 256, 512, 1024)):
-            if 4 <= n < promotion < k:
-                yield Narrow(fmt=fmt, every=n, promotion=promotion, rounding=rounding)
-        for count in SPLITS[1:]:
-            for narrow in (False, True):
-                yield Narrow(fmt=fmt, every=None, split_k=count, narrow_sum=narrow, rounding=rounding)
-                for n in every:
-                    if 4 <= n < k // count:
-                        yield Narrow(fmt=fmt, every=n, split_k=count, narrow_sum=narrow, rounding=rounding)
+            if FEWEST <= n < k // count:
+                yield Narrow(fmt=fmt, every=n, split_k=count, narrow_sum=narrow, rounding=rounding)
 
 
 def fitting(products: np.ndarray, found: np.ndarray, k: int, scale: float, out: Format, tried: Sequence[Narrow]) -> list[Narrow]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
-from fp8ref.formats import FP8_FORMATS, Format
+from fp8ref.formats import FLOAT16, FP8_FORMATS, Format
 from fp8ref.sim import cast
 
 CODES = np.arange(256, dtype=np.uint8)
@@ -35,11 +35,20 @@ def readings(fmt: Format) -> Iterator[Reading]:
             yield Reading(f"codes of {{}} are read as {other}", cast.decode(CODES, other))
 
 
+RANGE = "products outside of float16's range are lost"
+"""The name of a cause that a float16 accumulator or output has; how it rounds may be known better."""
+
+
 def judge(asked: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None:
-    """The cause if products of codes are wrong: two readings that give all of them, or what is seen."""
-    kinds = [[(name.format(who), table) for name, table in readings(fmt)] for who, fmt in zip("ab", (asked[0][0].a.fmt, asked[0][0].b.fmt), strict=True)]
+    """The cause if products of codes are wrong: two readings that give all of them, RANGE, or what is seen."""
+    kinds = [
+        [(name.format(who), table) for name, table in readings(fmt)]
+        for who, fmt in zip("ab", (asked[0][0].a.fmt, asked[0][0].b.fmt), strict=True)
+    ]
     right = kinds[0][0][1], kinds[1][0][1]
-    wrong = [(s, found, given) for s, found in asked if (given := _products(s, *right, out), not np.array_equal(given, found, equal_nan=True))[1]]
+    wrong = [
+        (s, found, given) for s, found in asked if (given := _products(s, *right, out), not np.array_equal(given, found, equal_nan=True))[1]
+    ]
     if not wrong:
         return None
     stimulus, found, given = wrong[0]
@@ -53,13 +62,20 @@ def judge(asked: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None
             name, evidence = ", and ".join(part for part in (of_a, of_b) if part), f"all products have the bits of it; {evidence}"
             break
     else:
-        name = _seen(stimulus, differ)
+        name = RANGE if all(_out_of_range(f, g) for _, f, g in wrong) else _seen(stimulus, differ)
     return Cause(name, evidence, "wrong", first_of(stimulus, found, given, differ, "G-6"))
 
 
 def _products(s: Stimulus, table_a: np.ndarray, table_b: np.ndarray, out: Format) -> np.ndarray:
     with np.errstate(all="ignore"):
         return cast.round_to(np.outer(table_a[s.a.codes[:, 0]], table_b[s.b.codes[:, 0]]), out) + np.float32(0)
+
+
+def _out_of_range(found: np.ndarray, given: np.ndarray) -> bool:
+    """Whether results are wrong only where float16 has no normal number."""
+    differ = (found != given) & ~(np.isnan(found) & np.isnan(given))
+    size = np.abs(given[differ])
+    return bool((np.isfinite(size) & ((size > FLOAT16.max) | (size < FLOAT16.smallest_normal))).all())
 
 
 def _numbers(fmt: Format) -> np.ndarray:

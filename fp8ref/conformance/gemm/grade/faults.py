@@ -121,7 +121,9 @@ def _of_operands() -> Iterator[Fault]:
     yield Fault("b transposed: its memory is read as [K, N]", reshaped(1))
     yield Fault("a transposed: its memory is read as [K, M]", reshaped(0))
     yield Fault("the result transposed", lambda s: expected(s).T if s.shape[0] == s.shape[1] else None)
-    yield Fault("the result transposed in memory, [N, M] read as [M, N]", lambda s: np.ascontiguousarray(expected(s).T).reshape(s.shape[:2]))
+    yield Fault(
+        "the result transposed in memory, [N, M] read as [M, N]", lambda s: np.ascontiguousarray(expected(s).T).reshape(s.shape[:2])
+    )
     yield Fault("a in the place of b", lambda s: product(s, values(s)[0], values(s)[0]) if s.shape[0] == s.shape[1] else None)
     for which, who in enumerate("ab"):
         for fmt in FP8_FORMATS.values():

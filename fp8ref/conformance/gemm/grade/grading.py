@@ -1,4 +1,4 @@
-"""Grade somebody's GEMM, or require that it is right (SEMANTICS G-23).
+"""Grade somebody's GEMM, or require that it is right (SEMANTICS B-14).
 
 1. ``structure``: sums of integers that every accumulator of 8 bits has, and every index of K alone.
 2. ``codes``: what each code is taken for.
@@ -33,6 +33,9 @@ SHAPES: tuple[Shape, ...] = ((96, 96, 96), (64, 80, 1056), (128, 128, 4096))
 SHAPES_OF_BLOCKS: tuple[Shape, ...] = ((128, 128, 128), (64, 80, 1152), (128, 128, 4096))
 """The same for scales of blocks, which divide K."""
 
+SHORT = 1024
+"""The K with which codes, scales and roundings are asked, if no shorter one is."""
+
 MOST_CALLS = 64
 """The most GEMMs that ask for indices of K; of a longer K than they reach the rest is not asked."""
 
@@ -47,9 +50,19 @@ class Asked:
     accumulate: str | Accumulation
     seed: int
 
-    def run(self, stimulus: Stimulus) -> tuple[np.ndarray, Format]:
-        """The results of a stimulus, and their dtype."""
-        return self.scaled.multiply(stimulus.a, stimulus.b, stimulus.bias)
+    def run(self, stimulus: Stimulus, *, repeat: bool = False) -> tuple[np.ndarray, Format]:
+        """The results of a stimulus, and their dtype; repeat: of two runs, which must agree."""
+        return self.scaled.multiply(stimulus.a, stimulus.b, stimulus.bias, repeat=repeat)
+
+    def short(self, shapes: Iterable[Shape]) -> Shape:
+        """The shape of the least K, cut to ``SHORT`` if the GEMM takes that."""
+        m, n, k = min(shapes, key=lambda shape: shape[2])
+        cut = (m, n, min(k, SHORT))
+        try:
+            self.run(stimuli.integers(self.scaled, cut, self.formats))
+        except RefusedError:
+            return m, n, k
+        return cut
 
 
 def grade_gemm(
@@ -76,16 +89,14 @@ def grade_gemm(
     Others:      as ``adapters.wrap``; seed of the random operands.
     Raises:      ValueError: no shape, or one below 1 or with K below 2; unknown names. ProbeError: the
                  GEMM is invalid, or raises for every shape.
-    Source:      SEMANTICS B-1, G-23.
+    Source:      SEMANTICS B-1, B-14.
 
     >>> from fp8ref.sim import gemm
     >>> grade = grade_gemm(lambda a, b: gemm.matmul(a, b, accumulate="f32"), shapes=[(16, 16, 64)])
     >>> grade.verdict, grade.plan
     ('right', 'f32')
     """
-    scaled = adapters.wrap(
-        function, name=name, framework=framework, device=device, granularity=granularity, granularity_b=granularity_b
-    )
+    scaled = adapters.wrap(function, name=name, framework=framework, device=device, granularity=granularity, granularity_b=granularity_b)
     blocks = any(by_name(one).reduced for one in scaled.granularities)
     shapes = tuple(shapes) if shapes is not None else SHAPES_OF_BLOCKS if blocks else SHAPES
     if not shapes or any(min(shape) < 1 or shape[2] < 2 for shape in shapes):
@@ -94,6 +105,7 @@ def grade_gemm(
     asked = Asked(scaled=scaled, formats=formats, epilogue=epilogues.by_name(epilogue), accumulate=named or "exact", seed=seed)
     causes, taken, refused, unasked = _structures(asked, shapes)
     wrong = bool(causes)
+    of_range = [cause for cause in causes if cause.name == codes.RANGE]
     measured, equal, compared = {}, 0, 0
     samples = []
     for shape, out in taken.items():
@@ -103,13 +115,13 @@ def grade_gemm(
     out = next(iter(taken.values()))
     severe = any(one.bounds > 1 for one in measured.values())
     plan, epilogue_name = None, None
-    if wrong:
+    if wrong and not of_range:
         unasked.append("accumulators and roundings of a wrong GEMM")
     else:
-        found = imprecision.examine(asked, samples, out, severe=severe)
-        causes, plan, epilogue_name = causes + found.causes, found.plan, found.epilogue
+        found = imprecision.examine(asked, samples, out, short=asked.short(taken), severe=severe or wrong)
+        causes, plan, epilogue_name = found.causes or of_range, found.plan, found.epilogue
         unasked += found.unasked
-        wrong = any(cause.severity == "wrong" for cause in causes)
+        wrong = wrong or any(cause.severity == "wrong" for cause in causes)
     lost = any(not np.isfinite(one.bounds) for one in measured.values())
     verdict = "wrong" if wrong or lost else "imprecise" if severe else "right"
     return Grade(
@@ -139,7 +151,7 @@ def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> G
     options   as ``grade_gemm``. With ``accumulate`` every bit must be that plan's.
     Returns:  the grade, with what was asked and what was not.
     Raises:   AssertionError: it is imprecise or wrong. Others as ``grade_gemm``.
-    Source:   SEMANTICS B-1, G-23.
+    Source:   SEMANTICS B-1, B-14.
     """
     grade = grade_gemm(function, **options)
     if not grade.ok:
@@ -156,7 +168,7 @@ def _structures(asked: Asked, shapes: Iterable[Shape]) -> tuple[list[Cause], dic
     for shape in shapes:
         stimulus = stimuli.integers(asked.scaled, shape, asked.formats)
         try:
-            found, out = asked.run(stimulus)
+            found, out = asked.run(stimulus, repeat=True)
         except RefusedError as error:
             refused[shape] = str(error).partition("\n")[0]
             continue
@@ -164,16 +176,20 @@ def _structures(asked: Asked, shapes: Iterable[Shape]) -> tuple[list[Cause], dic
         causes += _structure(asked, shape, stimulus, found, out, unasked)
     if not taken:
         raise RefusedError("\n".join(refused.values()))
-    smallest = min(taken, key=lambda shape: shape[2])
-    if asked.scaled.bias and not causes:
-        stimulus = stimuli.integers(asked.scaled, smallest, asked.formats, bias=True)
-        found, out = asked.run(stimulus)
-        causes += structure.of_integers(stimulus, found, out, None)[0]
     if not causes:
-        results = [(s, asked.run(s)[0]) for s in stimuli.codes(asked.scaled, smallest, asked.formats)]
-        cause = codes.judge(results, taken[smallest])
-        causes += [cause] if cause else []
+        causes += _of_short(asked, asked.short(taken), next(iter(taken.values())))
     return _merged(causes), taken, refused, unasked
+
+
+def _of_short(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
+    """The causes that one shape shows as well as any: the bias, and what codes are taken for."""
+    if asked.scaled.bias:
+        stimulus = stimuli.integers(asked.scaled, shape, asked.formats, bias=True)
+        causes = structure.of_integers(stimulus, asked.run(stimulus)[0], out, None)[0]
+        if causes:
+            return causes
+    cause = codes.judge([(s, asked.run(s)[0]) for s in stimuli.codes(asked.scaled, shape, asked.formats)], out)
+    return [cause] if cause else []
 
 
 def _structure(asked: Asked, shape: Shape, stimulus: Stimulus, found: np.ndarray, out: Format, unasked: list[str]) -> list[Cause]:
@@ -208,12 +224,12 @@ def _structure(asked: Asked, shape: Shape, stimulus: Stimulus, found: np.ndarray
 
 
 def _merged(causes: list[Cause]) -> list[Cause]:
-    """Causes of the same name once, with the shapes of all."""
-    found: dict[str, Cause] = {}
+    """Causes of the same name once, the first of them, with the count of shapes."""
+    found: dict[str, tuple[Cause, int]] = {}
     for cause in causes:
-        known = found.get(cause.name)
-        found[cause.name] = cause if known is None else known._replace(evidence=f"{known.evidence}; and {cause.evidence}")
-    return list(found.values())
+        first, count = found.get(cause.name, (cause, 0))
+        found[cause.name] = first, count + 1
+    return [first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first for first, count in found.values()]
 
 
 def _measured(
@@ -221,7 +237,7 @@ def _measured(
 ) -> tuple[Measured, tuple[Stimulus, np.ndarray], int, int]:
     """(errors, the random operands with their results, how many have the expected plan's bits, of how many)."""
     stimulus = stimuli.random(asked.scaled, shape, asked.formats, out, asked.seed)
-    found, _ = asked.run(stimulus._replace(bias=None))
+    found, _ = asked.run(stimulus, repeat=True)
     simulated = gemm.matmul(stimulus.a, stimulus.b, epilogue=asked.epilogue, out_dtype=out)
     far = bound.distance(stimulus.a, stimulus.b, found, simulated, out_dtype=out, epilogue=asked.epilogue)
     exact = bound.exact(stimulus.a, stimulus.b)
@@ -240,7 +256,9 @@ def _measured(
     )
     if named is None:
         return measured, (stimulus, found), 0, 0
-    wanted = simulated if named == "exact" else gemm.matmul(stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out)
+    wanted = (
+        simulated if named == "exact" else gemm.matmul(stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out)
+    )
     return measured, (stimulus, found), int((wanted.view(np.uint32) == found.view(np.uint32)).sum()), found.size
 
 
@@ -248,4 +266,10 @@ def _never(scaled: ScaledGemm, refused: dict[Shape, str]) -> list[str]:
     """What no grade asks, and the shapes that were refused."""
     raised = [f"[{m}, {n}] K = {k}, for which it raised ({error[:120]})" for (m, n, k), error in refused.items()]
     bias = [] if scaled.bias else ["a bias"]
-    return [*raised, *bias, "other shapes, formats, dtypes, scales and devices", "results below the smallest normal number", "signs of zeros"]
+    return [
+        *raised,
+        *bias,
+        "other shapes, formats, dtypes, scales and devices",
+        "results below the smallest normal number",
+        "signs of zeros",
+    ]

@@ -22,6 +22,10 @@ ROWS = 32
 """Rows and columns of random results that plans are compared in."""
 
 
+FEW = 0.01
+"""The part of outputs with a bias that may differ: scales in another order move few to a neighbor."""
+
+
 class Found(NamedTuple):
     """Causes; the plan and the epilogue that give all bits, by name; what was not asked."""
 
@@ -31,21 +35,24 @@ class Found(NamedTuple):
     unasked: list[str]
 
 
-def examine(asked: Any, samples: Sequence[tuple[Stimulus, np.ndarray]], out: Format, *, severe: bool) -> Found:
+def examine(asked: Any, samples: Sequence[tuple[Stimulus, np.ndarray]], out: Format, *, short: tuple[int, int, int], severe: bool) -> Found:
     """Examine a GEMM whose sums of 8 bits are right.
 
     samples  random operands with the GEMM's results.
-    severe   results are outside B-1's bound.
+    short    the shape for scales and roundings; severe: results are outside B-1's bound.
     """
-    smallest, largest = (pick(samples, key=lambda one: one[0].shape[2])[0].shape for pick in (min, max))
+    largest = max(samples, key=lambda one: one[0].shape[2])[0].shape
     severity = "imprecise" if severe else "right"
-    tried, causes = _paths(asked, smallest, out, severity)
+    tried, causes = _paths(asked, short, out, severity)
     unasked = [] if tried else ["the order of scales and roundings: none that has a name gives sums of one and two products"]
-    bias = _bias(asked, smallest, out, tried)
+    bias = _bias(asked, short, out, tried)
     causes += bias
     names = [path.epilogue for path in tried if path.epilogue is not None] or [asked.epilogue]
     plan, epilogue = _plan(samples, names, out, severe=severe)
-    if plan is None and severe:
+    hidden = any(path.odd for path in tried[:1])
+    if hidden and severe:
+        unasked.append("the accumulator, behind outputs that are rounded otherwise")
+    elif plan is None and severe:
         causes += _accumulator(asked, largest, out)
     elif plan is not None and severe and plan not in ("exact", "f32"):
         causes.append(Cause(f"the accumulation of {plan}", "random results have the bits of it", severity))
@@ -73,29 +80,35 @@ def _paths(asked: Any, shape: tuple[int, int, int], out: Format, severity: str) 
 
 
 def _bias(asked: Any, shape: tuple[int, int, int], out: Format, tried: Sequence[Path]) -> list[Cause]:
-    """The cause if a bias is added in no known way, or after the rounding."""
-    if not asked.scaled.bias or not tried or tried[0].epilogue is None:
+    """The cause if a bias is added after the rounding, or in no known way."""
+    if not asked.scaled.bias:
         return []
+    # of a path without an epilogue, such as dequantized operands, the nearest one
+    known = [path for path in tried if path.epilogue is not None] or [Path(), Path(scale="product")]
     results = []
     for i, stimulus in enumerate(stimuli.pairs(asked.scaled, shape, asked.formats, out)):
-        bias = np.random.default_rng(i).standard_normal(shape[1]) * float(np.abs(tried[0].gives(stimulus, out)).mean())
+        bias = np.random.default_rng(i).standard_normal(shape[1]) * float(np.abs(known[0].gives(stimulus, out)).mean())
         given = stimulus._replace(bias=cast.round_to(bias, out))
         results.append((given, asked.run(given)[0]))
-    fits = roundings.with_bias(tried[0], results, out)
+    path, how, wrong = roundings.with_bias(known, results, out)
+    compared = sum(found.size for _, found in results)
+    severe = wrong > FEW * compared
+    if how != "after_round" and not severe:
+        return []
     stimulus, found = results[0]
-    if not fits:
-        right = roundings.biased(tried[0], "before_round", stimulus, out)
-        differ = found != right
-        first = first_of(stimulus, found, right, differ, "G-15") if differ.any() else None
-        return [Cause("the bias is added in no order that has a name (G-15)", f"{int(differ.sum())} of {differ.size} sums of two products differ from bias_then_round", "imprecise", first)]
-    if fits == ["after_round"]:
-        right = roundings.biased(tried[0], "before_round", stimulus, out)
-        first = first_of(stimulus, found, right, found != right, "G-15")
-        return [Cause("the bias is added after the rounding to the output dtype (round_then_bias)", "all sums of two products have the bits of it", "right", first)]
-    return []
+    right = roundings.biased(path, "before_round", stimulus, out)
+    differ = found != right
+    first = first_of(stimulus, found, right, differ, "G-15") if differ.any() else None
+    if severe:
+        evidence = f"{wrong} of {compared} sums of two products are not those of {how}, the nearest order"
+        return [Cause("the bias is added in no order that has a name (G-15)", evidence, "imprecise", first)]
+    evidence = f"{compared - wrong} of {compared} sums of two products have the bits of it"
+    return [Cause("the bias is added after the rounding to the output dtype (round_then_bias)", evidence, "right", first)]
 
 
-def _plan(samples: Sequence[tuple[Stimulus, np.ndarray]], tried: Sequence[Epilogue], out: Format, *, severe: bool) -> tuple[str | None, Epilogue | None]:
+def _plan(
+    samples: Sequence[tuple[Stimulus, np.ndarray]], tried: Sequence[Epilogue], out: Format, *, severe: bool
+) -> tuple[str | None, Epilogue | None]:
     """The plan and the epilogue that have the bits of random results of every shape."""
     for accumulate, epilogue in itertools.product(_plans(severe), tried):
         if all(_has_bits(s, found, accumulate, epilogue, out) for s, found in samples):
@@ -134,26 +147,26 @@ def _first_rows(q: Any, side: int) -> Any:
 def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[Cause]:
     """The narrow accumulator that gives sums of integers, or a cause without a name."""
     k = shape[2]
-    tried = list(accumulators.candidates(k))
-    result: list[Cause] = []
+    stages = []
     for length in dict.fromkeys((min(SHORT, k), k)):
         stimulus = stimuli.wide(asked.scaled, shape, asked.formats, length=length)
-        found, _ = asked.run(stimulus)
-        expected = cast.round_to(faults.expected(stimulus), out)
+        found, _ = asked.run(stimulus, repeat=True)
         a, b = (x[:SAMPLE, :length] for x in faults.values(stimulus))
-        scale = float(stimulus.a.scale_inv.reshape(-1)[0] * stimulus.b.scale_inv.reshape(-1)[0])
-        tried = accumulators.fitting(accumulators.products_of(a, b), found[:SAMPLE, :SAMPLE], k, scale, out, tried)
-        differ = found != expected
-        if length == k and differ.any():
-            first = first_of(stimulus, found, expected, differ)
-            count = f"{int(differ.sum())} of {differ.size} sums of integers below 2^24 differ, which float32 adds exactly in any order"
-            if tried:
-                others = f", or the same by {tried[1]}" if len(tried) > 1 else ""
-                result = [Cause(f"{tried[0]}{others}", f"{min(SAMPLE, shape[0]) * min(SAMPLE, shape[1])} sums have the bits of it; {count}", "imprecise", first)]
-            else:
-                bits = _bits(found, expected)
-                result = [Cause(f"an accumulator narrower than float32, of about {bits} bits", count, "imprecise", first)]
-    return result
+        stages.append((accumulators.products_of(a, b), found[:SAMPLE, :SAMPLE]))
+    expected = cast.round_to(faults.expected(stimulus), out)
+    differ = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
+    if not differ.any():
+        return []
+    first = first_of(stimulus, found, expected, differ)
+    count = f"{int(differ.sum())} of {differ.size} sums of integers below 2^24 differ, which float32 adds exactly in any order"
+    scale = float(stimulus.a.scale_inv.reshape(-1)[0] * stimulus.b.scale_inv.reshape(-1)[0])
+    for tried in accumulators.candidates(k):
+        for products, results in stages:
+            tried = accumulators.fitting(products, results, k, scale, out, tried)
+        if tried:
+            others = f", or the same by {tried[1]}" if len(tried) > 1 else ""
+            return [Cause(f"{tried[0]}{others}", f"{results.size} sums have the bits of it; {count}", "imprecise", first)]
+    return [Cause(f"an accumulator narrower than float32, of about {_bits(found, expected)} bits", count, "imprecise", first)]
 
 
 def _bits(found: np.ndarray, expected: np.ndarray) -> int:

@@ -61,8 +61,14 @@ def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[For
     for row in a:
         row[rng.choice(k, count, replace=False)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
     b = rng.choice(np.float32([-2, -1, 1, 2]), (n, k))
-    scales = [_powers(rng, one, x.shape, centre) for one, x, centre in zip(scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True)]
-    made = [operand(cast.encode(x, fmt), fmt, one, 1 / scale) for x, fmt, one, scale in zip((a, b), formats, scaled.granularities, scales, strict=True)]
+    scales = [
+        _powers(rng, one, x.shape, centre)
+        for one, x, centre in zip(scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True)
+    ]
+    made = [
+        operand(cast.encode(x, fmt), fmt, one, 1 / scale)
+        for x, fmt, one, scale in zip((a, b), formats, scaled.granularities, scales, strict=True)
+    ]
     added = rng.integers(-63, 64, n).astype(np.float32) if bias else None
     if bias:  # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
         made = [operand(q.codes, q.fmt, q.granularity, scale) for q, scale in zip(made, (0.125, 2.0), strict=True)]
@@ -74,7 +80,9 @@ def _powers(rng: np.random.Generator, granularity: str, shape: tuple[int, int], 
     of_scales = scale_shape(granularity, shape, -1)
     if not of_scales:
         return np.float32(2.0**centre)
-    return (2.0 ** (centre + rng.integers(-3, 4, (of_scales[0], 1)) + rng.integers(0, 2, (1, of_scales[1])) * (of_scales[1] > 1))).astype(np.float32)
+    return (2.0 ** (centre + rng.integers(-3, 4, (of_scales[0], 1)) + rng.integers(0, 2, (1, of_scales[1])) * (of_scales[1] > 1))).astype(
+        np.float32
+    )
 
 
 def single(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]) -> Iterator[tuple[np.ndarray, Stimulus]]:
@@ -101,7 +109,10 @@ def codes(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format
     for first_a in range(0, 256, m):
         for first_b in range(0, 256, n):
             made = []
-            for count, first, fmt, one in ((m, first_a, formats[0], scaled.granularities[0]), (n, first_b, formats[1], scaled.granularities[1])):
+            for count, first, fmt, one in (
+                (m, first_a, formats[0], scaled.granularities[0]),
+                (n, first_b, formats[1], scaled.granularities[1]),
+            ):
                 drawn = np.zeros((count, k), np.uint8)
                 drawn[:, 0] = (first + np.arange(count)) % 256
                 made.append(operand(drawn, fmt, one))

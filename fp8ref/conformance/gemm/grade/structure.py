@@ -94,7 +94,15 @@ def in_words(how: str, numbers: np.ndarray, k: int) -> str:
     if count and how != "added to other results":
         part = f", 1 of {k // count} equal parts of K" if count >= 64 and k % count == 0 and numbers[0] % count == 0 and k > count else ""
         if numbers[-1] - numbers[0] + 1 == count:
-            where = "all of K" if count == k else f"the last {count} of K" if numbers[-1] == k - 1 else f"the first {count} of K" if numbers[0] == 0 else f"{count} of K, {ranges(numbers)},"
+            where = (
+                "all of K"
+                if count == k
+                else f"the last {count} of K"
+                if numbers[-1] == k - 1
+                else f"the first {count} of K"
+                if numbers[0] == 0
+                else f"{count} of K, {ranges(numbers)},"
+            )
             return f"{where} {how}{part}"
         steps = np.diff(numbers)
         if (steps == steps[0]).all():

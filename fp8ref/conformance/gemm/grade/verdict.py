@@ -103,7 +103,7 @@ class Grade(Result):
         if not self.causes and self.verdict != "right" and self.worst.worst is not None:
             lines.append(f"  no cause has a name; {self.worst.worst}")
         if self.plan is not None:
-            lines.append(f"  it is {self.plan!r}{f' under {self.epilogue!r}' if self.epilogue else ''}, bit for bit")
+            lines.append(f"  random results have the bits of {self.plan!r}{f' under {self.epilogue!r}' if self.epilogue else ''}")
         return "\n".join([*lines, f"  asked: {self.asked}", f"  not asked: {'; '.join(self.unasked)}"])
 
     @property
@@ -137,6 +137,9 @@ class Grade(Result):
 
     def render(self, console: "Console") -> None:
         """Print the errors of each shape, then the message."""
-        rows = [Finding(what=f"[{m}, {n}], K = {k}", value=str(one), evidence=f"{one.count} random results") for (m, n, k), one in self.measured.items()]
+        rows = [
+            Finding(what=f"[{m}, {n}], K = {k}", value=str(one), evidence=f"{one.count} random results")
+            for (m, n, k), one in self.measured.items()
+        ]
         console.print(table(rows))
         console.out(self.message, highlight=False)
