@@ -198,7 +198,7 @@ PLANTED = {
     "tf32": Planted(function=tf32, verdict="right"),
     "bfloat16 outputs": Planted(function=to_bfloat16, verdict="right"),
     "promotion": Planted(
-        function=narrow(BFLOAT16, 16, promotion=128), verdict="imprecise", cause="a bfloat16 accumulator, rounded every 16 of K, promoted to float32 every 128 of K"
+        function=narrow(BFLOAT16, 16, promotion=128), verdict="imprecise", cause="rounded every 16 of K, promoted to float32 every 128 of K"
     ),
     "sums of blocks in bfloat16": Planted(
         function=narrow(BFLOAT16, 128, promotion=128), verdict="imprecise", cause="sums of every 128 of K rounded to bfloat16, added in float32"
