@@ -214,7 +214,7 @@ PLANTED = {
         function=lambda a, b: gemm.matmul(a, b, accumulate="hopper_fast"), verdict="imprecise", cause="the accumulation of hopper_fast"
     ),
     "a part of split-K dropped": Planted(
-        function=without(lambda k: slice(k // 4 * 3, k)), verdict="wrong", cause="1 of 4 equal parts of K"
+        function=without(lambda k: slice(k // 4 * 3, k)), verdict="wrong", cause="part 3 of 0 to 3 equal parts of K dropped"
     ),
     "K repeated": Planted(function=repeated, verdict="wrong", cause="the first 64 of K added twice"),
     "scales swapped": Planted(function=swapped, verdict="wrong", cause="scales swapped", options=ROWWISE),

@@ -49,9 +49,9 @@ def wrap(
     refused = []
     for tried in (framework,) if framework else [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]:
         found = ScaledGemm(function=_of_arrays(function, tried, device, bias), about={tried: version(tried), "device": device}, **how)  # type: ignore[arg-type]
-        ones = (operand(np.full((128, 128), 0x38, np.uint8), E4M3FN, one) for one in found.granularities)
+        a, b = (operand(np.full((128, 128), 0x38, np.uint8), E4M3FN, one) for one in found.granularities)
         try:
-            found.multiply(*ones)
+            found.multiply(a, b)
         except RefusedError as error:
             refused.append(str(error))
         else:
@@ -71,7 +71,9 @@ def _arguments(function: Callable[..., Any]) -> tuple[int, bool]:
 
 
 def _with_bias(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a bias of zeros where none is given."""
+    """The function with a bias of zeros where none is given, if it needs one."""
+    if inspect.signature(function).parameters["bias"].default is not inspect.Parameter.empty:
+        return function
     return lambda a, b, bias=None: function(a, b, bias=np.zeros(len(b.codes), np.float32) if bias is None else bias)
 
 

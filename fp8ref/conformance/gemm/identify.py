@@ -16,6 +16,7 @@ import numpy as np
 
 from fp8ref.conformance.finding import Finding, table
 from fp8ref.conformance.gemm import epilogues, specials, step
+from fp8ref.conformance.gemm.grade import Grade
 from fp8ref.conformance.gemm.plans import FIELDS, PLAN, UNIT, Sample, draw_codes, draw_sample, findings_of, fitting_plans, plan_to_dict
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
 from fp8ref.conformance.gemm.stimulus import Bench
@@ -44,6 +45,7 @@ class Identified(Result):
     epilogue   the likeliest that fits; None if none does.
     compared   results of random operands under random scales.
     equal      those of them with the simulator's bits under accumulate and epilogue.
+    grade      how wrong it is, if it was graded.
     """
 
     bench: Bench
@@ -53,6 +55,7 @@ class Identified(Result):
     epilogue: Epilogue | None
     compared: int
     equal: int
+    grade: Grade | None = None
 
     @property
     def accumulate(self) -> str | Accumulation | None:
@@ -92,14 +95,17 @@ class Identified(Result):
             "plan": self.plan,
             "confirmed": {"compared": self.compared, "equal": self.equal},
             "evidence": {f.what: f.to_dict() | {"others": list(f.others)} for f in self.findings},
+            "grade": self.grade and self.grade.to_dict(),
         }
 
     def render(self, console: "Console") -> None:
-        """Print every finding and the verdict."""
+        """Print every finding, the verdict, and the grade."""
         bench = self.bench
         title = f"{bench.gemm.name}, [{bench.m}, {bench.n}], K = {bench.k}, {bench.fmt_a} x {bench.fmt_b}, {bench.gemm.granularity}"
         console.print(title, table(self.findings), sep="\n", markup=False)
         console.print(self.verdict, markup=False, highlight=False, soft_wrap=True)
+        if self.grade is not None:
+            console.print(self.grade.message, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def verdict(self) -> str:

@@ -97,7 +97,7 @@ def _scaled(left: str, right: str) -> Fault:
     def gives(s: Stimulus) -> np.ndarray | None:
         scales = SCALES[left](s.a.scale_inv), SCALES[right](s.b.scale_inv)
         same = all(np.array_equal(x, q.scale_inv) for x, q in zip(scales, (s.a, s.b), strict=True))
-        return None if same else product(s, *values(s), scales)  # type: ignore[arg-type]
+        return None if same else product(s, *values(s), scales)
 
     names = [name.format(who) for name, who in ((left, "a"), (right, "b")) if name]
     return Fault(", and ".join(names), gives)
@@ -114,7 +114,7 @@ def _of_operands() -> Iterator[Fault]:
         def gives(s: Stimulus) -> np.ndarray:
             given = list(values(s))
             given[which] = given[which].reshape(given[which].shape[::-1]).T  # memory of [rows, K] read as [K, rows]
-            return product(s, *given)
+            return product(s, given[0], given[1])
 
         return gives
 
@@ -138,7 +138,7 @@ def _read_as(which: int, fmt) -> Callable[[Stimulus], np.ndarray | None]:
         q = (s.a, s.b)[which]
         given = list(values(s))
         given[which] = cast.decode(q.codes, fmt)
-        return None if fmt == q.fmt else product(s, *given)
+        return None if fmt == q.fmt else product(s, given[0], given[1])
 
     return gives
 
@@ -147,7 +147,7 @@ def _rolled(which: int, step: int) -> Callable[[Stimulus], np.ndarray]:
     def gives(s: Stimulus) -> np.ndarray:
         given = list(values(s))
         given[which] = np.roll(given[which], step, axis=0)
-        return product(s, *given)
+        return product(s, given[0], given[1])
 
     return gives
 
@@ -163,16 +163,17 @@ def _dropped(n: int, last: bool) -> Fault:
 
 def _of_bias() -> Iterator[Fault]:
     def of(added: Callable[[Stimulus, np.ndarray], np.ndarray]) -> Callable[[Stimulus], np.ndarray | None]:
-        return lambda s: None if s.bias is None else added(s, product(s._replace(bias=None), *values(s)))
+        """Sums without a bias, with what a fault adds of (the operands, their bias)."""
+        return lambda s: None if s.bias is None else product(s._replace(bias=None), *values(s)) + added(s, s.bias)
 
-    yield Fault("no bias", of(lambda s, y: y))
-    yield Fault("the bias twice", of(lambda s, y: y + 2 * s.bias))
-    yield Fault("the bias with the other sign", of(lambda s, y: y - s.bias))
-    yield Fault("a bias of rows in the place of columns", of(lambda s, y: y + s.bias[:, None] if s.shape[0] == s.shape[1] else y))
-    yield Fault("the bias added before both scales", of(lambda s, y: y + s.bias * s.a.scale_inv * s.b.scale_inv.T))
-    yield Fault("the bias added before the scale of a", of(lambda s, y: y + s.bias * s.a.scale_inv))
-    yield Fault("the bias added before the scale of b", of(lambda s, y: y + s.bias * s.b.scale_inv.T))
-    yield Fault("the bias of the first column for all", of(lambda s, y: y + s.bias[0]))
+    yield Fault("no bias", of(lambda s, bias: 0 * bias))
+    yield Fault("the bias twice", of(lambda s, bias: 2 * bias))
+    yield Fault("the bias with the other sign", of(lambda s, bias: -bias))
+    yield Fault("a bias of rows in the place of columns", of(lambda s, bias: bias[:, None] if s.shape[0] == s.shape[1] else bias))
+    yield Fault("the bias added before both scales", of(lambda s, bias: bias * s.a.scale_inv * s.b.scale_inv.T))
+    yield Fault("the bias added before the scale of a", of(lambda s, bias: bias * s.a.scale_inv))
+    yield Fault("the bias added before the scale of b", of(lambda s, bias: bias * s.b.scale_inv.T))
+    yield Fault("the bias of the first column for all", of(lambda s, bias: bias[:1]))
 
 
 def spread(q: Quantized, scales: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from fp8ref import epilogue as epilogues
 from fp8ref.conformance.gemm import adapters, bound
 from fp8ref.conformance.gemm.grade import codes, imprecision, stimuli, structure
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
-from fp8ref.conformance.gemm.grade.structure import Cause
+from fp8ref.conformance.gemm.grade.structure import Cause, Tile
 from fp8ref.conformance.gemm.grade.verdict import Grade, Measured, Shape
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm
 from fp8ref.epilogue import Epilogue
@@ -165,6 +165,7 @@ def _structures(asked: Asked, shapes: Iterable[Shape]) -> tuple[list[Cause], dic
     taken: dict[Shape, Format] = {}
     refused: dict[Shape, str] = {}
     unasked: list[str] = []
+    tile: Tile | None = None
     for shape in shapes:
         stimulus = stimuli.integers(asked.scaled, shape, asked.formats)
         try:
@@ -173,7 +174,8 @@ def _structures(asked: Asked, shapes: Iterable[Shape]) -> tuple[list[Cause], dic
             refused[shape] = str(error).partition("\n")[0]
             continue
         taken[shape] = out
-        causes += _structure(asked, shape, stimulus, found, out, unasked)
+        more, tile = _structure(asked, shape, stimulus, found, out, unasked, tile)
+        causes += more
     if not taken:
         raise RefusedError("\n".join(refused.values()))
     if not causes:
@@ -192,43 +194,53 @@ def _of_short(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
     return [cause] if cause else []
 
 
-def _structure(asked: Asked, shape: Shape, stimulus: Stimulus, found: np.ndarray, out: Format, unasked: list[str]) -> list[Cause]:
-    """The causes for one shape."""
+def _structure(
+    asked: Asked, shape: Shape, stimulus: Stimulus, found: np.ndarray, out: Format, unasked: list[str], known: Tile | None
+) -> tuple[list[Cause], Tile | None]:
+    """The causes for one shape, and the tile that is wrong.
+
+    known   the tile of an earlier shape.
+    """
     m, n, k = shape
     calls = -(-k // (m * n))
     if calls > MOST_CALLS:
         unasked.append(f"indices of K from {MOST_CALLS * m * n} on, of K = {k}")
-    causes, tile = structure.of_integers(stimulus, found, out, None)
+    causes, tile = structure.of_integers(stimulus, found, out, None, known)
+    named = bool(causes) and causes[0].exact
     seen: dict[str, tuple[list[np.ndarray], Any]] = {}
     factors = np.ones(k, np.float32)
     for _, (places, one) in zip(range(MOST_CALLS), stimuli.single(asked.scaled, shape, asked.formats), strict=False):
         alone = asked.run(one)[0]
-        for how, numbers, first in structure.indices(places, one, alone, tile):
+        for how, numbers, first in structure.indices(places, one, alone, tile if named else None):
             seen.setdefault(how, ([], first))[0].append(numbers)
         given = places >= 0
         factors[places[given]] = alone[given]
     if not seen:
-        return causes
-    explained, _ = structure.of_integers(stimulus, found, out, factors)
-    if explained and tile is None and causes and not causes[0].evidence.startswith("all "):
-        causes = []  # its indices are known, but not its sums
-    elif not explained:
-        causes = []
-    elif tile is None and causes and causes[0].evidence.startswith("all "):
-        return causes  # a fault with a name, which indices repeat
+        return causes, tile or known
+    explained = not structure.of_integers(stimulus, found, out, factors)[0]
+    if not explained and tile is None and named:
+        return causes, known  # a fault with a name, which shows in single products too
+    if explained or tile is None:
+        causes, tile = [], None  # the indices say all that is known
     for how, (parts, first) in seen.items():
         numbers = np.concatenate(parts)
-        evidence = "each index of K was asked alone" + ("" if explained else ", and sums of integers have the bits of it")
-        causes.append(Cause(structure.in_words(how, numbers, k), f"K = {k}: {evidence}", "wrong", first))
-    return causes
+        evidence = f"K = {k}: each index of K was asked alone{', and sums of integers have the bits of it' if explained else ''}"
+        words, part = structure.in_words(how, numbers, k), structure.part_of(how, numbers, k)
+        causes.append(Cause(words, evidence, "wrong", first, part))
+    return causes, tile or known
 
 
 def _merged(causes: list[Cause]) -> list[Cause]:
-    """Causes of the same name once, the first of them, with the count of shapes."""
+    """Causes of the same name once, the first of them, with the count of shapes.
+
+    A part of K has another length in every shape, and one name.
+    """
+    alike = {part: len({cause.name for cause in causes if cause.part == part}) for part in {cause.part for cause in causes}}
     found: dict[str, tuple[Cause, int]] = {}
     for cause in causes:
-        first, count = found.get(cause.name, (cause, 0))
-        found[cause.name] = first, count + 1
+        name = cause.part if cause.part and alike[cause.part] > 1 else cause.name
+        first, count = found.get(name, (cause._replace(name=name), 0))
+        found[name] = first, count + 1
     return [first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first for first, count in found.values()]
 
 

@@ -103,7 +103,7 @@ def paths(out: Format) -> Iterator[Path]:
         if out != FLOAT32 or not (round_first or rounding != "nearest_even"):
             yield Path(scale=scale, round_first=round_first, rounding=rounding)  # type: ignore[arg-type]
     if out != FLOAT32:
-        yield from (Path(scale=scale, each_time=True) for scale in ("each", "b_first"))  # type: ignore[arg-type]
+        yield from (Path(scale=scale, each_time=True) for scale in ("each", "b_first"))
     for via, first, scale in itertools.product(VIA, FIRST, ("each", "product", "b_first")):
         if via != out and (via is not None or first is not None) and (first is None or scale == "each"):
             yield Path(scale=scale, dequantized=first, via=via)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[For
     a = np.zeros((m, k), np.float32)
     for row in a:
         row[rng.choice(k, count, replace=False)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
-    b = rng.choice(np.float32([-2, -1, 1, 2]), (n, k))
+    b = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
     scales = [
         _powers(rng, one, x.shape, centre)
         for one, x, centre in zip(scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True)
@@ -72,14 +72,14 @@ def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[For
     added = rng.integers(-63, 64, n).astype(np.float32) if bias else None
     if bias:  # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
         made = [operand(q.codes, q.fmt, q.granularity, scale) for q, scale in zip(made, (0.125, 2.0), strict=True)]
-    return Stimulus("integers", *made, added)
+    return Stimulus("integers", made[0], made[1], added)
 
 
 def _powers(rng: np.random.Generator, granularity: str, shape: tuple[int, int], centre: int) -> np.ndarray:
     """Scale_inv of a granularity: powers of two, which differ by row, and by a factor of 2 along K."""
     of_scales = scale_shape(granularity, shape, -1)
     if not of_scales:
-        return np.float32(2.0**centre)
+        return np.asarray(2.0**centre, np.float32)
     return (2.0 ** (centre + rng.integers(-3, 4, (of_scales[0], 1)) + rng.integers(0, 2, (1, of_scales[1])) * (of_scales[1] > 1))).astype(
         np.float32
     )
@@ -99,8 +99,8 @@ def single(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Forma
         where = np.arange(begin, min(begin + m * n, k))
         a[(where - begin) // n, where] = 1
         b[(where - begin) % n, where] = 1
-        made = (operand(cast.encode(x, fmt), fmt, one) for x, fmt, one in zip((a, b), formats, scaled.granularities, strict=True))
-        yield asked, Stimulus("single products", *made)
+        made = [operand(cast.encode(x, fmt), fmt, one) for x, fmt, one in zip((a, b), formats, scaled.granularities, strict=True)]
+        yield asked, Stimulus("single products", made[0], made[1])
 
 
 def codes(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]) -> Iterator[Stimulus]:
@@ -116,7 +116,7 @@ def codes(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format
                 drawn = np.zeros((count, k), np.uint8)
                 drawn[:, 0] = (first + np.arange(count)) % 256
                 made.append(operand(drawn, fmt, one))
-            yield Stimulus("all codes", *made)
+            yield Stimulus("all codes", made[0], made[1])
 
 
 def pairs(
@@ -136,7 +136,7 @@ def pairs(
             values[:, 1] = rng.integers(8, 16, count) / 64 * (terms > 1)  # 2^-12 of the first product
             scales = 2.0 ** (rng.uniform(-1, 1, (scale_shape(one, values.shape, -1))) - exponent / 2)
             made.append(operand(cast.encode(values, fmt), fmt, one, scales))
-        yield Stimulus("single products under random scales" if terms == 1 else "sums of two products under random scales", *made)
+        yield Stimulus(f"{'single products' if terms == 1 else 'sums of two products'} under random scales", made[0], made[1])
 
 
 def wide(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, length: int) -> Stimulus:
@@ -154,9 +154,9 @@ def wide(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format,
     for count, fmt, one, factor in zip((m, n), formats, scaled.granularities, (scale, 1.0), strict=True):
         values = np.zeros((count, k), np.float32)
         values[:, :length] = rng.integers(1, most + 1, (count, length))
-        values[1::2, :length] *= rng.choice(np.float32([-1, 1]), (count // 2, length))
+        values[1::2, :length] *= rng.choice(np.array([-1, 1], np.float32), (count // 2, length))
         made.append(operand(cast.encode(values, fmt), fmt, one, factor))
-    return Stimulus("integers of many bits", *made)
+    return Stimulus("integers of many bits", made[0], made[1])
 
 
 def random(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], out: Format, seed: int) -> Stimulus:
@@ -170,4 +170,4 @@ def random(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Forma
         # values reach 2^7, and sums 2^14 K: float16 holds those of operands that are smaller by the root of K each
         scales = 2.0 ** (rng.uniform(-1, 1, scale_shape(one, x.shape, -1)) + (k.bit_length() / 2 + 1) * (out == FLOAT16))
         made.append(operand(x, fmt, one, scales))
-    return Stimulus("random operands", *made)
+    return Stimulus("random operands", made[0], made[1])

@@ -15,8 +15,13 @@ from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
-WHOLE = 0.9
-"""The part of a tile's results that differ at least: others are right by chance, such as a sum of 0."""
+WHOLE = 0.25
+"""The part of a tile's results that differ at least: others are right by chance, such as a sum of 0, or
+one that has no product of those that the tile lacks."""
+
+
+PARTS = 16
+"""The most parts of K that a part of it is called one of."""
 
 
 class Cause(NamedTuple):
@@ -25,12 +30,16 @@ class Cause(NamedTuple):
     name      in words; evidence: how it was found.
     severity  ``wrong`` or ``imprecise``.
     first     the first result that shows it.
+    part      the equal part of K that the indices are, in words.
+    exact     every result has the bits that it gives.
     """
 
     name: str
     evidence: str
     severity: str
     first: Counterexample | None = None
+    part: str = ""
+    exact: bool = False
 
 
 class Tile(NamedTuple):
@@ -40,8 +49,8 @@ class Tile(NamedTuple):
     columns: tuple[int, int]
 
     @property
-    def index(self) -> tuple[slice, slice]:
-        """To cut it out of a result."""
+    def place(self) -> tuple[slice, slice]:
+        """The index that cuts it out of a result."""
         return slice(*self.rows), slice(*self.columns)
 
     def __str__(self) -> str:
@@ -71,7 +80,7 @@ def indices(asked: np.ndarray, stimulus: Stimulus, found: np.ndarray, skipped: T
     given = asked >= 0
     if skipped is not None:
         given = given.copy()
-        given[skipped.index] = False
+        given[skipped.place] = False
     kinds = {
         "dropped": given & (found == 0),
         "added twice": given & (found == 2),
@@ -91,38 +100,48 @@ def ranges(numbers: np.ndarray) -> str:
 def in_words(how: str, numbers: np.ndarray, k: int) -> str:
     """Indices of K that are not added once, such as: the last 32 of K dropped."""
     count = len(numbers)
-    if count and how != "added to other results":
-        part = f", 1 of {k // count} equal parts of K" if count >= 64 and k % count == 0 and numbers[0] % count == 0 and k > count else ""
+    if how != "added to other results":
         if numbers[-1] - numbers[0] + 1 == count:
-            where = (
-                "all of K"
-                if count == k
-                else f"the last {count} of K"
-                if numbers[-1] == k - 1
-                else f"the first {count} of K"
-                if numbers[0] == 0
-                else f"{count} of K, {ranges(numbers)},"
-            )
-            return f"{where} {how}{part}"
+            if count == k:
+                return f"all of K {how}"
+            ends = {k - 1 - numbers[-1]: f"the last {count} of K {how}", numbers[0]: f"the first {count} of K {how}"}
+            return ends.get(0, f"{count} of K, {ranges(numbers)}, {how}")
         steps = np.diff(numbers)
         if (steps == steps[0]).all():
             return f"every index {numbers[0] % steps[0]} modulo {steps[0]} of K {how}, from {numbers[0]} to {numbers[-1]}"
     return f"{count} of K {how}: {ranges(numbers)}"
 
 
-def tile_of(differ: np.ndarray) -> Tile | None:
-    """The rectangle that holds all differences and almost nothing else, if it is not the whole result."""
+def part_of(how: str, numbers: np.ndarray, k: int) -> str:
+    """The equal part of K that the indices are, such as: the last of 4 equal parts of K dropped; else ''."""
+    count = len(numbers)
+    whole = numbers[-1] - numbers[0] + 1 == count and k % count == 0 and numbers[0] % count == 0
+    if not whole or not 1 < k // count <= PARTS:
+        return ""
+    return f"part {numbers[0] // count} of 0 to {k // count - 1} equal parts of K {how}"
+
+
+def tile_of(differ: np.ndarray, known: Tile | None = None) -> Tile | None:
+    """The rectangle that holds all differences, if it is not the whole result and many of it differ.
+
+    known   the tile that is wrong in another shape: it is the one if it holds all differences.
+    """
     rows, columns = np.flatnonzero(differ.any(axis=1)), np.flatnonzero(differ.any(axis=0))
     tile = Tile((int(rows[0]), int(rows[-1]) + 1), (int(columns[0]), int(columns[-1]) + 1))
-    inside = differ[tile.index]
+    if known is not None and differ[known.place].sum() == differ.sum():
+        return known
+    inside = differ[tile.place]
     return tile if inside.size < differ.size and inside.mean() >= WHOLE else None
 
 
-def of_integers(stimulus: Stimulus, found: np.ndarray, out: Format, factors: np.ndarray | None) -> tuple[list[Cause], Tile | None]:
+def of_integers(
+    stimulus: Stimulus, found: np.ndarray, out: Format, factors: np.ndarray | None, known: Tile | None = None
+) -> tuple[list[Cause], Tile | None]:
     """The causes of wrong sums of integers, and the tile that is wrong.
 
     factors  of each index of K, which the GEMM is known to have: if they explain all bits, there is no
              other cause.
+    known    the tile that is wrong in another shape.
     """
     expected = faults.expected(stimulus)
     differ = found != expected
@@ -132,17 +151,23 @@ def of_integers(stimulus: Stimulus, found: np.ndarray, out: Format, factors: np.
         a, b = faults.values(stimulus)
         if _alike(found, faults.product(stimulus, a * factors, b), out):
             return [], None
-    tile = tile_of(differ)
-    where = np.s_[:, :] if tile is None else tile.index
+    tile = tile_of(differ, known)
     count = f"{int(differ.sum())} of {differ.size} sums of integers differ, which every accumulator of 8 bits has exactly"
     first = first_of(stimulus, found, expected, differ)
+    of_tile: Cause | None = None
     for fault in faults.all_faults():
         given = fault.gives(stimulus)
-        if given is not None and _alike(found[where], given[where], out) and not np.array_equal(given[where], expected[where]):
-            evidence = f"all {found[where].size} results have the bits of it; {count}"
-            name = fault.name if tile is None else f"a wrong tile, {tile}: {fault.name}"
-            return [Cause(name, evidence, "wrong", first)], tile
-    return [Cause(_unnamed(found, expected, differ, tile), count, "wrong", first)], tile
+        if given is None or np.array_equal(given, expected):
+            continue
+        if _alike(found, given, out):
+            evidence = f"all {found.size} results have the bits of it; {count}"
+            return [Cause(fault.name, evidence, "wrong", first, exact=True)], None
+        if tile is None or of_tile is not None or np.array_equal(given[tile.place], expected[tile.place]):
+            continue
+        if _alike(found[tile.place], given[tile.place], out):
+            evidence = f"its {found[tile.place].size} results have the bits of it, and all others are right; {count}"
+            of_tile = Cause(f"a wrong tile, {tile}: {fault.name}", evidence, "wrong", first, exact=True)
+    return [of_tile or Cause(_unnamed(found, expected, differ, tile), count, "wrong", first)], tile
 
 
 def _alike(found: np.ndarray, given: np.ndarray, out: Format) -> bool:
@@ -153,7 +178,7 @@ def _alike(found: np.ndarray, given: np.ndarray, out: Format) -> bool:
 
 def _unnamed(found: np.ndarray, expected: np.ndarray, differ: np.ndarray, tile: Tile | None) -> str:
     """What is seen of a fault that has no name."""
-    where = np.s_[:, :] if tile is None else tile.index
+    where = np.s_[:, :] if tile is None else tile.place
     some = (expected[where] != 0) & np.isfinite(found[where])
     ratios = np.unique(found[where][some] / expected[where][some])
     if len(ratios) == 1:

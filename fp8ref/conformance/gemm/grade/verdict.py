@@ -121,7 +121,10 @@ class Grade(Result):
             "about": dict(self.about),
             "verdict": self.verdict,
             "measured": [{"shape": list(shape), **one.to_dict()} for shape, one in self.measured.items()],
-            "causes": [cause._asdict() | {"first": cause.first and cause.first.to_dict()} for cause in self.causes],
+            "causes": [
+                {"name": cause.name, "evidence": cause.evidence, "severity": cause.severity, "first": cause.first and cause.first.to_dict()}
+                for cause in self.causes
+            ],
             "plan": self.plan,
             "epilogue": self.epilogue,
             "expected": self.expected,

@@ -50,12 +50,13 @@ def test_zeros_at_the_end_of_k_change_no_sum():
     [
         Narrow(fmt=BFLOAT16, every=4),
         Narrow(fmt=FLOAT16, every=128, rounding="toward_zero"),
-        Narrow(fmt=TF32, every=8, promotion=64),
+        Narrow(fmt=BFLOAT16, every=8, promotion=64),
         Narrow(fmt=BFLOAT16, every=None, split_k=3, narrow_sum=True),
     ],
 )
-def test_a_planted_accumulator_is_the_first_that_fits(planted):
+def test_a_planted_accumulator_is_among_the_first_that_fit(planted):
     products = integers(1024)
     found = cast.round_to(planted.sums(products, 1024).astype(np.float32), FLOAT32)
     fits = next(fits for tried in candidates(1024) if (fits := fitting(products, found, 1024, 1.0, FLOAT32, tried)))
-    assert str(fits[0]) == str(planted)
+    assert planted in fits
+    assert all(np.array_equal(one.sums(products, 1024), found) for one in fits)

@@ -96,7 +96,7 @@ def test_other_formats(formats):
 
 @pytest.mark.parametrize(("a", "b"), [("blockwise_1x128", "blockwise_128x128"), ("mx_1x32", "mx_1x32"), ("rowwise", "tensorwise")])
 def test_other_granularities(a, b):
-    grade = grade_gemm(gemm.matmul, name="sim", granularity=a, granularity_b=b, shapes=[(64, 160, 384)])
+    grade = grade_gemm(lambda a, b: gemm.matmul(a, b), name="sim", granularity=a, granularity_b=b, shapes=[(64, 160, 384)])
     assert grade.verdict == "right", grade.message
     assert grade.worst.bounds == 0
     assert grade.granularities == (a, b)

@@ -11,7 +11,7 @@ from fp8ref.conformance.gemm.grade import structure
     [
         (range(480, 512), 512, "the last 32 of K dropped"),
         (range(32), 512, "the first 32 of K dropped"),
-        (range(128, 256), 512, "128 of K, 128 to 255, dropped, 1 of 4 equal parts of K"),
+        (range(128, 256), 512, "128 of K, 128 to 255, dropped"),
         (range(512), 512, "all of K dropped"),
         (range(3, 512, 4), 512, "every index 3 modulo 4 of K dropped, from 3 to 511"),
         ([1, 2, 9], 512, "3 of K dropped: 1 to 2, 9"),
@@ -20,6 +20,12 @@ from fp8ref.conformance.gemm.grade import structure
 )
 def test_indices_in_words(numbers, k, expected):
     assert structure.in_words("dropped", np.array(numbers), k) == expected
+
+
+def test_an_equal_part_of_k():
+    assert structure.part_of("dropped", np.arange(384, 512), 512) == "part 3 of 0 to 3 equal parts of K dropped"
+    assert structure.part_of("dropped", np.arange(400, 512), 512) == ""
+    assert structure.part_of("dropped", np.arange(512), 512) == ""
 
 
 def test_ranges():
@@ -32,7 +38,7 @@ def test_a_tile():
     differ[20, 40] = False
     tile = structure.tile_of(differ)
     assert str(tile) == "rows 16 to 31, columns 32 to 47"
-    assert tile.index == (slice(16, 32), slice(32, 48))
+    assert tile.place == (slice(16, 32), slice(32, 48))
 
 
 @pytest.mark.parametrize("places", [[(0, 0), (63, 63)], [(r, c) for r in range(64) for c in range(64)]])
