@@ -8,9 +8,11 @@ tensor-core instruction.
 
 from fp8ref.conformance.gemm.grade import Grade as Grade
 from fp8ref.conformance.gemm.grade import grade_gemm as grade_gemm
+from fp8ref.conformance.gemm.grade import grade_grouped as grade_grouped
 from fp8ref.conformance.gemm.grade import require_gemm as require_gemm
+from fp8ref.conformance.gemm.grade import require_grouped as require_grouped
 from fp8ref.conformance.gemm.identify import identify as identify_gemm
 from fp8ref.conformance.gemm.library_gemms import named as named
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm as ScaledGemm
 
-__all__ = ["Grade", "ScaledGemm", "grade_gemm", "identify_gemm", "named", "require_gemm"]
+__all__ = ["Grade", "ScaledGemm", "grade_gemm", "grade_grouped", "identify_gemm", "named", "require_gemm", "require_grouped"]
