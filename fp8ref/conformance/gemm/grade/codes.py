@@ -11,6 +11,7 @@ from fp8ref.formats import FLOAT16, FP8_FORMATS, Format
 from fp8ref.sim import cast
 
 CODES = np.arange(256, dtype=np.uint8)
+"""All codes."""
 
 
 class Reading(NamedTuple):
