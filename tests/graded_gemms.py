@@ -240,6 +240,14 @@ PLANTED = {
     "float32 by way of bfloat16": Planted(
         function=path(via=BFLOAT16, out=FLOAT32), verdict="imprecise", cause="double rounding: the output is rounded to bfloat16 first"
     ),
+    "float32 cut off to bfloat16": Planted(
+        function=lambda a, b: (correct(a, b).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32),
+        verdict="imprecise",
+        cause="double rounding: the output is rounded to bfloat16 first; outputs are rounded toward zero",
+    ),
+    "an accumulator every 48": Planted(
+        function=narrow(BFLOAT16, 48), verdict="imprecise", cause="a bfloat16 accumulator, rounded every 48 of K"
+    ),
     "the sum rounded before scales": Planted(
         function=path(scale="rounded"), verdict="right", cause="double rounding: the sum is rounded to the output dtype before it is scaled"
     ),

@@ -22,8 +22,8 @@ E8M13 = Format(name="e8m13", exponent_bits=8, mantissa_bits=13, bias=127, specia
 FORMATS = (BFLOAT16, FLOAT16, TF32, E8M13)
 """The formats of accumulators that are tried."""
 
-EVERY = tuple(2**i for i in range(13))
-"""The numbers of products that are added exactly between two roundings: 1 to 4096."""
+EVERY = (*(2**i for i in range(13)), 24, 48, 96, 192)
+"""The numbers of products that are added exactly between two roundings."""
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16)
 """The equal parts of K that are tried."""

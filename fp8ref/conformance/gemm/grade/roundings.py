@@ -66,7 +66,7 @@ class Path:
         if self.via is not None:
             said.append(f"double rounding: the output is rounded to {self.via} first")
         if self.rounding != "nearest_even":
-            said.append("the output is rounded toward zero")
+            said.append("outputs are rounded toward zero")
         return "; ".join(said)
 
     @property
@@ -107,6 +107,9 @@ def paths(out: Format) -> Iterator[Path]:
     for via, first, scale in itertools.product(VIA, FIRST, ("each", "product", "b_first")):
         if via != out and (via is not None or first is not None) and (first is None or scale == "each"):
             yield Path(scale=scale, dequantized=first, via=via)  # type: ignore[arg-type]
+    for via, scale in itertools.product(VIA[1:], ("each", "product", "b_first")):
+        if via != out:
+            yield Path(scale=scale, via=via, rounding="toward_zero")  # type: ignore[arg-type]
 
 
 def fitting(tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarray]], out: Format) -> list[Path]:
