@@ -109,7 +109,7 @@ def paths(out: Format) -> Iterator[Path]:
             yield Path(scale=scale, dequantized=first, via=via)  # type: ignore[arg-type]
     for via, scale in itertools.product(VIA[1:], ("each", "product", "b_first")):
         if via != out:
-            yield Path(scale=scale, via=via, rounding="toward_zero")  # type: ignore[arg-type]
+            yield Path(scale=scale, via=via, rounding="toward_zero")
 
 
 def fitting(tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarray]], out: Format) -> list[Path]:
