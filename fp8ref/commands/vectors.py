@@ -92,6 +92,10 @@ def add(commands) -> None:
             judge.add_argument(option, metavar="NAME", help=about)
         if operation == "cast":
             judge.add_argument("--no-saturate", action="store_true", help="overflow gives Inf, or NaN in a format without Inf (C-4)")
+        if operation == "gemm":
+            judge.add_argument(
+                "--bound", action="store_true", help="accept sums of float32 in any order: within B-1's bound of the exact sum"
+            )
         judge.add_argument("--some", action="store_true", help="judge the vectors received, even if some are missing, unasked or repeated")
         judge.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
@@ -113,6 +117,8 @@ def _verify(known: argparse.Namespace) -> int:
     rules = {name: value for name, value in rules.items() if value is not None}
     if known.operation == "cast":
         rules["saturate"] = not known.no_saturate
+    if known.operation == "gemm":
+        rules["bound"] = known.bound
     from fp8ref.conformance.vectors.operations import judge
 
     verdict = judge(known.operation, sys.stdin.buffer, settings=_settings(known), rules=rules, some=known.some)

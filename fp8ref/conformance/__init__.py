@@ -1,7 +1,8 @@
 """Identify and test implementations of casts, quantizers, GEMMs, optimizers and attention against the specification.
 
-``identify_cast`` and ``identify_quantizer`` identify a function of one array, ``gemm.identify.identify``
-a GEMM, ``identify_optimizer`` an optimizer of torch, of optax or of your own, ``identify_attention`` attention. ``strategies``,
+``identify_cast`` and ``identify_quantizer`` identify a function of one array, ``gemm.identify_gemm``
+a GEMM, ``identify_optimizer`` an optimizer of torch, of optax or of your own, ``identify_attention``
+attention. ``gemm.grade_gemm`` calls a GEMM right, imprecise or wrong. ``strategies``,
 ``parameters`` and ``require`` are for the tests of any library. ``vectors`` judges programs in any
 language. ``certify`` compares the libraries installed here.
 """

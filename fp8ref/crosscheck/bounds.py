@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref import llama
+from fp8ref.conformance.gemm import bound
 from fp8ref.formats import BFLOAT16
 from fp8ref.hardware import Multiply
 from fp8ref.recipe import GemmSpec, Recipe
@@ -41,27 +42,13 @@ The degrees are not one fewer, because the mean is known: it is the unperturbed 
 """
 
 
-def gamma(n: int) -> float:
-    """Relative error of n float32 roundings: n u / (1 - n u), u = 2^-24 (Higham, section 3.1)."""
-    return n * 2.0**-24 / (1 - n * 2.0**-24)
-
-
 def gemm(a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.ndarray, simulated: np.ndarray) -> np.ndarray:
     """Bound on |found - simulated| of a GEMM's bfloat16 outputs, elementwise, in float64 (B-1).
 
     Shapes:   a [M, K]; b [N, K]; found, simulated and the bound [M, N].
     Specials: NaN or Inf where an operand is.
     """
-    # n float32 roundings in any order err by gamma(n) of the sum of magnitudes. K + 9 are: K - 1
-    # additions, at most five products with scales, three roundings of the simulator's and two of
-    # the magnitudes here. Then both results round to bfloat16: values d apart end at most d + 1 ulp
-    # apart, or d + 3 where the sum is rounded before it is scaled (G-5).
-    magnitudes = np.abs(scaling.dequantize(a)).astype(np.float64) @ np.abs(scaling.dequantize(b)).astype(np.float64).T
-    roundings = 3 if spec.epilogue == "unit_round_scale_round" else 1
-    largest = np.maximum(np.abs(found), np.abs(simulated)).astype(np.float64)
-    exponent = np.maximum(np.frexp(largest)[1] - 1, BFLOAT16.emin)
-    ulp = np.ldexp(1.0, exponent - BFLOAT16.mantissa_bits)
-    return gamma(a.codes.shape[1] + 9) * magnitudes + roundings * ulp
+    return bound.bound(a, b, found, simulated, out_dtype=BFLOAT16, epilogue=spec.epilogue)
 
 
 def summed_gemm(

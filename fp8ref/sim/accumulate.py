@@ -180,6 +180,13 @@ def f32_plain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """RN32 of the exact sum over K (G-2): a [M, K], b [N, K], finite values of FP8 formats; float32
     [M, N]; a zero sum is +0.
+    """
+    return round_sum(*exact_pair(a, b)) + np.float32(0)  # -0 becomes +0
+
+
+def exact_pair(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two float64 arrays [M, N] whose exact sum is the exact sum over K; a [M, K], b [N, K], finite
+    values of FP8 formats.
 
     A float64 alone does not hold the exact sum of products of e5m2 numbers, so it is kept in
     several.
@@ -191,7 +198,7 @@ def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     for part in parts[1:]:
         total, error = _two_sum(total, part)
         tail += error
-    return round_sum(total, tail) + np.float32(0)  # -0 becomes +0
+    return total, tail
 
 
 def multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:

@@ -25,6 +25,16 @@ def halves(a, b):
     return total
 
 
+def dropped(a, b):
+    return gemm.matmul(*(q._replace(codes=q.codes[:, :-32]) for q in (a, b)))
+
+
+def tile(a, b):
+    out = gemm.matmul(a, b)
+    out[16:, :16] = 0
+    return out
+
+
 def attend(q, k, v, causal=False):
     return attention.forward(q, k, v, variant="fa3", mask=Mask(causal=causal, alignment="start"))
 
@@ -107,6 +117,21 @@ def test_sums_that_are_no_plan_exit_with_1(kernels, capsys):
     said = capsys.readouterr().out
     assert "cannot tell" in said
     assert "no accumulation" in said
+    assert "kernels_under_test:halves is right: " in said
+
+
+def test_what_no_plan_explains_is_graded(kernels, capsys):  # B-14
+    assert cli.main(["probe", "kernels_under_test:dropped", "--shape", "32", "32", "96", "--json", "found.json"]) == 1
+    assert "wrong: the last 32 of K dropped" in capsys.readouterr().out
+    assert json.loads((kernels / "found.json").read_text())["grade"]["verdict"] == "wrong"
+
+
+def test_a_wrong_tile_is_graded(kernels, capsys):  # B-14
+    assert cli.main(["probe", "kernels_under_test:tile", "--shape", "32", "32", "96", "--json", "found.json"]) == 1
+    said = capsys.readouterr()
+    assert "a wrong tile, rows 16 to 31, columns 0 to 15: zeros" in said.out
+    assert "sums in different ways within one result" in said.err
+    assert json.loads((kernels / "found.json").read_text())["verdict"] == "wrong"
 
 
 @pytest.mark.parametrize(

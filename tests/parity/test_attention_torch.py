@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8ref.attention import VARIANTS, Mask
-from fp8ref.crosscheck.bounds import gamma
+from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.formats import E5M2
 from fp8ref.sim import attention as sim
 from fp8ref.sim import attention_gradients as sim_gradients

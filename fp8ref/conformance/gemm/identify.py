@@ -16,6 +16,7 @@ import numpy as np
 
 from fp8ref.conformance.finding import Finding, table
 from fp8ref.conformance.gemm import epilogues, specials, step
+from fp8ref.conformance.gemm.grade import Grade
 from fp8ref.conformance.gemm.plans import FIELDS, PLAN, UNIT, Sample, draw_codes, draw_sample, findings_of, fitting_plans, plan_to_dict
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
 from fp8ref.conformance.gemm.stimulus import Bench
@@ -44,6 +45,7 @@ class Identified(Result):
     epilogue   the likeliest that fits; None if none does.
     compared   results of random operands under random scales.
     equal      those of them with the simulator's bits under accumulate and epilogue.
+    grade      how wrong it is, if it was graded.
     """
 
     bench: Bench
@@ -53,6 +55,7 @@ class Identified(Result):
     epilogue: Epilogue | None
     compared: int
     equal: int
+    grade: Grade | None = None
 
     @property
     def accumulate(self) -> str | Accumulation | None:
@@ -92,14 +95,17 @@ class Identified(Result):
             "plan": self.plan,
             "confirmed": {"compared": self.compared, "equal": self.equal},
             "evidence": {f.what: f.to_dict() | {"others": list(f.others)} for f in self.findings},
+            "grade": self.grade and self.grade.to_dict(),
         }
 
     def render(self, console: "Console") -> None:
-        """Print every finding and the verdict."""
+        """Print every finding, the verdict, and the grade."""
         bench = self.bench
         title = f"{bench.gemm.name}, [{bench.m}, {bench.n}], K = {bench.k}, {bench.fmt_a} x {bench.fmt_b}, {bench.gemm.granularity}"
         console.print(title, table(self.findings), sep="\n", markup=False)
         console.print(self.verdict, markup=False, highlight=False, soft_wrap=True)
+        if self.grade is not None:
+            console.print(self.grade.message, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def verdict(self) -> str:
@@ -136,6 +142,10 @@ def identify(
     m, n, k = shape
     if min(m, n) < 1 or k < K_STEP or k % K_STEP:
         raise ValueError(f"a probe takes M and N of at least 1 and a K that is a positive multiple of {K_STEP}; got {list(shape)}.")
+    if scaled.granularities not in (("tensorwise",) * 2, ("rowwise",) * 2):
+        raise ValueError(
+            f"a probe takes tensorwise or rowwise scales, of both operands; got {', '.join(scaled.granularities)}. Use grade_gemm."
+        )
     bench, of_out = epilogues.rounding(Bench(gemm=scaled, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed)
     drawn = draw_sample(bench, seed)
     plans, findings = _accumulation(bench, drawn)

@@ -67,7 +67,7 @@ def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> ScaledGemm:
     about = {"torch": torch.__version__, "accumulate": "fast" if fast else "slow", "out_dtype": out_dtype, **_torch_device(torch, device)}
     granularity = "rowwise" if rowwise else "tensorwise"
     # cuBLASLt takes no bias with a float32 result
-    return ScaledGemm(name=name, function=function, granularity=granularity, bias=out_dtype != "float32", about=about)  # type: ignore[arg-type]
+    return ScaledGemm(name=name, function=function, granularity=granularity, bias=out_dtype != "float32", about=about)
 
 
 def _torch_device(torch: Any, device: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ def _custom(name: str, granularity: str) -> ScaledGemm:
     if granularity not in ("tensorwise", "rowwise"):
         raise ValueError(f"--granularity is tensorwise or rowwise; got {granularity!r}.")
     about = {"numpy": version("numpy")}
-    return ScaledGemm(name=name, function=function, granularity=granularity, bias="bias" in parameters, about=about)  # type: ignore[arg-type]
+    return ScaledGemm(name=name, function=function, granularity=granularity, bias="bias" in parameters, about=about)
 
 
 def load(name: str) -> Callable:

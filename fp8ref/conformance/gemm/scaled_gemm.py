@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,24 +22,36 @@ class ProbeError(ValueError):
     """
 
 
+class RefusedError(ProbeError):
+    """The GEMM raises for these operands."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScaledGemm:
     """A scaled GEMM: a function of two quantized operands.
 
     function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N], an array of NumPy, PyTorch or
                  JAX in float32, bfloat16 or float16; with ``bias`` set, also bias [N] of float32.
-    granularity  of the scales it takes.
+    granularity  of the scales it takes; granularity_b: of those of b, if they are others. A probe takes
+                 ``tensorwise`` and ``rowwise`` ones alone.
     about        what it runs on: device, versions, flags.
     """
 
     name: str
     function: Callable[..., Any]
-    granularity: Literal["tensorwise", "rowwise"] = "tensorwise"
+    granularity: str = "tensorwise"
+    granularity_b: str = ""
     bias: bool = False
     about: Mapping[str, str] = field(default_factory=dict)
 
-    def multiply(self, a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> tuple[np.ndarray, Format]:
-        """Run the function twice; return its result as float32 [M, N], and the result's dtype.
+    @property
+    def granularities(self) -> tuple[str, str]:
+        """Of the scales of a and of b."""
+        return self.granularity, self.granularity_b or self.granularity
+
+    def multiply(self, a: Quantized, b: Quantized, bias: np.ndarray | None = None, *, repeat: bool = True) -> tuple[np.ndarray, Format]:
+        """Run the function twice, or with repeat=False once; return its result as float32 [M, N], and
+        the result's dtype.
 
         Raises:   ProbeError: the GEMM is invalid.
         """
@@ -47,6 +59,8 @@ class ScaledGemm:
         # arithmetic.
         with_bias = {} if bias is None else {"bias": bias}
         first, dtype = self._once(a, b, with_bias)
+        if not repeat:
+            return first, dtype
         again, _ = self._once(a, b, with_bias)
         different = first.view(np.uint32) != again.view(np.uint32)
         if different.any():
@@ -66,7 +80,7 @@ class ScaledGemm:
             raise ProbeError(f"{self.name} {error}") from error
         except (Exception, SystemExit) as error:  # a custom function, or reading its result, may raise anything
             said = f": {error}" if str(error) else ""
-            raise ProbeError(
+            raise RefusedError(
                 f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on such operands alone to find the cause."
             ) from error
         now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)

@@ -9,6 +9,7 @@ import numpy as np
 from fp8ref import epilogue as epilogues
 from fp8ref import granularity as granularities
 from fp8ref.conformance import explain
+from fp8ref.conformance.gemm import bound as bounds
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
@@ -93,14 +94,19 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a GEMM is judged: by which accumulation, and which epilogue without a bias. ValueError if
-    either is unknown.
+    """How a GEMM is judged: by which accumulation, and which epilogue without a bias.
+
+    bound    within B-1's bound of the exact sum, in the place of all bits.
+    Raises:  ValueError: an unknown name; a bound on another accumulation than ``exact``.
     """
 
     accumulate: str = "exact"
     epilogue: str = "scale_then_round"
+    bound: bool = False
 
     def __post_init__(self) -> None:
+        if self.bound and self.accumulate != "exact":
+            raise ValueError(f"B-1 bounds the distance from the exact sum; got accumulate {self.accumulate!r}. Leave it or the bound out.")
         accumulate.by_name(self.accumulate)
         if self.epilogue not in EPILOGUES:
             raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}, which take no bias; got {self.epilogue!r}.")
@@ -108,7 +114,7 @@ class Rules:
 
 def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
     """Judge every vector, and record it in the verdict. All NaNs count as equal."""
-    out = dtypes.by_name(question.out_dtype)
+    out, worst = dtypes.by_name(question.out_dtype), 0.0
     for vector in vectors:
         m, n, k = vector.shape(0, FIELDS[0])
         a = _read(vector, 1, (m, k), question.format, question.granularity, "a")
@@ -118,6 +124,10 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
         with vector.named():
             expected = gemm.matmul(a, b, accumulate=rules.accumulate, epilogue=rules.epilogue, out_dtype=FORMATS[question.out_dtype])
         differ = _differ(found, expected)
+        if rules.bound:
+            distance = _distance(a, b, found, expected, rules, out)
+            worst = max(worst, float(distance.max()))
+            differ &= ~(distance <= 1)
         inputs = question.line(a, b)
         kind = verdict.kind(inputs)
         if verdict.add(vector.line, inputs, kind, differs=differ.any()):
@@ -128,7 +138,20 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
                 "got": _shown(found.ravel()[i], out),
                 "rule": f"{_rule(rules, question)}. {int(differ.sum())} of {differ.size} values differ. {_guess(a, b, found, rules, question)}".strip(),
             }
+            if rules.bound:
+                why["rule"] = f"{distance.ravel()[i]:.3g} of the bound (B-1). {why['rule']}"
             verdict.show(vector.line, kind, why)
+    if rules.bound:
+        verdict.notes.append(f"the largest distance from the exact sum is {worst:.3g} of B-1's bound")
+
+
+def _distance(a: Quantized, b: Quantized, found: np.ndarray, expected: np.ndarray, rules: Rules, out: dtypes.Source) -> np.ndarray:
+    """The distance in units of B-1's bound; infinite where one side alone is not finite."""
+    with np.errstate(all="ignore"):
+        within = bounds.bound(a, b, found, expected, out_dtype=FORMATS[out.name], epilogue=rules.epilogue)
+        distance = np.abs(found.astype(np.float64) - expected) / within
+    distance = np.where(_differ(found, expected), distance, 0)
+    return np.where(np.isfinite(found) & np.isfinite(expected) | (distance == 0), distance, np.inf)
 
 
 def _rule(rules: Rules, question: Gemm) -> str:

@@ -239,6 +239,27 @@ def test_gemms(settings, how):  # G-2, G-3, G-12
     assert set(verdict.compared) == set(gemms.PATTERNS)
 
 
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_a_bound_in_the_place_of_bits(out_dtype):  # B-1
+    settings = {"format": "e4m3fn", "granularity": "rowwise", "out_dtype": out_dtype}
+    question = gemms.Gemm(**settings)
+    in_order = multiplied(question, accumulate="f32")
+    assert judged("gemm", settings, in_order).ok == (out_dtype != "float32")
+    verdict = judged("gemm", settings, in_order, bound=True)
+    assert verdict.ok
+    assert "of B-1's bound" in verdict.notes[0]
+    narrow = judged("gemm", settings, multiplied(question, accumulate="hopper_fast"), bound=True)
+    assert not narrow.ok
+    assert "of the bound (B-1)" in narrow.first[0]["rule"]
+    nan = join(np.full(16, 0x7FC00000 if out_dtype == "float32" else 0x7FC0, np.uint32), 32 if out_dtype == "float32" else 16)
+    assert not judged("gemm", settings, lambda *_: nan, bound=True).ok
+
+
+def test_a_bound_is_of_the_exact_sum():
+    with pytest.raises(ValueError, match="B-1 bounds the distance from the exact sum; got accumulate 'f32'"):
+        gemms.Rules(accumulate="f32", bound=True)
+
+
 def test_other_sums_are_told_apart_and_named():
     settings, how = {"format": "e4m3fn"}, {"accumulate": "hopper_slow"}
     verdict = judged("gemm", settings, multiplied(gemms.Gemm(**settings), **how))

@@ -1,0 +1,100 @@
+"""A function of framework arrays as a ``ScaledGemm``: codes and scales in, a matrix out."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from fp8ref.conformance import arrays, subject
+from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm, operand
+from fp8ref.formats import E4M3FN, Format
+from fp8ref.sim.scaling import Quantized
+
+
+def wrap(
+    function: Callable[..., Any] | ScaledGemm,
+    *,
+    name: str | None = None,
+    framework: str | None = None,
+    device: str = "cpu",
+    granularity: str = "tensorwise",
+    granularity_b: str = "",
+) -> ScaledGemm:
+    """A function as a ScaledGemm; a ScaledGemm is itself.
+
+    A function of two arguments is called with a and b as a ScaledGemm's is. A function of four is called
+    with arrays of a framework: codes of a [M, K] and of b [N, K] in float8, then scale_inv of a and of b,
+    which multiply the sum. An argument called ``bias`` gets [N] of float32.
+
+    framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; by default the first imported one
+               that it takes.
+    Raises:    ValueError: another count of arguments, an unknown framework. RefusedError: it takes no arrays.
+    """
+    if isinstance(function, ScaledGemm):
+        return function
+    name = name or subject.name_of(function)
+    count, bias = _arguments(function)
+    how = {"name": name, "granularity": granularity, "granularity_b": granularity_b, "bias": bias}
+    if count == 2:
+        return ScaledGemm(function=_with_bias(function) if bias else function, about={"numpy": version("numpy")}, **how)  # type: ignore[arg-type]
+    if count != 4:
+        raise ValueError(
+            f"a GEMM takes (a, b) or (codes of a, codes of b, scale_inv of a, scale_inv of b); {name} takes {count} arguments."
+        )
+    if framework not in (None, *subject.FRAMEWORKS):
+        raise ValueError(f"framework is one of {', '.join(subject.FRAMEWORKS)}; got {framework!r}.")
+    refused = []
+    for tried in (framework,) if framework else [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]:
+        found = ScaledGemm(function=_of_arrays(function, tried, device, bias), about={tried: version(tried), "device": device}, **how)  # type: ignore[arg-type]
+        a, b = (operand(np.full((128, 128), 0x38, np.uint8), E4M3FN, one) for one in found.granularities)
+        try:
+            found.multiply(a, b)
+        except RefusedError as error:
+            refused.append(str(error))
+        else:
+            return found
+    raise RefusedError("\n".join(refused))
+
+
+def _arguments(function: Callable[..., Any]) -> tuple[int, bool]:
+    """(how many arguments besides ``bias`` have no default, whether one is called bias)."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return 4, False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters.values() if p.name != "bias" and p.default is p.empty and p.kind in positional]
+    return len(needed), "bias" in parameters
+
+
+def _with_bias(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a bias of zeros where none is given, if it needs one."""
+    if inspect.signature(function).parameters["bias"].default is not inspect.Parameter.empty:
+        return function
+    return lambda a, b, bias=None: function(a, b, bias=np.zeros(len(b.codes), np.float32) if bias is None else bias)
+
+
+def _of_arrays(function: Callable[..., Any], framework: str, device: str, takes_bias: bool) -> Callable[..., Any]:
+    made = subject.Subject(name="", function=function, framework=framework, device=device)
+
+    def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
+        given = [_codes(made, q.codes, q.fmt) for q in (a, b)] + [made.make_array(q.scale_inv, "float32") for q in (a, b)]
+        added = {"bias": made.make_array(np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32")} if takes_bias else {}
+        return function(*given, **added)
+
+    return multiply
+
+
+def _codes(made: subject.Subject, codes: np.ndarray, fmt: Format) -> Any:
+    """Codes as an array of float8."""
+    if made.framework == "torch":
+        import torch
+
+        return arrays.as_torch(codes, made.device).view(getattr(torch, f"float8_{fmt}"))
+    import ml_dtypes
+
+    array = codes.view(getattr(ml_dtypes, f"float8_{fmt}"))
+    return array if made.framework == "numpy" else arrays.as_jax(array)

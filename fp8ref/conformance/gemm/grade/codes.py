@@ -1,0 +1,92 @@
+"""What a GEMM takes codes for: numbers, subnormals, NaN and infinities, each product of two codes alone."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.structure import Cause, first_of
+from fp8ref.formats import FLOAT16, FP8_FORMATS, Format
+from fp8ref.sim import cast
+
+CODES = np.arange(256, dtype=np.uint8)
+"""All codes."""
+
+
+class Reading(NamedTuple):
+    """What codes are taken for: in words, and the numbers of all 256 codes."""
+
+    name: str
+    table: np.ndarray
+
+
+def readings(fmt: Format) -> Iterator[Reading]:
+    """Readings of a format's codes that are tried, first the right one."""
+    right = cast.decode(CODES, fmt)
+    yield Reading("", right)
+    small = (np.abs(right) < fmt.smallest_normal) & np.isfinite(right)
+    yield Reading("subnormal codes of {} are taken for 0", np.where(small, np.float32(0), right))
+    counted = _numbers(fmt)
+    yield Reading("NaN and infinities of {} are taken for numbers", counted)
+    yield Reading("NaN of {} is taken for 0", np.where(np.isnan(right), np.float32(0), right))
+    yield Reading("the sign of {} is ignored", np.abs(right))
+    for other in FP8_FORMATS.values():
+        if other != fmt:
+            yield Reading(f"codes of {{}} are read as {other}", cast.decode(CODES, other))
+
+
+RANGE = "products outside of float16's range are lost"
+"""The name of a cause that a float16 accumulator or output has; how it rounds may be known better."""
+
+
+def judge(asked: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None:
+    """The cause if products of codes are wrong: two readings that give all of them, RANGE, or what is seen."""
+    kinds = [
+        [(name.format(who), table) for name, table in readings(fmt)]
+        for who, fmt in zip("ab", (asked[0][0].a.fmt, asked[0][0].b.fmt), strict=True)
+    ]
+    right = kinds[0][0][1], kinds[1][0][1]
+    wrong = [
+        (s, found, given) for s, found in asked if (given := _products(s, *right, out), not np.array_equal(given, found, equal_nan=True))[1]
+    ]
+    if not wrong:
+        return None
+    stimulus, found, given = wrong[0]
+    differ = (found != given) & ~(np.isnan(found) & np.isnan(given))
+    count = sum(int(((f != g) & ~(np.isnan(f) & np.isnan(g))).sum()) for _, f, g in wrong)
+    evidence = f"{count} of {sum(f.size for _, f in asked)} products of two codes differ"
+    name = "products of codes"
+    pairs = sorted(((a, b) for a in kinds[0] for b in kinds[1]), key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]))
+    for (of_a, table_a), (of_b, table_b) in pairs:
+        if all(np.array_equal(_products(s, table_a, table_b, out), f, equal_nan=True) for s, f in asked):
+            name, evidence = ", and ".join(part for part in (of_a, of_b) if part), f"all products have the bits of it; {evidence}"
+            break
+    else:
+        name = RANGE if all(_out_of_range(f, g) for _, f, g in wrong) else _seen(stimulus, differ)
+    return Cause(name, evidence, "wrong", first_of(stimulus, found, given, differ, "G-6"))
+
+
+def _products(s: Stimulus, table_a: np.ndarray, table_b: np.ndarray, out: Format) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return cast.round_to(np.outer(table_a[s.a.codes[:, 0]], table_b[s.b.codes[:, 0]]), out) + np.float32(0)
+
+
+def _out_of_range(found: np.ndarray, given: np.ndarray) -> bool:
+    """Whether results are wrong only where float16 has no normal number."""
+    differ = (found != given) & ~(np.isnan(found) & np.isnan(given))
+    size = np.abs(given[differ])
+    return bool((np.isfinite(size) & ((size > FLOAT16.max) | (size < FLOAT16.smallest_normal))).all())
+
+
+def _numbers(fmt: Format) -> np.ndarray:
+    """All codes as numbers, as if no code were special."""
+    field, mantissa = (CODES & 0x7F) >> fmt.mantissa_bits, CODES & ((1 << fmt.mantissa_bits) - 1)
+    normal = (1 + mantissa / 2.0**fmt.mantissa_bits) * 2.0 ** (field.astype(np.float64) - fmt.bias)
+    value = np.where(field == 0, mantissa * fmt.smallest_subnormal, normal)
+    return np.where(CODES >= 128, -value, value).astype(np.float32)
+
+
+def _seen(s: Stimulus, differ: np.ndarray) -> str:
+    i, j = np.argwhere(differ)[0]
+    return f"the product of code 0x{int(s.a.codes[i, 0]):02X} of a and code 0x{int(s.b.codes[j, 0]):02X} of b"

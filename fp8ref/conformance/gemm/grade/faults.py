@@ -1,0 +1,181 @@
+"""Faults of a GEMM as data: each is a formula, whose results are compared with the GEMM's bit for bit.
+
+They are simulated on operands whose sums every accumulator of 8 bits has exactly, so that float32
+products of matrices give all bits.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.formats import FP8_FORMATS
+from fp8ref.sim import cast, scaling
+from fp8ref.sim.scaling import Quantized
+
+Scales = Callable[[np.ndarray], np.ndarray]
+"""scale_inv of an operand -> the scales that a fault multiplies by."""
+
+
+class Fault(NamedTuple):
+    """A fault by name, with the results [M, N] that it gives; None where shapes do not allow it."""
+
+    name: str
+    gives: Callable[[Stimulus], np.ndarray | None]
+
+
+SCALES: dict[str, Scales] = {
+    "": lambda s: s,
+    "scale of {} in the place of scale_inv": lambda s: 1 / s,
+    "scale_inv of {} twice": lambda s: s * s,
+    "no scale of {}": np.ones_like,
+    "the first scale_inv of {} for all": lambda s: np.broadcast_to(s.reshape(-1)[0], s.shape),
+    "the first scale_inv along K of {} for all of K": lambda s: np.broadcast_to(s[:, :1], s.shape) if s.ndim else s,
+    "the largest scale_inv of {} for all": lambda s: np.broadcast_to(s.max(), s.shape),
+    "scale_inv of {} of the next row": lambda s: np.roll(s, -1, axis=0) if s.ndim else s,
+    "scale_inv of {} of the previous row": lambda s: np.roll(s, 1, axis=0) if s.ndim else s,
+    "scale_inv of {} of the next block of K": lambda s: np.roll(s, -1, axis=1) if s.ndim else s,
+    "scale_inv of {} of the previous block of K": lambda s: np.roll(s, 1, axis=1) if s.ndim else s,
+    "scale_inv of {}, transposed": lambda s: s.T.reshape(s.shape) if s.ndim else s,
+}
+"""{fault, in words: the scales it has}; {} stands for the operand."""
+
+DROPPED = (16, 32, 64, 128, 256)
+"""How many products at an end of K a tile of the result may lack."""
+
+IN_PAIRS = tuple(SCALES)[1:4]
+"""The faults of scales that both operands may have at once."""
+
+
+def values(stimulus: Stimulus) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers that the codes of a [M, K] and b [N, K] stand for, without scales, float32."""
+    return tuple(cast.decode(q.codes, q.fmt) for q in (stimulus.a, stimulus.b))  # type: ignore[return-value]
+
+
+def product(stimulus: Stimulus, a: np.ndarray, b: np.ndarray, scales: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+    """a [M, K] times b [N, K] under the stimulus's scales, or others of their shapes: float32 [M, N]."""
+    with np.errstate(all="ignore"):
+        of_scales = (stimulus.a.scale_inv, stimulus.b.scale_inv) if scales is None else scales
+        if all(s.ndim == 0 or s.shape[1] == 1 for s in of_scales):  # no blocks along K
+            result = a @ b.T * of_scales[0] * of_scales[1].T
+        else:
+            left, right = (x * spread(q, s) for x, q, s in zip((a, b), (stimulus.a, stimulus.b), of_scales, strict=True))
+            result = left @ right.T
+        return (result if stimulus.bias is None else result + stimulus.bias) + np.float32(0)
+
+
+def expected(stimulus: Stimulus) -> np.ndarray:
+    """What a GEMM without faults gives."""
+    return product(stimulus, *values(stimulus))
+
+
+def all_faults() -> Iterator[Fault]:
+    """Every fault that is tried, the likeliest first."""
+    yield from _of_scales()
+    yield from _of_operands()
+    yield from _of_bias()
+    yield from (_dropped(n, last) for n in DROPPED for last in (True, False))
+    yield Fault("zeros", lambda s: np.zeros(s.shape[:2], np.float32))
+    yield Fault("the result with the other sign", lambda s: -expected(s))
+    yield Fault("the magnitude of the result", lambda s: np.abs(expected(s)))
+    yield Fault("negative results become 0", lambda s: np.maximum(expected(s), 0))
+    yield Fault("a result that is twice as large", lambda s: 2 * expected(s))
+
+
+def _of_scales() -> Iterator[Fault]:
+    yield Fault("scales swapped: that of b for rows, that of a for columns", _swapped)
+    for name in list(SCALES)[1:]:
+        yield _scaled(name, "")
+        yield _scaled("", name)
+    for left, right in itertools.product(IN_PAIRS, IN_PAIRS):
+        yield _scaled(left, right)
+
+
+def _scaled(left: str, right: str) -> Fault:
+    def gives(s: Stimulus) -> np.ndarray | None:
+        scales = SCALES[left](s.a.scale_inv), SCALES[right](s.b.scale_inv)
+        same = all(np.array_equal(x, q.scale_inv) for x, q in zip(scales, (s.a, s.b), strict=True))
+        return None if same else product(s, *values(s), scales)
+
+    names = [name.format(who) for name, who in ((left, "a"), (right, "b")) if name]
+    return Fault(", and ".join(names), gives)
+
+
+def _swapped(s: Stimulus) -> np.ndarray | None:
+    if s.a.scale_inv.shape != s.b.scale_inv.shape or s.a.scale_inv.ndim == 0:
+        return None
+    return product(s, *values(s), (s.b.scale_inv, s.a.scale_inv))
+
+
+def _of_operands() -> Iterator[Fault]:
+    def reshaped(which: int) -> Callable[[Stimulus], np.ndarray]:
+        def gives(s: Stimulus) -> np.ndarray:
+            given = list(values(s))
+            given[which] = given[which].reshape(given[which].shape[::-1]).T  # memory of [rows, K] read as [K, rows]
+            return product(s, given[0], given[1])
+
+        return gives
+
+    yield Fault("b transposed: its memory is read as [K, N]", reshaped(1))
+    yield Fault("a transposed: its memory is read as [K, M]", reshaped(0))
+    yield Fault("the result transposed", lambda s: expected(s).T if s.shape[0] == s.shape[1] else None)
+    yield Fault(
+        "the result transposed in memory, [N, M] read as [M, N]", lambda s: np.ascontiguousarray(expected(s).T).reshape(s.shape[:2])
+    )
+    yield Fault("a in the place of b", lambda s: product(s, values(s)[0], values(s)[0]) if s.shape[0] == s.shape[1] else None)
+    for which, who in enumerate("ab"):
+        for fmt in FP8_FORMATS.values():
+            yield Fault(f"codes of {who} read as {fmt}", _read_as(which, fmt))
+    for which, who in enumerate("ab"):
+        for step in (-1, 1):
+            yield Fault(f"rows of {who} shifted by {-step}", _rolled(which, step))
+
+
+def _read_as(which: int, fmt) -> Callable[[Stimulus], np.ndarray | None]:
+    def gives(s: Stimulus) -> np.ndarray | None:
+        q = (s.a, s.b)[which]
+        given = list(values(s))
+        given[which] = cast.decode(q.codes, fmt)
+        return None if fmt == q.fmt else product(s, given[0], given[1])
+
+    return gives
+
+
+def _rolled(which: int, step: int) -> Callable[[Stimulus], np.ndarray]:
+    def gives(s: Stimulus) -> np.ndarray:
+        given = list(values(s))
+        given[which] = np.roll(given[which], step, axis=0)
+        return product(s, given[0], given[1])
+
+    return gives
+
+
+def _dropped(n: int, last: bool) -> Fault:
+    def gives(s: Stimulus) -> np.ndarray | None:
+        a, b = values(s)
+        part = np.s_[:, :-n] if last else np.s_[:, n:]
+        return None if n >= a.shape[1] or s.a.scale_inv.size > len(a) else product(s, a[part], b[part])
+
+    return Fault(f"the {'last' if last else 'first'} {n} of K dropped", gives)
+
+
+def _of_bias() -> Iterator[Fault]:
+    def of(added: Callable[[Stimulus, np.ndarray], np.ndarray]) -> Callable[[Stimulus], np.ndarray | None]:
+        """Sums without a bias, with what a fault adds of (the operands, their bias)."""
+        return lambda s: None if s.bias is None else product(s._replace(bias=None), *values(s)) + added(s, s.bias)
+
+    yield Fault("no bias", of(lambda s, bias: 0 * bias))
+    yield Fault("the bias twice", of(lambda s, bias: 2 * bias))
+    yield Fault("the bias with the other sign", of(lambda s, bias: -bias))
+    yield Fault("a bias of rows in the place of columns", of(lambda s, bias: bias[:, None] if s.shape[0] == s.shape[1] else bias))
+    yield Fault("the bias added before both scales", of(lambda s, bias: bias * s.a.scale_inv * s.b.scale_inv.T))
+    yield Fault("the bias added before the scale of a", of(lambda s, bias: bias * s.a.scale_inv))
+    yield Fault("the bias added before the scale of b", of(lambda s, bias: bias * s.b.scale_inv.T))
+    yield Fault("the bias of the first column for all", of(lambda s, bias: bias[:1]))
+
+
+def spread(q: Quantized, scales: np.ndarray) -> np.ndarray:
+    """Scales of any shape that q may have, an element each."""
+    return np.broadcast_to(scaling.spread(np.ascontiguousarray(scales), q.codes.shape, q.granularity, q.axis), q.codes.shape)

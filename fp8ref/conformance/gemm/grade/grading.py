@@ -1,0 +1,287 @@
+"""Grade somebody's GEMM, or require that it is right (SEMANTICS B-14).
+
+1. ``structure``: sums of integers that every accumulator of 8 bits has, and every index of K alone.
+2. ``codes``: what each code is taken for.
+3. Random operands: the distance from the exact result, in ulps and in units of B-1's bound.
+4. ``roundings``: how the scales and the output round; ``accumulators``: which narrow accumulator, or
+   which plan of the simulator, gives the sums.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8ref import epilogue as epilogues
+from fp8ref.conformance.gemm import adapters, bound
+from fp8ref.conformance.gemm.grade import codes, imprecision, stimuli, structure
+from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.structure import Cause, Tile
+from fp8ref.conformance.gemm.grade.verdict import Grade, Measured, Shape
+from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm
+from fp8ref.epilogue import Epilogue
+from fp8ref.formats import E4M3FN, Format
+from fp8ref.granularity import by_name
+from fp8ref.sim import accumulate as plans
+from fp8ref.sim import gemm
+from fp8ref.sim.accumulate import Accumulation
+
+SHAPES: tuple[Shape, ...] = ((96, 96, 96), (64, 80, 1056), (128, 128, 4096))
+"""The shapes that are asked: a cube, in which transposed operands fit; a ragged K; a long one."""
+
+SHAPES_OF_BLOCKS: tuple[Shape, ...] = ((128, 128, 128), (64, 80, 1152), (128, 128, 4096))
+"""The same for scales of blocks, which divide K."""
+
+SHORT = 1024
+"""The K with which codes, scales and roundings are asked, if no shorter one is."""
+
+MOST_CALLS = 64
+"""The most GEMMs that ask for indices of K; of a longer K than they reach the rest is not asked."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A GEMM, and what it is asked with."""
+
+    scaled: ScaledGemm
+    formats: tuple[Format, Format]
+    epilogue: Epilogue
+    accumulate: str | Accumulation
+    seed: int
+
+    def run(self, stimulus: Stimulus, *, repeat: bool = False) -> tuple[np.ndarray, Format]:
+        """The results of a stimulus, and their dtype; repeat: of two runs, which must agree."""
+        return self.scaled.multiply(stimulus.a, stimulus.b, stimulus.bias, repeat=repeat)
+
+    def short(self, shapes: Iterable[Shape]) -> Shape:
+        """The shape of the least K, cut to ``SHORT`` if the GEMM takes that."""
+        m, n, k = min(shapes, key=lambda shape: shape[2])
+        cut = (m, n, min(k, SHORT))
+        try:
+            self.run(stimuli.integers(self.scaled, cut, self.formats))
+        except RefusedError:
+            return m, n, k
+        return cut
+
+
+def grade_gemm(
+    function: Callable[..., Any] | ScaledGemm,
+    *,
+    shapes: Sequence[Shape] | None = None,
+    formats: tuple[Format, Format] = (E4M3FN, E4M3FN),
+    epilogue: str | Epilogue = "scale_then_round",
+    accumulate: str | Accumulation | None = None,
+    name: str | None = None,
+    framework: str | None = None,
+    device: str = "cpu",
+    granularity: str = "tensorwise",
+    granularity_b: str = "",
+    seed: int = 0,
+) -> Grade:
+    """Grade a GEMM: right, imprecise or wrong, by how much and why.
+
+    function     as ``adapters.wrap``: of (a, b), or of codes and scale_inv of both; or a ScaledGemm.
+    shapes       M, N and K that it is asked with; by default three.
+    formats      of a [M, K] and b [N, K].
+    epilogue     how it should scale and round: B-1 allows more under G-5.
+    accumulate   a plan whose bits it should have, in the place of B-1's bound.
+    Others:      as ``adapters.wrap``; seed of the random operands.
+    Raises:      ValueError: no shape, or one below 1 or with K below 2; unknown names. ProbeError: the
+                 GEMM is invalid, or raises for every shape.
+    Source:      SEMANTICS B-1, B-14.
+
+    >>> from fp8ref.sim import gemm
+    >>> grade = grade_gemm(lambda a, b: gemm.matmul(a, b, accumulate="f32"), shapes=[(16, 16, 64)])
+    >>> grade.verdict, grade.plan
+    ('right', 'f32')
+    """
+    scaled = adapters.wrap(function, name=name, framework=framework, device=device, granularity=granularity, granularity_b=granularity_b)
+    blocks = any(by_name(one).reduced for one in scaled.granularities)
+    shapes = tuple(shapes) if shapes is not None else SHAPES_OF_BLOCKS if blocks else SHAPES
+    if not shapes or any(min(shape) < 1 or shape[2] < 2 for shape in shapes):
+        raise ValueError(f"a grade takes shapes M, N, K of at least 1, 1, 2; got {[list(shape) for shape in shapes]}.")
+    named = None if accumulate is None else plans.by_name(accumulate)
+    asked = Asked(scaled=scaled, formats=formats, epilogue=epilogues.by_name(epilogue), accumulate=named or "exact", seed=seed)
+    causes, taken, refused, unasked = _structures(asked, shapes)
+    wrong = bool(causes)
+    of_range = [cause for cause in causes if cause.name == codes.RANGE]
+    measured, equal, compared = {}, 0, 0
+    samples = []
+    for shape, out in taken.items():
+        one, sample, same, count = _measured(asked, shape, out, named)
+        measured[shape], equal, compared = one, equal + same, compared + count
+        samples.append(sample)
+    out = next(iter(taken.values()))
+    severe = any(one.bounds > 1 for one in measured.values())
+    plan, epilogue_name = None, None
+    if wrong and not of_range:
+        unasked.append("accumulators and roundings of a wrong GEMM")
+    else:
+        found = imprecision.examine(asked, samples, out, short=asked.short(taken), severe=severe or wrong)
+        causes, plan, epilogue_name = found.causes or of_range, found.plan, found.epilogue
+        unasked += found.unasked
+        wrong = wrong or any(cause.severity == "wrong" for cause in causes)
+    lost = any(not np.isfinite(one.bounds) for one in measured.values())
+    verdict = "wrong" if wrong or lost else "imprecise" if severe else "right"
+    return Grade(
+        name=scaled.name,
+        granularities=scaled.granularities,
+        formats=formats,
+        out_dtype=out,
+        bias=scaled.bias,
+        about=scaled.about,
+        verdict=verdict,
+        measured=measured,
+        causes=causes,
+        plan=plan,
+        epilogue=epilogue_name,
+        expected=None if named is None else named if isinstance(named, str) else named.name,
+        compared=compared,
+        equal=equal,
+        refused=refused,
+        unasked=[*unasked, *_never(scaled, refused)],
+    )
+
+
+def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> Grade:
+    """Require that a GEMM is right, else raise an AssertionError with the causes and the first result
+    that shows each.
+
+    options   as ``grade_gemm``. With ``accumulate`` every bit must be that plan's.
+    Returns:  the grade, with what was asked and what was not.
+    Raises:   AssertionError: it is imprecise or wrong. Others as ``grade_gemm``.
+    Source:   SEMANTICS B-1, B-14.
+    """
+    grade = grade_gemm(function, **options)
+    if not grade.ok:
+        raise AssertionError(grade.message)
+    return grade
+
+
+def _structures(asked: Asked, shapes: Iterable[Shape]) -> tuple[list[Cause], dict[Shape, Format], dict[Shape, str], list[str]]:
+    """(causes of wrong results, {shape: output dtype}, {shape: why it was refused}, what was not asked)."""
+    causes: list[Cause] = []
+    taken: dict[Shape, Format] = {}
+    refused: dict[Shape, str] = {}
+    unasked: list[str] = []
+    tile: Tile | None = None
+    for shape in shapes:
+        stimulus = stimuli.integers(asked.scaled, shape, asked.formats)
+        try:
+            found, out = asked.run(stimulus, repeat=True)
+        except RefusedError as error:
+            refused[shape] = str(error).partition("\n")[0]
+            continue
+        taken[shape] = out
+        more, tile = _structure(asked, shape, stimulus, found, out, unasked, tile)
+        causes += more
+    if not taken:
+        raise RefusedError("\n".join(refused.values()))
+    if not causes:
+        causes += _of_short(asked, asked.short(taken), next(iter(taken.values())))
+    return _merged(causes), taken, refused, unasked
+
+
+def _of_short(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
+    """The causes that one shape shows as well as any: the bias, and what codes are taken for."""
+    if asked.scaled.bias:
+        stimulus = stimuli.integers(asked.scaled, shape, asked.formats, bias=True)
+        causes = structure.of_integers(stimulus, asked.run(stimulus)[0], out, None)[0]
+        if causes:
+            return causes
+    cause = codes.judge([(s, asked.run(s)[0]) for s in stimuli.codes(asked.scaled, shape, asked.formats)], out)
+    return [cause] if cause else []
+
+
+def _structure(
+    asked: Asked, shape: Shape, stimulus: Stimulus, found: np.ndarray, out: Format, unasked: list[str], known: Tile | None
+) -> tuple[list[Cause], Tile | None]:
+    """The causes for one shape, and the tile that is wrong.
+
+    known   the tile of an earlier shape.
+    """
+    m, n, k = shape
+    calls = -(-k // (m * n))
+    if calls > MOST_CALLS:
+        unasked.append(f"indices of K from {MOST_CALLS * m * n} on, of K = {k}")
+    causes, tile = structure.of_integers(stimulus, found, out, None, known)
+    named = bool(causes) and causes[0].exact
+    seen: dict[str, tuple[list[np.ndarray], Any]] = {}
+    factors = np.ones(k, np.float32)
+    for _, (places, one) in zip(range(MOST_CALLS), stimuli.single(asked.scaled, shape, asked.formats), strict=False):
+        alone = asked.run(one)[0]
+        for how, numbers, first in structure.indices(places, one, alone, tile if named else None):
+            seen.setdefault(how, ([], first))[0].append(numbers)
+        given = places >= 0
+        factors[places[given]] = alone[given]
+    if not seen:
+        return causes, tile or known
+    explained = not structure.of_integers(stimulus, found, out, factors)[0]
+    if not explained and tile is None and named:
+        return causes, known  # a fault with a name, which shows in single products too
+    if explained or tile is None:
+        causes, tile = [], None  # the indices say all that is known
+    for how, (parts, first) in seen.items():
+        numbers = np.concatenate(parts)
+        evidence = f"K = {k}: each index of K was asked alone{', and sums of integers have the bits of it' if explained else ''}"
+        words, part = structure.in_words(how, numbers, k), structure.part_of(how, numbers, k)
+        causes.append(Cause(words, evidence, "wrong", first, part))
+    return causes, tile or known
+
+
+def _merged(causes: list[Cause]) -> list[Cause]:
+    """Causes of the same name once, the first of them, with the count of shapes.
+
+    A part of K has another length in every shape, and one name.
+    """
+    alike = {part: len({cause.name for cause in causes if cause.part == part}) for part in {cause.part for cause in causes}}
+    found: dict[str, tuple[Cause, int]] = {}
+    for cause in causes:
+        name = cause.part if cause.part and alike[cause.part] > 1 else cause.name
+        first, count = found.get(name, (cause._replace(name=name), 0))
+        found[name] = first, count + 1
+    return [first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first for first, count in found.values()]
+
+
+def _measured(
+    asked: Asked, shape: Shape, out: Format, named: str | Accumulation | None
+) -> tuple[Measured, tuple[Stimulus, np.ndarray], int, int]:
+    """(errors, the random operands with their results, how many have the expected plan's bits, of how many)."""
+    stimulus = stimuli.random(asked.scaled, shape, asked.formats, out, asked.seed)
+    found, _ = asked.run(stimulus, repeat=True)
+    simulated = gemm.matmul(stimulus.a, stimulus.b, epilogue=asked.epilogue, out_dtype=out)
+    far = bound.distance(stimulus.a, stimulus.b, found, simulated, out_dtype=out, epilogue=asked.epilogue)
+    exact = bound.exact(stimulus.a, stimulus.b)
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(found)
+        error = float(np.sqrt(np.mean((found[finite] - exact[finite]) ** 2) / np.mean(exact**2))) if finite.any() else np.inf
+    at = np.unravel_index(int(np.argmax(far.bounds)), found.shape)
+    worst = structure.counterexample(stimulus, at, found[at], simulated[at], "B-1") if far.bounds[at] else None  # type: ignore[arg-type]
+    measured = Measured(
+        ulps=float(far.ulps.max()),
+        median_ulps=float(np.median(far.ulps)),
+        bounds=float(far.bounds[at]),
+        error=error,
+        count=found.size,
+        worst=worst,
+    )
+    if named is None:
+        return measured, (stimulus, found), 0, 0
+    wanted = (
+        simulated if named == "exact" else gemm.matmul(stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out)
+    )
+    return measured, (stimulus, found), int((wanted.view(np.uint32) == found.view(np.uint32)).sum()), found.size
+
+
+def _never(scaled: ScaledGemm, refused: dict[Shape, str]) -> list[str]:
+    """What no grade asks, and the shapes that were refused."""
+    raised = [f"[{m}, {n}] K = {k}, for which it raised ({error[:120]})" for (m, n, k), error in refused.items()]
+    bias = [] if scaled.bias else ["a bias"]
+    return [
+        *raised,
+        *bias,
+        "other shapes, formats, dtypes, scales and devices",
+        "results below the smallest normal number",
+        "signs of zeros",
+    ]

@@ -1,0 +1,141 @@
+"""Grade grouped and batched GEMMs: several products in one call, each graded as one GEMM.
+
+A grouped GEMM multiplies runs of rows of a by a matrix of their own: group g has sizes[g] rows, and b[g].
+A batched one has groups of one size. A group is graded with the stimuli of ``grading`` in its place, and
+random operands in all others; so rows, matrices or scales of another group show as other numbers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8ref.conformance.gemm.grade.grading import grade_gemm
+from fp8ref.conformance.gemm.grade.verdict import Grade
+from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm, operand
+from fp8ref.formats import E4M3FN, Format
+from fp8ref.result import Result
+from fp8ref.sim.scaling import Quantized
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Grouped = Callable[[Sequence[Quantized], Sequence[Quantized]], Any]
+"""(a of each group [M_g, K], b of each group [N, K]) -> results of the groups [M_g, N], a sequence."""
+
+SIZES = (32, 0, 48, 32)
+"""The rows of the groups that are asked: equal ones, another one, and none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedGrade(Result):
+    """The grade of each group that has rows, by its number."""
+
+    name: str
+    sizes: tuple[int, ...]
+    grades: Mapping[int, Grade]
+
+    @property
+    def verdict(self) -> str:
+        """The gravest of all groups."""
+        return max((grade.verdict for grade in self.grades.values()), key=("right", "imprecise", "wrong").index)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every group is right."""
+        return all(grade.ok for grade in self.grades.values())
+
+    @property
+    def message(self) -> str:
+        """The grade of the groups that are not right, or of the first."""
+        shown = [grade for grade in self.grades.values() if not grade.ok] or list(self.grades.values())[:1]
+        return "\n".join([f"{self.name}, groups of {', '.join(map(str, self.sizes))} rows, is {self.verdict}", *(g.message for g in shown)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
+        groups = {str(g): grade.to_dict() for g, grade in self.grades.items()}
+        return {"ok": self.ok, "subject": self.name, "verdict": self.verdict, "sizes": list(self.sizes), "groups": groups}
+
+    def render(self, console: "Console") -> None:
+        """Print the message."""
+        console.out(self.message, highlight=False)
+
+
+def grade_grouped(
+    function: Grouped,
+    *,
+    sizes: Sequence[int] = SIZES,
+    n: int = 48,
+    k: int = 512,
+    formats: tuple[Format, Format] = (E4M3FN, E4M3FN),
+    name: str | None = None,
+    granularity: str = "rowwise",
+    granularity_b: str = "",
+    **options: Any,
+) -> GroupedGrade:
+    """Grade a grouped GEMM, or with equal sizes a batched one, group by group.
+
+    function   (a of the groups, b of the groups) -> their results. Adapt a kernel that takes all rows of a in
+               one array and the offsets of groups with a lambda.
+    sizes      rows of the groups; a group may have none, and is then not graded.
+    n, k       columns of every group, and K.
+    Others:    as ``grade_gemm``.
+    Raises:    ValueError: no group with rows, or a negative size. Others as ``grade_gemm``.
+    Source:    SEMANTICS B-14.
+    """
+    if not any(sizes) or min(sizes) < 0:
+        raise ValueError(f"groups have sizes of 0 or more rows, and one has rows; got {list(sizes)}.")
+    name = name or str(getattr(function, "__qualname__", type(function).__name__))
+    both = granularity, granularity_b or granularity
+    grades = {}
+    for g, size in enumerate(sizes):
+        if size:
+            alone = ScaledGemm(
+                name=f"group {g} of {name}",
+                function=_of_group(function, g, sizes, both),
+                granularity=granularity,
+                granularity_b=granularity_b,
+            )
+            grades[g] = grade_gemm(alone, shapes=[(size, n, k)], formats=formats, **options)
+    return GroupedGrade(name=name, sizes=tuple(sizes), grades=grades)
+
+
+def require_grouped(function: Grouped, **options: Any) -> GroupedGrade:
+    """Require that every group of a grouped GEMM is right, else raise an AssertionError with the causes.
+
+    options   as ``grade_grouped``.
+    Raises:   AssertionError: a group is imprecise or wrong. Others as ``grade_grouped``.
+    Source:   SEMANTICS B-14.
+    """
+    grade = grade_grouped(function, **options)
+    if not grade.ok:
+        raise AssertionError(grade.message)
+    return grade
+
+
+def _of_group(function: Grouped, g: int, sizes: Sequence[int], granularities: tuple[str, str]) -> Callable[[Quantized, Quantized], Any]:
+    """One group as a GEMM; the others multiply random numbers."""
+
+    def multiply(a: Quantized, b: Quantized) -> Any:
+        k = a.codes.shape[1]
+        rng = np.random.default_rng([g, k])
+        left = [_filled(rng, size, k, a.fmt, granularities[0]) for size in sizes]
+        right = [_filled(rng, len(b.codes), k, b.fmt, granularities[1]) for _ in sizes]
+        left[g], right[g] = a, b
+        found = function(left, right)
+        if len(found) != len(sizes):
+            raise RefusedError(f"gives a result for each of {len(sizes)} groups; got {len(found)}.")
+        return found[g]
+
+    return multiply
+
+
+def _filled(rng: np.random.Generator, rows: int, k: int, fmt: Format, granularity: str) -> Quantized:
+    """Random positive numbers near 1; no rows of a group that has none."""
+    codes = rng.integers(0x30, 0x40, (max(rows, 1), k)).astype(np.uint8)
+    made = operand(codes, fmt, granularity, 0.25)
+    if rows:
+        return made
+    scale, scale_inv = (x[:0] if x.ndim else x for x in (made.scale, made.scale_inv))
+    return made._replace(codes=codes[:0], scale=scale, scale_inv=scale_inv)

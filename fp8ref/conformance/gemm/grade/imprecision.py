@@ -1,0 +1,177 @@
+"""Why sums or outputs of a GEMM are imprecise: its scales and roundings, its accumulator, its plan."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance.gemm.grade import accumulators, faults, roundings, stimuli
+from fp8ref.conformance.gemm.grade.accumulators import SAMPLE, SHORT
+from fp8ref.conformance.gemm.grade.roundings import Path
+from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.structure import Cause, first_of
+from fp8ref.conformance.gemm.scaled_gemm import rows_of
+from fp8ref.epilogue import Epilogue
+from fp8ref.formats import Format
+from fp8ref.sim import cast, gemm
+from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
+from fp8ref.sim.tensor_core import UNITS
+
+ROWS = 32
+"""Rows and columns of random results that plans are compared in."""
+
+
+FEW = 0.01
+"""The part of outputs with a bias that may differ: scales in another order move few to a neighbor."""
+
+
+class Found(NamedTuple):
+    """Causes; the plan and the epilogue that give all bits, by name; what was not asked."""
+
+    causes: list[Cause]
+    plan: str | None
+    epilogue: str | None
+    unasked: list[str]
+
+
+def examine(asked: Any, samples: Sequence[tuple[Stimulus, np.ndarray]], out: Format, *, short: tuple[int, int, int], severe: bool) -> Found:
+    """Examine a GEMM whose sums of 8 bits are right.
+
+    samples  random operands with the GEMM's results.
+    short    the shape for scales and roundings; severe: results are outside B-1's bound.
+    """
+    largest = max(samples, key=lambda one: one[0].shape[2])[0].shape
+    severity = "imprecise" if severe else "right"
+    tried, causes = _paths(asked, short, out, severity)
+    unasked = [] if tried else ["the order of scales and roundings: none that has a name gives sums of one and two products"]
+    bias = _bias(asked, short, out, tried)
+    causes += bias
+    names = [path.epilogue for path in tried if path.epilogue is not None] or [asked.epilogue]
+    plan, epilogue = _plan(samples, names, out, severe=severe)
+    hidden = any(path.odd for path in tried[:1])
+    if hidden and severe:
+        unasked.append("the accumulator, behind outputs that are rounded otherwise")
+    elif plan is None and severe:
+        causes += _accumulator(asked, largest, out)
+    elif plan is not None and severe and plan not in ("exact", "f32"):
+        causes.append(Cause(f"the accumulation of {plan}", "random results have the bits of it", severity))
+    return Found(causes, plan, None if epilogue is None else epilogue.name, unasked)
+
+
+def _paths(asked: Any, shape: tuple[int, int, int], out: Format, severity: str) -> tuple[list[Path], list[Cause]]:
+    """The paths from sums to outputs that fit, and what is odd about them."""
+    alone = [(s, asked.run(s)[0]) for s in stimuli.pairs(asked.scaled, shape, asked.formats, out, terms=1)]
+    tried = roundings.fitting(list(roundings.paths(out)), alone, out)
+    two = [(s, asked.run(s)[0]) for s in stimuli.pairs(asked.scaled, shape, asked.formats, out)]
+    narrowed = roundings.fitting([path for path in tried if path.dequantized is None], two, out)
+    found = narrowed or tried
+    if not found or not found[0].odd or any(not path.odd for path in found):
+        return found, []
+    plain = next(roundings.paths(out))
+    for stimulus, results in (*alone, *two):
+        expected = plain.gives(stimulus, out)
+        if (differ := (results != expected) & ~(np.isnan(results) & np.isnan(expected))).any():
+            lost = bool((~np.isfinite(results) & np.isfinite(expected)).any())
+            first = first_of(stimulus, results, expected, differ, "G-4")
+            evidence = f"sums of one and two products have the bits of it; {int(differ.sum())} of {differ.size} are other outputs than one rounding gives"
+            return found, [Cause(found[0].odd, evidence, "wrong" if lost else severity, first)]
+    return found, []
+
+
+def _bias(asked: Any, shape: tuple[int, int, int], out: Format, tried: Sequence[Path]) -> list[Cause]:
+    """The cause if a bias is added after the rounding, or in no known way."""
+    if not asked.scaled.bias:
+        return []
+    # of a path without an epilogue, such as dequantized operands, the nearest one
+    known = [path for path in tried if path.epilogue is not None] or [Path(), Path(scale="product")]
+    results = []
+    for i, stimulus in enumerate(stimuli.pairs(asked.scaled, shape, asked.formats, out)):
+        bias = np.random.default_rng(i).standard_normal(shape[1]) * float(np.abs(known[0].gives(stimulus, out)).mean())
+        given = stimulus._replace(bias=cast.round_to(bias, out))
+        results.append((given, asked.run(given)[0]))
+    path, how, wrong = roundings.with_bias(known, results, out)
+    compared = sum(found.size for _, found in results)
+    severe = wrong > FEW * compared
+    if how != "after_round" and not severe:
+        return []
+    stimulus, found = results[0]
+    right = roundings.biased(path, "before_round", stimulus, out)
+    differ = found != right
+    first = first_of(stimulus, found, right, differ, "G-15") if differ.any() else None
+    if severe:
+        evidence = f"{wrong} of {compared} sums of two products are not those of {how}, the nearest order"
+        return [Cause("the bias is added in no order that has a name (G-15)", evidence, "imprecise", first)]
+    evidence = f"{compared - wrong} of {compared} sums of two products have the bits of it"
+    return [Cause("the bias is added after the rounding to the output dtype (round_then_bias)", evidence, "right", first)]
+
+
+def _plan(
+    samples: Sequence[tuple[Stimulus, np.ndarray]], tried: Sequence[Epilogue], out: Format, *, severe: bool
+) -> tuple[str | None, Epilogue | None]:
+    """The plan and the epilogue that have the bits of random results of every shape."""
+    for accumulate, epilogue in itertools.product(_plans(severe), tried):
+        if all(_has_bits(s, found, accumulate, epilogue, out) for s, found in samples):
+            return accumulate if isinstance(accumulate, str) else accumulate.name, epilogue
+    return None, None
+
+
+def _plans(severe: bool) -> Iterator[str | Accumulation]:
+    yield from ("exact", "f32")
+    if not severe:
+        return
+    yield from ACCUMULATIONS.values()
+    for name, promotion, count in itertools.product(("hopper", "ada"), (None, 32, 64, 128, 256, 512), (1, 2, 4, 8)):
+        said = f"{name} with{f' promotion {promotion}' if promotion else 'out promotion'}{f' and {count} parts of K' if count > 1 else ''}"
+        yield Accumulation(name=said, unit=UNITS[name], promotion=promotion, split_k=count)
+
+
+def _has_bits(stimulus: Stimulus, found: np.ndarray, accumulate: str | Accumulation, epilogue: Epilogue, out: Format) -> bool:
+    for side in (4, ROWS):
+        a, b = (_first_rows(q, side) for q in (stimulus.a, stimulus.b))
+        try:
+            given = gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogue, out_dtype=out)
+        except ValueError:  # a plan that does not take this K or these formats
+            return False
+        if not np.array_equal(given, found[:side, :side], equal_nan=True):
+            return False
+    return True
+
+
+def _first_rows(q: Any, side: int) -> Any:
+    if q.granularity == "blockwise_128x128":
+        return q._replace(codes=q.codes[:side], scale=q.scale[:1], scale_inv=q.scale_inv[:1])
+    return rows_of(q, np.arange(min(side, len(q.codes))))
+
+
+def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[Cause]:
+    """The narrow accumulator that gives sums of integers, or a cause without a name."""
+    k = shape[2]
+    stages = []
+    for length in dict.fromkeys((min(SHORT, k), k)):
+        stimulus = stimuli.wide(asked.scaled, shape, asked.formats, length=length)
+        found, _ = asked.run(stimulus, repeat=True)
+        a, b = (x[:SAMPLE, :length] for x in faults.values(stimulus))
+        stages.append((accumulators.products_of(a, b), found[:SAMPLE, :SAMPLE]))
+    expected = cast.round_to(faults.expected(stimulus), out)
+    differ = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
+    if not differ.any():
+        return []
+    first = first_of(stimulus, found, expected, differ)
+    count = f"{int(differ.sum())} of {differ.size} sums of integers below 2^24 differ, which float32 adds exactly in any order"
+    scale = float(stimulus.a.scale_inv.reshape(-1)[0] * stimulus.b.scale_inv.reshape(-1)[0])
+    for tried in accumulators.candidates(k):
+        for products, results in stages:
+            tried = accumulators.fitting(products, results, k, scale, out, tried)
+        if tried:
+            others = f", or the same by {tried[1]}" if len(tried) > 1 else ""
+            return [Cause(f"{tried[0]}{others}", f"{results.size} sums have the bits of it; {count}", "imprecise", first)]
+    return [Cause(f"an accumulator narrower than float32, of about {_bits(found, expected)} bits", count, "imprecise", first)]
+
+
+def _bits(found: np.ndarray, expected: np.ndarray) -> int:
+    """The bits of a rounding whose error is as large."""
+    finite = np.isfinite(found) & (expected != 0)
+    relative = np.abs(found[finite] / expected[finite] - 1)
+    typical = float(np.median(relative[relative > 0])) if (relative > 0).any() else 1.0
+    return max(int(np.round(-np.log2(typical))) - 1, 1)

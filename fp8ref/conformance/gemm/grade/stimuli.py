@@ -1,0 +1,173 @@
+"""Operands that a GEMM is graded with, each chosen so that one kind of fault shows.
+
+``integers``  sums that have at most 8 bits in any order, under scales that are powers of two: every
+              GEMM whose accumulator has 8 bits gives the same bits, and another result is wrong.
+``single``    products alone, one for each index of K.
+``codes``     all products of two codes, one for each result.
+``pairs``     sums of two products under random scales: what the scales and the output do to a float32.
+``wide``      sums of integers that float32 holds in any order, and a narrower accumulator does not.
+``random``    numbers of many sizes under random scales.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance.gemm import plans
+from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
+from fp8ref.conformance.gemm.stimulus import Bench
+from fp8ref.formats import FLOAT16, Format
+from fp8ref.granularity import scale_shape
+from fp8ref.sim import cast
+from fp8ref.sim.scaling import Quantized
+
+TERMS = 40
+"""Products of a sum of ``integers``: of 3 x 2 at most each, so that 40 of them stay below 2^8."""
+
+TERMS_OF_BLOCKS = 10
+"""The same under scales of blocks, which differ by a factor of 4 within a sum."""
+
+
+class Stimulus(NamedTuple):
+    """Two operands, and a bias [N] or none."""
+
+    name: str
+    a: Quantized
+    b: Quantized
+    bias: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return len(self.a.codes), len(self.b.codes), self.a.codes.shape[1]
+
+    def __str__(self) -> str:
+        m, n, k = self.shape
+        bias = "" if self.bias is None else ", with a bias"
+        return f"{self.name} [{m}, {n}], K = {k}, {self.a.fmt} x {self.b.fmt}, {self.a.granularity} x {self.b.granularity}{bias}"
+
+
+def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, bias: bool = False) -> Stimulus:
+    """Few small integers in each row of a, small integers everywhere in b.
+
+    Scales of a and b are other powers of two, so that a scale in the place of another one shows.
+    """
+    m, n, k = shape
+    rng = np.random.default_rng([m, n, k])
+    blocks = any(one not in ("tensorwise", "rowwise") for one in scaled.granularities)
+    count = min(4 if bias else TERMS_OF_BLOCKS if blocks else TERMS, k)
+    a = np.zeros((m, k), np.float32)
+    for row in a:
+        row[rng.choice(k, count, replace=False)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
+    b = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
+    scales = [
+        _powers(rng, one, x.shape, centre)
+        for one, x, centre in zip(scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True)
+    ]
+    made = [
+        operand(cast.encode(x, fmt), fmt, one, 1 / scale)
+        for x, fmt, one, scale in zip((a, b), formats, scaled.granularities, scales, strict=True)
+    ]
+    added = rng.integers(-63, 64, n).astype(np.float32) if bias else None
+    if bias:  # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
+        made = [operand(q.codes, q.fmt, q.granularity, scale) for q, scale in zip(made, (0.125, 2.0), strict=True)]
+    return Stimulus("integers", made[0], made[1], added)
+
+
+def _powers(rng: np.random.Generator, granularity: str, shape: tuple[int, int], centre: int) -> np.ndarray:
+    """Scale_inv of a granularity: powers of two, which differ by row, and by a factor of 2 along K."""
+    of_scales = scale_shape(granularity, shape, -1)
+    if not of_scales:
+        return np.asarray(2.0**centre, np.float32)
+    return (2.0 ** (centre + rng.integers(-3, 4, (of_scales[0], 1)) + rng.integers(0, 2, (1, of_scales[1])) * (of_scales[1] > 1))).astype(
+        np.float32
+    )
+
+
+def single(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]) -> Iterator[tuple[np.ndarray, Stimulus]]:
+    """Pairs of (k [M, N], the index of K whose product alone a result has, -1 of none; the operands).
+
+    Row r of a is one at the indices of K that its results ask for, and column c at those of its
+    results: they meet in one k.
+    """
+    m, n, k = shape
+    for begin in range(0, k, m * n):
+        asked = np.arange(begin, begin + m * n).reshape(m, n)
+        asked[asked >= k] = -1
+        a, b = np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)
+        where = np.arange(begin, min(begin + m * n, k))
+        a[(where - begin) // n, where] = 1
+        b[(where - begin) % n, where] = 1
+        made = [operand(cast.encode(x, fmt), fmt, one) for x, fmt, one in zip((a, b), formats, scaled.granularities, strict=True)]
+        yield asked, Stimulus("single products", made[0], made[1])
+
+
+def codes(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]) -> Iterator[Stimulus]:
+    """All 256 codes of a times all of b, each the only product of its result."""
+    m, n, k = shape
+    for first_a in range(0, 256, m):
+        for first_b in range(0, 256, n):
+            made = []
+            for count, first, fmt, one in (
+                (m, first_a, formats[0], scaled.granularities[0]),
+                (n, first_b, formats[1], scaled.granularities[1]),
+            ):
+                drawn = np.zeros((count, k), np.uint8)
+                drawn[:, 0] = (first + np.arange(count)) % 256
+                made.append(operand(drawn, fmt, one))
+            yield Stimulus("all codes", made[0], made[1])
+
+
+def pairs(
+    scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], out: Format, *, terms: int = 2
+) -> Iterator[Stimulus]:
+    """Sums of one or two products under random scales, also at large and small results.
+
+    A sum of two products rounds once in float32, whatever the order.
+    """
+    m, n, k = shape
+    for seed, exponent in enumerate((0, 0, 0, 0) if out == FLOAT16 else (0, 0, 20, -40)):
+        rng = np.random.default_rng([seed, terms])
+        made = []
+        for count, fmt, one in zip((m, n), formats, scaled.granularities, strict=True):
+            values = np.zeros((count, k), np.float32)
+            values[:, 0] = rng.integers(8, 16, count)
+            values[:, 1] = rng.integers(8, 16, count) / 64 * (terms > 1)  # 2^-12 of the first product
+            scales = 2.0 ** (rng.uniform(-1, 1, (scale_shape(one, values.shape, -1))) - exponent / 2)
+            made.append(operand(cast.encode(values, fmt), fmt, one, scales))
+        yield Stimulus(f"{'single products' if terms == 1 else 'sums of two products'} under random scales", made[0], made[1])
+
+
+def wide(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, length: int) -> Stimulus:
+    """Integers in the first ``length`` of K: of one sign in every other row, of both in the others.
+
+    Sums of magnitudes are below 2^24, and scale_inv of a brings them into float16's range.
+    """
+    m, n, k = shape
+    # the mean product of two numbers from 1 to 15 is 64, of two from 1 to 3 it is 4
+    most = 15 if 100 * k < 1 << 24 else 3
+    assert 9 * k < 1 << 24, k
+    rng = np.random.default_rng([m, n, k, 1])
+    made = []
+    scale = 2.0 ** max(int(100 * k).bit_length() - 15, 0)
+    for count, fmt, one, factor in zip((m, n), formats, scaled.granularities, (scale, 1.0), strict=True):
+        values = np.zeros((count, k), np.float32)
+        values[:, :length] = rng.integers(1, most + 1, (count, length))
+        values[1::2, :length] *= rng.choice(np.array([-1, 1], np.float32), (count // 2, length))
+        made.append(operand(cast.encode(values, fmt), fmt, one, factor))
+    return Stimulus("integers of many bits", made[0], made[1])
+
+
+def random(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], out: Format, seed: int) -> Stimulus:
+    """Normal numbers whose width varies by row and along K, under random scales."""
+    m, n, k = shape
+    rng = np.random.default_rng([seed, m, n, k])
+    bench = Bench(gemm=scaled, m=m, n=n, k=-(-k // 32) * 32, fmt_a=formats[0], fmt_b=formats[1])
+    drawn = [np.ascontiguousarray(x[:, :k]) for x in plans.draw_codes(bench, rng)]
+    made = []
+    for one, fmt, x in zip(scaled.granularities, formats, drawn, strict=True):
+        # values reach 2^7, and sums 2^14 K: float16 holds those of operands that are smaller by the root of K each
+        scales = 2.0 ** (rng.uniform(-1, 1, scale_shape(one, x.shape, -1)) + (k.bit_length() / 2 + 1) * (out == FLOAT16))
+        made.append(operand(x, fmt, one, scales))
+    return Stimulus("random operands", made[0], made[1])

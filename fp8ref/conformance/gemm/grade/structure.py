@@ -1,0 +1,195 @@
+"""What is wrong where every GEMM of 8 bits is right: indices of K, tiles of the result, scales, operands, bias.
+
+``indices`` asks for every index of K alone, ``integers`` compares whole results and looks for the
+fault that gives their bits, in all of the result or in the tile that is wrong.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance.finding import Counterexample, show
+from fp8ref.conformance.gemm.grade import faults
+from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.formats import Format
+from fp8ref.sim import cast
+
+WHOLE = 0.25
+"""The part of a tile's results that differ at least: others are right by chance, such as a sum of 0, or
+one that has no product of those that the tile lacks."""
+
+
+PARTS = 16
+"""The most parts of K that a part of it is called one of."""
+
+
+class Cause(NamedTuple):
+    """Why a GEMM is not right.
+
+    name      in words; evidence: how it was found.
+    severity  ``wrong`` or ``imprecise``.
+    first     the first result that shows it.
+    part      the equal part of K that the indices are, in words.
+    exact     every result has the bits that it gives.
+    """
+
+    name: str
+    evidence: str
+    severity: str
+    first: Counterexample | None = None
+    part: str = ""
+    exact: bool = False
+
+
+class Tile(NamedTuple):
+    """Rows and columns [begin, end) of a result."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def place(self) -> tuple[slice, slice]:
+        """The index that cuts it out of a result."""
+        return slice(*self.rows), slice(*self.columns)
+
+    def __str__(self) -> str:
+        (r0, r1), (c0, c1) = self
+        return f"rows {r0} to {r1 - 1}, columns {c0} to {c1 - 1}"
+
+
+def counterexample(stimulus: Stimulus, at: Sequence[int], got: float, expected: float, clause: str = "G-2") -> Counterexample:
+    """One result of a stimulus that differs."""
+    return Counterexample(
+        input=f"out{list(map(int, at))} of {stimulus}", bits=(), dtype="float32", got=show(got), expected=show(expected), clause=clause
+    )
+
+
+def first_of(stimulus: Stimulus, found: np.ndarray, expected: np.ndarray, where: np.ndarray, clause: str = "G-2") -> Counterexample:
+    """The first result at which ``where`` [M, N] is true."""
+    at = tuple(np.argwhere(where)[0])
+    return counterexample(stimulus, at, found[at], expected[at], clause)
+
+
+def indices(asked: np.ndarray, stimulus: Stimulus, found: np.ndarray, skipped: Tile | None) -> list[tuple[str, np.ndarray, Counterexample]]:
+    """Indices of K whose product is not added once: (how, the indices, the first result).
+
+    asked    the index of K whose product alone a result has, [M, N]; -1 of none.
+    skipped  a tile that is wrong in a way of its own.
+    """
+    given = asked >= 0
+    if skipped is not None:
+        given = given.copy()
+        given[skipped.place] = False
+    kinds = {
+        "dropped": given & (found == 0),
+        "added twice": given & (found == 2),
+        "added with another factor": given & (found != 1) & (found != 0) & (found != 2),
+        "added to other results": ~given & (asked < 0) & (found != 0),
+    }
+    return [(how, np.sort(asked[at]), first_of(stimulus, found, given.astype(np.float32), at)) for how, at in kinds.items() if at.any()]
+
+
+def ranges(numbers: np.ndarray) -> str:
+    """Numbers in words: 0 to 31, 64 to 95; of many ranges the first four."""
+    cuts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    said = [f"{part[0]}" if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in cuts]
+    return ", ".join(said[:4]) + (f" and {len(said) - 4} more ranges" if len(said) > 4 else "")
+
+
+def in_words(how: str, numbers: np.ndarray, k: int) -> str:
+    """Indices of K that are not added once, such as: the last 32 of K dropped."""
+    count = len(numbers)
+    if how != "added to other results":
+        if numbers[-1] - numbers[0] + 1 == count:
+            if count == k:
+                return f"all of K {how}"
+            ends = {k - 1 - numbers[-1]: f"the last {count} of K {how}", numbers[0]: f"the first {count} of K {how}"}
+            return ends.get(0, f"{count} of K, {ranges(numbers)}, {how}")
+        steps = np.diff(numbers)
+        if (steps == steps[0]).all():
+            return f"every index {numbers[0] % steps[0]} modulo {steps[0]} of K {how}, from {numbers[0]} to {numbers[-1]}"
+    return f"{count} of K {how}: {ranges(numbers)}"
+
+
+def part_of(how: str, numbers: np.ndarray, k: int) -> str:
+    """The equal part of K that the indices are, such as: the last of 4 equal parts of K dropped; else ''."""
+    count = len(numbers)
+    whole = numbers[-1] - numbers[0] + 1 == count and k % count == 0 and numbers[0] % count == 0
+    if not whole or not 1 < k // count <= PARTS:
+        return ""
+    return f"part {numbers[0] // count} of 0 to {k // count - 1} equal parts of K {how}"
+
+
+def tile_of(differ: np.ndarray, known: Tile | None = None) -> Tile | None:
+    """The rectangle that holds all differences, if it is not the whole result and many of it differ.
+
+    known   the tile that is wrong in another shape: it is the one if it holds all differences.
+    """
+    rows, columns = np.flatnonzero(differ.any(axis=1)), np.flatnonzero(differ.any(axis=0))
+    tile = Tile((int(rows[0]), int(rows[-1]) + 1), (int(columns[0]), int(columns[-1]) + 1))
+    if known is not None and differ[known.place].sum() == differ.sum():
+        return known
+    inside = differ[tile.place]
+    return tile if inside.size < differ.size and inside.mean() >= WHOLE else None
+
+
+def of_integers(
+    stimulus: Stimulus, found: np.ndarray, out: Format, factors: np.ndarray | None, known: Tile | None = None
+) -> tuple[list[Cause], Tile | None]:
+    """The causes of wrong sums of integers, and the tile that is wrong.
+
+    factors  of each index of K, which the GEMM is known to have: if they explain all bits, there is no
+             other cause.
+    known    the tile that is wrong in another shape.
+    """
+    expected = faults.expected(stimulus)
+    differ = found != expected
+    if not differ.any():
+        return [], None
+    if factors is not None:
+        a, b = faults.values(stimulus)
+        if _alike(found, faults.product(stimulus, a * factors, b), out):
+            return [], None
+    tile = tile_of(differ, known)
+    count = f"{int(differ.sum())} of {differ.size} sums of integers differ, which every accumulator of 8 bits has exactly"
+    first = first_of(stimulus, found, expected, differ)
+    of_tile: Cause | None = None
+    for fault in faults.all_faults():
+        given = fault.gives(stimulus)
+        if given is None or np.array_equal(given, expected):
+            continue
+        if _alike(found, given, out):
+            evidence = f"all {found.size} results have the bits of it; {count}"
+            return [Cause(fault.name, evidence, "wrong", first, exact=True)], None
+        if tile is None or of_tile is not None or np.array_equal(given[tile.place], expected[tile.place]):
+            continue
+        if _alike(found[tile.place], given[tile.place], out):
+            evidence = f"its {found[tile.place].size} results have the bits of it, and all others are right; {count}"
+            of_tile = Cause(f"a wrong tile, {tile}: {fault.name}", evidence, "wrong", first, exact=True)
+    return [of_tile or Cause(_unnamed(found, expected, differ, tile), count, "wrong", first)], tile
+
+
+def _alike(found: np.ndarray, given: np.ndarray, out: Format) -> bool:
+    """Whether results are a fault's, rounded to the output dtype."""
+    with np.errstate(all="ignore"):
+        return np.array_equal(cast.round_to(np.ascontiguousarray(given, np.float32), out), found, equal_nan=True)
+
+
+def _unnamed(found: np.ndarray, expected: np.ndarray, differ: np.ndarray, tile: Tile | None) -> str:
+    """What is seen of a fault that has no name."""
+    where = np.s_[:, :] if tile is None else tile.place
+    some = (expected[where] != 0) & np.isfinite(found[where])
+    ratios = np.unique(found[where][some] / expected[where][some])
+    if len(ratios) == 1:
+        said = f"results {ratios[0]:g} times as large as they are"
+    elif np.isnan(found[where]).all():
+        said = "NaN"
+    else:
+        said = "no fault that has a name"
+    if tile is not None:
+        return f"a wrong tile, {tile}: {said}"
+    rows, columns = differ.any(axis=1), differ.any(axis=0)
+    if len(ratios) != 1 and (rows.mean() <= 0.5 or columns.mean() <= 0.5):
+        said = f"wrong in rows {ranges(np.flatnonzero(rows))}, columns {ranges(np.flatnonzero(columns))}"
+    return said

@@ -1,0 +1,148 @@
+"""The verdict on a GEMM: right, imprecise or wrong, by how much, and why."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8ref.conformance.finding import Counterexample, Finding, table
+from fp8ref.conformance.gemm.grade.structure import Cause
+from fp8ref.formats import Format
+from fp8ref.result import Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Shape = tuple[int, int, int]
+"""M, N and K."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Errors of random results.
+
+    ulps    of the output dtype: the largest distance from the exact result; median_ulps: the median.
+    bounds  the largest distance in units of B-1's bound.
+    error   the root mean square of the difference from the exact results, relative to theirs.
+    count   how many results; worst: the one of the largest distance.
+    """
+
+    ulps: float
+    median_ulps: float
+    bounds: float
+    error: float
+    count: int
+    worst: Counterexample | None
+
+    def __str__(self) -> str:
+        return f"{self.bounds:.3g} of B-1's bound, {self.ulps:.3g} ulps at most and {self.median_ulps:.2g} in the median, {self.error:.2g} of the results"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As --json writes it: numbers, infinity as None."""
+        numbers = {key: getattr(self, key) for key in ("ulps", "median_ulps", "bounds", "error")}
+        return {key: value if np.isfinite(value) else None for key, value in numbers.items()} | {
+            "count": self.count,
+            "worst": self.worst and self.worst.to_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade(Result):
+    """The verdict on a GEMM.
+
+    right      every sum that any accumulator of 8 bits has is right, and all results are within B-1.
+    imprecise  those sums are right, and other results are outside B-1.
+    wrong      those sums, or products of codes, are not right.
+
+    measured   of random operands, for each shape that was asked.
+    causes     why it is not right, the gravest first; of a right one, what rounds twice.
+    plan       the simulator's accumulation that has the bits of random results, if one has; epilogue likewise.
+    expected   the plan that it should have, if any, and how many of compared results have its bits.
+    refused    shapes that it raised for, with the first line of the error; unasked: what was not asked.
+    """
+
+    name: str
+    granularities: tuple[str, str]
+    formats: tuple[Format, Format]
+    out_dtype: Format
+    bias: bool
+    about: Mapping[str, str]
+    verdict: str
+    measured: Mapping[Shape, Measured]
+    causes: Sequence[Cause]
+    plan: str | None
+    epilogue: str | None
+    expected: str | None
+    compared: int
+    equal: int
+    refused: Mapping[Shape, str]
+    unasked: Sequence[str]
+
+    @property
+    def ok(self) -> bool:
+        """Right; or, if a plan is expected, all bits are the plan's."""
+        return self.verdict == "right" if self.expected is None else self.equal == self.compared
+
+    @property
+    def worst(self) -> Measured:
+        """The shape with the largest distance."""
+        return max(self.measured.values(), key=lambda one: (one.bounds, one.ulps))
+
+    @property
+    def message(self) -> str:
+        """The verdict with its magnitude, each cause once with the first result that shows it, and what was asked."""
+        lines = [f"{self.name} is {self.verdict}: {self.worst}"]
+        if self.expected is not None:
+            bits = f"{self.equal:,} of {self.compared:,} random results have its bits"
+            lines = [f"{self.name} is {'' if self.ok else 'not '}{self.expected!r}: {bits}", *([] if self.ok else [f"  {lines[0]}"])]
+        for cause in self.causes:
+            lines.append(f"  {cause.severity}: {cause.name}; {cause.evidence}")
+            if cause.first is not None:
+                lines.append(f"    {cause.first}")
+        if not self.causes and self.verdict != "right" and self.worst.worst is not None:
+            lines.append(f"  no cause has a name; {self.worst.worst}")
+        if self.plan is not None:
+            lines.append(f"  random results have the bits of {self.plan!r}{f' under {self.epilogue!r}' if self.epilogue else ''}")
+        return "\n".join([*lines, f"  asked: {self.asked}", f"  not asked: {'; '.join(self.unasked)}"])
+
+    @property
+    def asked(self) -> str:
+        """Shapes, formats, dtype and scales, in words."""
+        shapes = ", ".join(f"[{m}, {n}] K = {k}" for m, n, k in self.measured)
+        bias = ", with a bias" if self.bias else ""
+        return f"{shapes}; {self.formats[0]} x {self.formats[1]} to {self.out_dtype}; scales {' x '.join(self.granularities)}{bias}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
+        return {
+            "ok": self.ok,
+            "subject": self.name,
+            "about": dict(self.about),
+            "verdict": self.verdict,
+            "measured": [{"shape": list(shape), **one.to_dict()} for shape, one in self.measured.items()],
+            "causes": [
+                {"name": cause.name, "evidence": cause.evidence, "severity": cause.severity, "first": cause.first and cause.first.to_dict()}
+                for cause in self.causes
+            ],
+            "plan": self.plan,
+            "epilogue": self.epilogue,
+            "expected": self.expected,
+            "compared": self.compared,
+            "equal": self.equal,
+            "formats": [fmt.name for fmt in self.formats],
+            "out_dtype": self.out_dtype.name,
+            "granularities": list(self.granularities),
+            "bias": self.bias,
+            "refused": [{"shape": list(shape), "error": error} for shape, error in self.refused.items()],
+            "unasked": list(self.unasked),
+        }
+
+    def render(self, console: "Console") -> None:
+        """Print the errors of each shape, then the message."""
+        rows = [
+            Finding(what=f"[{m}, {n}], K = {k}", value=str(one), evidence=f"{one.count} random results")
+            for (m, n, k), one in self.measured.items()
+        ]
+        console.print(table(rows))
+        console.out(self.message, highlight=False)

@@ -1,0 +1,148 @@
+"""Planted GEMMs are graded, and the fault of each is named (SEMANTICS B-14)."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from graded_gemms import PLANTED, correct, narrow, to_bfloat16, values, without
+
+from fp8ref.conformance.gemm import ScaledGemm, grade_gemm, named, require_gemm
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.sim import gemm
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_gemm(name):  # B-1, B-14
+    planted = PLANTED[name]
+    grade = grade_gemm(planted.function, name=name, **planted.options)
+    assert grade.verdict == planted.verdict, grade.message
+    assert [planted.cause in cause.name for cause in grade.causes] == [True] * bool(planted.cause), grade.message
+    assert grade.ok == (planted.verdict == "right")
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("library", ["torch-scaled-mm", "torch-rowwise", "jax-dot"])
+def test_a_gemm_of_a_library_is_right(library, out_dtype):
+    pytest.importorskip(library.partition("-")[0])
+    if library == "torch-rowwise" and out_dtype != "bfloat16":
+        pytest.skip("it returns bfloat16")
+    grade = grade_gemm(named(library, out_dtype=out_dtype), shapes=[(64, 80, 1056)])
+    assert grade.verdict == "right", grade.message
+    assert not [cause for cause in grade.causes if cause.severity != "right"]
+
+
+def test_torchs_matmul_in_bfloat16_rounds_after_each_scale():
+    """Scales of torch's matrices in bfloat16: three roundings, the worst of which leaves B-1's bound."""
+    pytest.importorskip("torch")
+
+    def function(a, b, scale_a, scale_b):
+        return (a.bfloat16() @ b.bfloat16().mT) * scale_a * scale_b
+
+    grade = grade_gemm(function, framework="torch", shapes=[(64, 64, 256)])
+    assert grade.verdict == "imprecise"
+    assert [cause.name for cause in grade.causes] == [
+        "double rounding: the sum and each product with a scale are rounded to the output dtype"
+    ]
+
+
+def test_a_plan_in_the_place_of_the_bound():
+    """hopper_fast is outside of B-1's bound of the exact sum, and is required by name."""
+    plain = ScaledGemm(name="fast", function=lambda a, b: gemm.matmul(a, b, accumulate="hopper_fast"))
+    assert require_gemm(plain, accumulate="hopper_fast", shapes=[(32, 32, 512)]).equal == 32 * 32
+    with pytest.raises(AssertionError, match=r"fast is not 'hopper_slow': \d+ of 1,024 random results have its bits"):
+        require_gemm(plain, accumulate="hopper_slow", shapes=[(32, 32, 512)])
+
+
+def test_an_error_says_the_cause_once_with_the_first_result():
+    with pytest.raises(AssertionError) as raised:
+        require_gemm(without(lambda k: slice(k - 32, k)), name="mine")
+    message = str(raised.value)
+    assert message.startswith("mine is wrong: ")
+    assert message.count("the last 32 of K dropped") == 1
+    assert "got 0, expected 1 (G-2)" in message
+    assert "asked: [96, 96] K = 96, [64, 80] K = 1056, [128, 128] K = 4096; e4m3fn x e4m3fn to float32" in message
+    assert "not asked: " in message
+
+
+def test_what_was_refused_is_not_asked_in_silence():
+    def function(a, b):
+        if a.codes.shape[1] % 128:
+            raise ValueError("K is a multiple of 128")
+        return correct(a, b)
+
+    grade = grade_gemm(function)
+    assert list(grade.measured) == [(128, 128, 4096)]
+    assert set(grade.refused) == {(96, 96, 96), (64, 80, 1056)}
+    assert any("K = 96, for which it raised" in one for one in grade.unasked)
+
+
+def test_a_gemm_that_drops_the_end_of_a_ragged_k():
+    """Whole tiles of 64 are right: only the ragged length shows it."""
+
+    def function(a, b):
+        whole = a.codes.shape[1] // 64 * 64
+        return values(a)[:, :whole] @ values(b)[:, :whole].T * a.scale_inv * b.scale_inv.T
+
+    assert grade_gemm(function, shapes=[(64, 64, 4096)]).ok
+    grade = grade_gemm(function)
+    assert [cause.name for cause in grade.causes] == ["the last 32 of K dropped"]
+
+
+@pytest.mark.parametrize("formats", [(E5M2, E4M3FN), (E4M3FN, E5M2), (E5M2, E5M2)])
+def test_other_formats(formats):
+    assert grade_gemm(correct, formats=formats, shapes=[(64, 64, 256)]).ok
+    grade = grade_gemm(narrow(BFLOAT16, 32), formats=formats, shapes=[(64, 64, 512)])
+    assert "a bfloat16 accumulator, rounded every 32 of K" in grade.causes[0].name
+
+
+@pytest.mark.parametrize(("a", "b"), [("blockwise_1x128", "blockwise_128x128"), ("mx_1x32", "mx_1x32"), ("rowwise", "tensorwise")])
+def test_other_granularities(a, b):
+    grade = grade_gemm(lambda a, b: gemm.matmul(a, b), name="sim", granularity=a, granularity_b=b, shapes=[(64, 160, 384)])
+    assert grade.verdict == "right", grade.message
+    assert grade.worst.bounds == 0
+    assert grade.granularities == (a, b)
+
+
+def test_a_long_k():
+    """16,384 is asked index by index in four GEMMs of 64 x 64."""
+    assert grade_gemm(correct, shapes=[(64, 64, 16384)]).ok
+    grade = grade_gemm(without(lambda k: slice(9000, 9001)), shapes=[(64, 64, 16384)])
+    assert grade.causes[0].name == "1 of K, 9000, dropped"
+
+
+def test_the_result_as_json(tmp_path):
+    grade = grade_gemm(narrow(BFLOAT16, 64), shapes=[(32, 32, 512)], name="mine")
+    grade.write(tmp_path / "grade.json")
+    read = json.loads((tmp_path / "grade.json").read_text())
+    assert read["verdict"] == "imprecise"
+    assert not read["ok"]
+    assert grade.exit_code == 1
+    assert "a bfloat16 accumulator" in read["causes"][0]["name"]
+    assert read["measured"][0]["shape"] == [32, 32, 512]
+
+
+def test_the_table(capsys):
+    grade_gemm(to_bfloat16, shapes=[(32, 32, 512)], name="mine").print()
+    printed = capsys.readouterr().out
+    assert "[32, 32], K = 512" in printed
+    assert "mine is right: " in printed
+
+
+def test_a_result_that_is_lost_is_wrong():
+    def function(a, b):
+        return np.where(np.abs(out := correct(a, b)) > 1000, np.float32(np.nan), out)
+
+    grade = grade_gemm(function, shapes=[(32, 32, 512)])
+    assert grade.verdict == "wrong"
+
+
+@pytest.mark.parametrize("shapes", [[], [(0, 4, 32)], [(4, 4, 1)]])
+def test_shapes_that_no_grade_takes(shapes):
+    with pytest.raises(ValueError, match="a grade takes shapes M, N, K of at least 1, 1, 2; got"):
+        grade_gemm(correct, shapes=shapes)
+
+
+def test_equal_grades_of_equal_gemms():
+    first, second = (grade_gemm(correct, shapes=[(32, 32, 256)]) for _ in range(2))
+    assert dataclasses.replace(first) == second

@@ -1,0 +1,57 @@
+"""Grouped and batched GEMMs (SEMANTICS B-14)."""
+
+import numpy as np
+import pytest
+from graded_gemms import correct, values
+
+from fp8ref.conformance.gemm import grade_grouped, require_grouped
+
+
+def grouped(a, b):
+    return [correct(x, y) for x, y in zip(a, b, strict=True)]
+
+
+def test_right_groups():
+    grade = require_grouped(grouped)
+    assert grade.verdict == "right"
+    assert list(grade.grades) == [0, 2, 3]
+    assert grade.to_dict()["groups"]["2"]["measured"][0]["shape"] == [48, 48, 512]
+
+
+def test_a_batch():
+    def batched(a, b):
+        x, y = (np.stack([values(q) for q in side]) for side in (a, b))
+        scales = [np.stack([q.scale_inv for q in side]) for side in (a, b)]
+        return x @ y.mT * scales[0] * scales[1].mT
+
+    assert require_grouped(batched, sizes=[32, 32, 32]).ok
+
+
+def test_the_matrix_of_another_group():
+    """Offsets that forget the empty group: what comes after it takes the matrix before its own."""
+
+    def function(a, b):
+        return [correct(x, b[max(g - 1, 0)] if g > 1 else b[g]) for g, x in enumerate(a)]
+
+    grade = grade_grouped(function)
+    assert {g: one.verdict for g, one in grade.grades.items()} == {0: "right", 2: "wrong", 3: "wrong"}
+    assert grade.exit_code == 1
+    with pytest.raises(AssertionError, match="groups of 32, 0, 48, 32 rows, is wrong\ngroup 2 of"):
+        require_grouped(function)
+
+
+def test_the_end_of_k_of_the_last_group():
+    def function(a, b):
+        out = grouped(a, b)
+        x, y = a[-1], b[-1]
+        out[-1] = values(x)[:, :-64] @ values(y)[:, :-64].T * x.scale_inv * y.scale_inv.T
+        return out
+
+    grade = grade_grouped(function)
+    assert [cause.name for cause in grade.grades[3].causes] == ["the last 64 of K dropped"]
+
+
+@pytest.mark.parametrize("sizes", [[0, 0], [4, -1]])
+def test_sizes_that_no_group_has(sizes):
+    with pytest.raises(ValueError, match="groups have sizes of 0 or more rows, and one has rows; got"):
+        grade_grouped(grouped, sizes=sizes)
