@@ -197,6 +197,9 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
                 "convert the model anew."
             )
     alone = next((name for name, state in named if state.group is None), None)
+    linears = [model.get_submodule(name.rpartition(".states.")[0]) for name, _ in named]
+    # torch's replicate gives DistributedDataParallel the parameters alone
+    known = names.keys() | {id(getattr(linear, "weight", None)) for linear in linears}
     for wrapper in _wrappers(model):
         if isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers:
             for buffer in wrapper.modules_buffers:
@@ -205,7 +208,8 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
                         f"each rank observes amaxes by itself until delayed.update; DistributedDataParallel broadcasts {names[id(buffer)]} "
                         "before forward passes. Give it broadcast_buffers=False, and convert.convert its process group as amax_group."
                     )
-        copied = not isinstance(wrapper, DistributedDataParallel) or any(id(value) in names for value in wrapper.module.buffers())
+        held = [*wrapper.parameters(), *wrapper.buffers()]
+        copied = not isinstance(wrapper, DistributedDataParallel) or any(id(value) in known for value in held)
         if copied and alone:
             raise _separate(alone)
     if alone and any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run
 from torch import distributed, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -232,6 +233,11 @@ def separate():
     found["DDP"] = stepped(DistributedDataParallel(convert.convert(made(), "delayed")))
     inner = convert.convert(made(), "delayed")
     found["DDP, its module"] = stepped(DistributedDataParallel(inner, broadcast_buffers=False), inner)
+    inner = convert.convert(made(), "delayed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replicate(inner)
+    found["replicate"] = stepped(inner)
     inner = convert.convert(made(), "delayed", amax_group=group)
     found["DDP, broadcast"] = stepped(DistributedDataParallel(inner), inner)
     try:
@@ -253,7 +259,7 @@ def separate():
 def test_separate_states_are_refused():  # H-12
     first, second = run(2, separate)
     for found in (first, second):
-        for case in ("fully_shard", "DDP, its module", "compiled_fsdp"):
+        for case in ("fully_shard", "DDP, its module", "replicate", "compiled_fsdp"):
             assert "is of this rank alone. Pass their process group to" in found[case], case
         for case in ("DDP", "DDP, broadcast"):
             assert "Give it broadcast_buffers=False" in found[case]
