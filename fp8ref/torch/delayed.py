@@ -116,6 +116,7 @@ class RoleState(nn.Module):
     """Delayed scaling of one role of a linear: its state, and the current step's observation, seen.
 
     missed    optimizer steps since the last update, which ``delayed_checks`` counts.
+    version   of the weight in the last forward pass in training; None if its step was counted since.
     idle      optimizer steps before the first update, while the linear was frozen.
     used      whether a forward pass has observed.
     updated   whether it was ever updated, loaded or told to forget.
@@ -139,6 +140,7 @@ class RoleState(nn.Module):
             self.register_buffer(key, value.to(device))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device), persistent=False)
         self.missed = self.idle = 0
+        self.version: int | None = None
         self.used = self.updated = self.checked = self.compared = False
 
     def reset(self) -> None:
@@ -169,7 +171,7 @@ class RoleState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         # an assigned state may be on another device
         self.seen = torch.zeros_like(self.seen, device=self.scale.device)
-        self.missed = 0
+        self.missed, self.version = 0, None
         self.updated |= f"{prefix}scale" in state_dict
 
 
@@ -228,7 +230,7 @@ def forget(model: nn.Module) -> None:
     """Clear the observations since the last update."""
     found = [state for _, state in states(model)]
     for state in found:
-        state.missed, state.updated = 0, True
+        state.missed, state.version, state.updated = 0, None, True
     for seen in _by_device([state.seen for state in found]):
         torch._foreach_zero_(seen)
 

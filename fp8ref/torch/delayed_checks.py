@@ -11,7 +11,7 @@ import hashlib
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -42,6 +42,7 @@ class State(Protocol):
     group: str | None
     missed: int
     idle: int
+    version: int | None
     used: bool
     updated: bool
     compared: bool
@@ -70,6 +71,8 @@ class Linear(Protocol):
 _linears: weakref.WeakSet[Linear] = weakref.WeakSet()
 _gradients: weakref.WeakKeyDictionary[Linear, torch.Tensor] = weakref.WeakKeyDictionary()
 """{linear: the first elements of its weight's gradient}, while ranks are to compare their scales."""
+_untraced = False
+"""Whether dynamo traced an optimizer step whole, which the hook after it does not count."""
 
 
 def watch(linear: Linear) -> None:
@@ -86,13 +89,39 @@ def unwatch(model: nn.Module) -> None:
 
 @functools.cache
 def _count_steps() -> None:
-    register_optimizer_step_post_hook(_stepped)
+    register_optimizer_step_post_hook(_hook())
 
 
-def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """Hook after a step of any optimizer."""
-    if torch.compiler.is_compiling():
-        return
+def _hook() -> Callable[[torch.optim.Optimizer, tuple, dict], None]:
+    """What runs after a step of any optimizer.
+
+    In a compiled step of torch's own optimizers dynamo comes to it with an empty graph, since torch
+    breaks graphs around their arithmetic, and leaves it to Python. A step that dynamo traces whole
+    stays whole: ``check`` then compares the versions of weights.
+    """
+    # Wrapped here, since that imports dynamo.
+    count, traced_alone = torch.compiler.disable(_count_step), torch.compiler.assume_constant_result(_traced_alone)
+
+    def stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if not torch.compiler.is_compiling() or traced_alone():
+            count(optimizer)
+
+    return stepped
+
+
+def _traced_alone() -> bool:
+    """Called by dynamo while it traces the hook: whether a break here splits no arithmetic."""
+    global _untraced
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tx = InstructionTranslator.current_tx()
+    alone = not tx.one_graph and not tx.output.count_calls()
+    _untraced |= not alone
+    return alone
+
+
+def _count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Count a step for the linears whose weights an optimizer has."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for linear in list(_linears):
         if not linear.weight.requires_grad:
@@ -104,10 +133,11 @@ def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Non
         if id(linear.weight) not in held:
             continue
         if linear.training and linear.weight.grad is not None:
-            check(linear)  # a compiled forward pass does not check
+            _judge(linear)  # a compiled forward pass does not check
         _sample(linear)
         for state in _states(linear):
             state.missed += 1
+            state.version = None
 
 
 def _sample(linear: Linear) -> None:
@@ -122,6 +152,17 @@ def check(linear: Linear) -> None:
 
     Raises:   ValueError: there were MOST of them.
     """
+    version = linear.weight._version if linear.weight.requires_grad else None
+    for state in _states(linear):
+        # Every step that changes a weight in place raises its version, a compiled step too.
+        state.missed += _untraced and state.version is not None and state.version != version
+        if state.version != version:
+            state.version = version
+    _judge(linear)
+
+
+def _judge(linear: Linear) -> None:
+    """Warn or raise by what a linear's states have missed."""
     frozen, missed = not linear.weight.requires_grad, 0
     for state in _states(linear):
         if not state.used:
@@ -156,6 +197,9 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
                 "convert the model anew."
             )
     alone = next((name for name, state in named if state.group is None), None)
+    linears = [model.get_submodule(name.rpartition(".states.")[0]) for name, _ in named]
+    # torch's replicate gives DistributedDataParallel the parameters alone
+    known = names.keys() | {id(getattr(linear, "weight", None)) for linear in linears}
     for wrapper in _wrappers(model):
         if isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers:
             for buffer in wrapper.modules_buffers:
@@ -164,7 +208,8 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
                         f"each rank observes amaxes by itself until delayed.update; DistributedDataParallel broadcasts {names[id(buffer)]} "
                         "before forward passes. Give it broadcast_buffers=False, and convert.convert its process group as amax_group."
                     )
-        copied = not isinstance(wrapper, DistributedDataParallel) or any(id(value) in names for value in wrapper.module.buffers())
+        held = [*wrapper.parameters(), *wrapper.buffers()]
+        copied = not isinstance(wrapper, DistributedDataParallel) or any(id(value) in known for value in held)
         if copied and alone:
             raise _separate(alone)
     if alone and any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):

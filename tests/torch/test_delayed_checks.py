@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run
 from torch import distributed, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -76,13 +77,58 @@ def test_what_is_right_stays_silent(optimizer_of):  # H-12: the suite makes ever
         step(tensorwise, torch.optim.SGD(tensorwise.parameters()), x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of inductor, which dynamo imports
-def test_a_compiled_optimizer_step_stays_whole():
-    model = convert.convert(made(), "delayed")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    model(torch.ones(8, 16)).sum().backward()
-    torch.compile(optimizer.step, backend="eager")()
+class PlainSGD(torch.optim.Optimizer):
+    """Whose step has no break of torch's own, so that dynamo can trace it whole."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=2.0**-10)
+
+
+inductor_warns = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # dynamo imports it
+
+
+@inductor_warns
+@pytest.mark.parametrize(
+    ("optimizer_of", "whole"), [(torch.optim.SGD, False), (torch.optim.AdamW, False), (PlainSGD, False), (PlainSGD, True)]
+)
+def test_a_forgotten_update_after_a_compiled_step_is_noticed(optimizer_of, whole, monkeypatch):  # H-12
+    """And the step stays one graph, as it is without delayed scaling."""
+    monkeypatch.setattr(delayed_checks, "_untraced", False)
+    torch._dynamo.reset()
+    graphs, model, x = [], convert.convert(made(), "delayed"), torch.ones(8, 16)
+    optimizer = optimizer_of(model.parameters())
+    compiled = torch.compile(optimizer.step, backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=whole)
+    for _ in range(3):
+        for _ in range(2):
+            model(x).sum().backward()  # the suite makes every warning an error
+        compiled()
+        delayed.update(model)
+    assert len(graphs) == 1
+    assert delayed_checks._untraced == (optimizer_of is PlainSGD)
+    model(x).sum().backward()
+    compiled()
+    with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
+        model(x).sum().backward()
+    assert {state.missed for _, state in delayed.states(model)} == {1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="had 10 optimizer steps without one"):  # noqa: PT012
+            for _ in range(delayed_checks.MOST):
+                compiled()
+                model(x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters())  # each step is counted once, of an optimizer that is not compiled too
     delayed.update(model)
+    model(x).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
+        model(x)
+    assert {state.missed for _, state in delayed.states(model)} == {1}
 
 
 def test_steps_of_weights_that_two_models_share_are_not_counted():
@@ -152,6 +198,34 @@ def stepped(model, update=None):
     return ""
 
 
+def sharded_and_compiled():
+    """What is said in right steps and in a wrong one, of blocks that fully_shard gathers, with a compiled optimizer."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    model = convert.convert(made(), "delayed", amax_group=mesh.get_group())
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled, said = torch.compile(optimizer.step, backend="aot_eager"), []
+    for updates in (True, True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(rows()).sum().backward()
+            compiled()
+            optimizer.zero_grad()
+            if updates:
+                delayed.update(model)
+        said.append([str(w.message) for w in caught if "delayed" in str(w.message)])
+    with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
+        model(rows())
+    return said
+
+
+@pytest.mark.slow
+def test_a_forgotten_update_of_sharded_weights_after_a_compiled_step_is_noticed():  # H-12
+    assert run(2, sharded_and_compiled, timeout=300) == [[[], [], []]] * 2
+
+
 def separate():
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     group, found = mesh.get_group(), {}
@@ -159,6 +233,11 @@ def separate():
     found["DDP"] = stepped(DistributedDataParallel(convert.convert(made(), "delayed")))
     inner = convert.convert(made(), "delayed")
     found["DDP, its module"] = stepped(DistributedDataParallel(inner, broadcast_buffers=False), inner)
+    inner = convert.convert(made(), "delayed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replicate(inner)
+    found["replicate"] = stepped(inner)
     inner = convert.convert(made(), "delayed", amax_group=group)
     found["DDP, broadcast"] = stepped(DistributedDataParallel(inner), inner)
     try:
@@ -180,7 +259,7 @@ def separate():
 def test_separate_states_are_refused():  # H-12
     first, second = run(2, separate)
     for found in (first, second):
-        for case in ("fully_shard", "DDP, its module", "compiled_fsdp"):
+        for case in ("fully_shard", "DDP, its module", "replicate", "compiled_fsdp"):
             assert "is of this rank alone. Pass their process group to" in found[case], case
         for case in ("DDP", "DDP, broadcast"):
             assert "Give it broadcast_buffers=False" in found[case]
