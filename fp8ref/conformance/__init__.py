@@ -1,7 +1,9 @@
 """Identify and test implementations of casts, quantizers, GEMMs, optimizers and attention against the specification.
 
 ``identify_cast`` and ``identify_quantizer`` identify a function of one array, ``gemm.identify.identify``
-a GEMM, ``identify_optimizer`` an optimizer of torch, of optax or of your own, ``identify_attention`` attention. ``strategies``,
+a GEMM, ``identify_optimizer`` an optimizer of torch, of optax or of your own, ``identify_attention`` attention,
+``delayed.identify_delayed`` a delayed scaling state. ``delayed.require_delayed``, ``sharded.require_sharded`` and ``invariants`` test
+scaling over steps and over ranks. ``strategies``,
 ``parameters`` and ``require`` are for the tests of any library. ``vectors`` judges programs in any
 language. ``certify`` compares the libraries installed here.
 """

@@ -100,7 +100,7 @@ def drawn(difficulty: str, history: int, examples: int) -> list[Sequence]:
     """Random sequences of a kind, drawn by hypothesis, the same in every call."""
     ordinary = st.sampled_from(ORDINARY).map(lambda amax: (amax,))
     repeated = st.tuples(ordinary, st.integers(1, min(history + 1, 20))).map(lambda pair: (pair[0],) * pair[1])
-    parts = [ordinary.map(lambda step: (step,)), repeated]
+    parts: list[st.SearchStrategy[Sequence]] = [ordinary.map(lambda step: (step,)), repeated]
     if operations := DIFFICULTIES[difficulty].operations:
         parts += 2 * [st.sampled_from(operations).map(lambda operation: (operation,))]
     whole = st.lists(st.one_of(parts), min_size=1, max_size=8).map(lambda made: tuple(operation for part in made for operation in part))

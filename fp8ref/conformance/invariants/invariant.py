@@ -116,7 +116,7 @@ def tensors(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
     elements = st.lists(element, min_size=rows * columns, max_size=rows * columns)
 
     def made(drawn: tuple[list[float], float, list[int]]) -> np.ndarray:
-        x = np.float32(np.array(drawn[0]).reshape(shape)) * np.float32(drawn[1])
+        x = np.array(drawn[0], np.float32).reshape(shape) * np.float32(drawn[1])
         for row, place in enumerate(drawn[2]):
             x[row, place] = np.float32(drawn[1]) * np.float32(-1 if row % 2 else 1)
         return x
