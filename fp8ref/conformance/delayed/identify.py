@@ -193,8 +193,8 @@ def _ordinary(subject: Subject, fmt: Format, made: str, shows: str, interval: in
         late = int(timing == "use" and shows == "stored")
         for length in range(max(1, steps - late - interval + 1), steps - late + 1):
             computes = ("max", "most_recent") if length == 1 else ("max",)
-            kind: dict[str, Any] = {"history_length": length, "interval": interval, "timing": timing}
-            found += [dataclasses.replace(DELAYED["delayed"], policy=policy, amax_compute=compute, **kind) for compute in computes]
+            kind: dict[str, Any] = {"history_length": length, "interval": interval, "timing": timing, "policy": policy}
+            found += [dataclasses.replace(DELAYED["delayed"], **(kind | {"amax_compute": compute})) for compute in computes]
     return found
 
 

@@ -22,7 +22,13 @@ from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim import delayed
 
-_USED = [step[0] for name in ("ordinary", "zero", "infinite", "nan", "tiny") for step in DIFFICULTIES[name].operations]
+_USED = [
+    amax
+    for name in ("zero", "infinite", "nan", "tiny")
+    for step in DIFFICULTIES[name].operations
+    if not isinstance(step, str)
+    for amax in step
+]
 
 
 class DelayedMachine(stateful.RuleBasedStateMachine):
@@ -96,7 +102,7 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
         if observed is not None:
             self._check(observed, " and before the last update")
         if isinstance(operation, tuple):
-            seen = [delayed.observe(np.float32([amax])) for amax in operation]
+            seen = [delayed.observe(np.array([amax], np.float32)) for amax in operation]
             self.state = delayed.update(self.state, *seen, config=self.asked.rule, fmt=self.asked.fmt)
 
     def _check(self, got: float, when: str) -> None:

@@ -121,7 +121,7 @@ class Subject:
 
     def given(self, amax: float) -> Any:
         """An amax, or a tensor of that amax, in the framework."""
-        x = np.float32(amax)
+        x: Any = np.float32(amax)
         if self.takes == "tensor":
             small = x / 2 if np.isfinite(x) else np.float32(1)
             x = np.array([[small, 0, -small], [0, -x, small]], np.float32)
@@ -146,7 +146,8 @@ class Held:
         self.saved: Any = None
 
     def do(self, operation: Operation) -> float | None:
-        """One operation; of a step with uses, the scale shown after its observations."""
+        """One operation; of a step with uses, the scale shown after its observations. ValueError: an
+        unknown word."""
         of = self.functions
         if operation == "save":
             assert of.save is not None
@@ -157,6 +158,8 @@ class Held:
         elif operation == "reset":
             assert of.reset is not None
             self.state = of.reset(self.state)
+        elif isinstance(operation, str):
+            raise ValueError(f"an operation is a step, save, load or reset; got {operation!r}.")
         elif of.observe is None:
             self.state = of.update(self.state, *(self.subject.given(amax) for amax in operation))
         else:

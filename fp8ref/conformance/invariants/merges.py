@@ -10,14 +10,14 @@ from fp8ref.conformance.arrays import as_numpy
 from fp8ref.conformance.invariants.invariant import Invariant, text
 from fp8ref.formats import Format
 
-F32 = np.float32
+_F32 = np.float32
 _AMAXES = st.sampled_from([1.0, 2.0, 3.0, 0.0, 448.0, 2.0**-149, 3e38, math.inf, math.nan])
 
 _FEW = st.sampled_from([1.0, 2.0, math.nan, math.inf])  # few, so that most triples of them are drawn
 
 
 def _merged(function: Any, a: Any, b: Any) -> np.float32:
-    return F32(as_numpy(function(F32(a), F32(b))).reshape(-1)[0])
+    return _F32(as_numpy(function(_F32(a), _F32(b))).reshape(-1)[0])
 
 
 def _same(a: np.float32, b: np.float32) -> bool:
@@ -42,12 +42,12 @@ def _commutative(function: Any, fmt: Format, inputs: tuple[float, float]) -> str
 
 def _idempotent(function: Any, fmt: Format, inputs: float) -> str:
     found = _merged(function, inputs, inputs)
-    return "" if _same(found, F32(inputs)) else f"{text(inputs)} and {text(inputs)} merge to {text(found)}"
+    return "" if _same(found, _F32(inputs)) else f"{text(inputs)} and {text(inputs)} merge to {text(found)}"
 
 
 def _identity(function: Any, fmt: Format, inputs: float) -> str:
     found = _merged(function, inputs, 0.0)
-    return "" if np.isnan(inputs) or _same(found, F32(inputs)) else f"{text(inputs)} and 0 merge to {text(found)}"
+    return "" if np.isnan(inputs) or _same(found, _F32(inputs)) else f"{text(inputs)} and 0 merge to {text(found)}"
 
 
 def _nan(function: Any, fmt: Format, inputs: float) -> str:
@@ -61,7 +61,7 @@ def _largest(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     if any(map(math.isnan, inputs)):
         return ""
     found = _merged(function, *inputs)
-    return "" if found == F32(max(inputs)) else f"{text(inputs[0])} and {text(inputs[1])} merge to {text(found)}"
+    return "" if found == _F32(max(inputs)) else f"{text(inputs[0])} and {text(inputs[1])} merge to {text(found)}"
 
 
 _TWO = st.tuples(_AMAXES, _AMAXES)

@@ -10,7 +10,7 @@ from fp8ref.conformance.invariants.invariant import Invariant, tensors, text
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
-F32 = np.float32
+_F32 = np.float32
 SHAPE = (3, 4)
 """The shape of the tensors that quantizers get."""
 
@@ -18,13 +18,13 @@ SHAPE = (3, 4)
 def _parts(function: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes of x's shape, and scales that broadcast to it."""
     codes, scale = function(x)
-    return as_numpy(codes).reshape(x.shape), as_numpy(scale).astype(F32)
+    return as_numpy(codes).reshape(x.shape), as_numpy(scale).astype(_F32)
 
 
 def _values(function: Any, fmt: Format, x: np.ndarray) -> np.ndarray:
     """The values that codes stand for."""
     codes, scale = _parts(function, x)
-    return cast.decode(codes, fmt) * (F32(1) / scale)
+    return cast.decode(codes, fmt) * (_F32(1) / scale)
 
 
 def _codes_differ(x: np.ndarray, got: np.ndarray, expected: np.ndarray, which: str, fmt: Format) -> str:

@@ -1,5 +1,6 @@
 """Invariants of a function of amaxes, float32 [n] -> scale float32 [n], or (scale, scale_inv) (SEMANTICS S-18)."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,13 @@ from fp8ref.conformance.invariants.invariant import Invariant, significands, tex
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
-F32 = np.float32
+_F32 = np.float32
 _LOW, _HIGH = -39, 100  # 2^-39 is above torchao's eps, 1e-12; scales of amaxes up to 2^100 are normal
+
+
+def _array(values: Iterable[float]) -> np.ndarray:
+    """Numbers as float32."""
+    return np.array(list(values), _F32)
 
 
 def _scale(function: Any, amax: np.ndarray) -> np.ndarray:
@@ -27,7 +33,7 @@ def _equivariant(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> 
     significand, e, k = inputs
     # beside the drawn one, those around max's own significand, whose scales are around a power of two
     near = fmt.max / 2.0 ** np.floor(np.log2(fmt.max)) * (1 + np.arange(-8, 9) * 2.0**-23)
-    amax = np.ldexp(F32([significand, *near]), e)
+    amax = np.ldexp(_array([significand, *near]), e)
     one, other = _scale(function, amax), _scale(function, np.ldexp(amax, k))
     differ = np.flatnonzero(other != np.ldexp(one, -k))
     if not differ.size:
@@ -37,13 +43,13 @@ def _equivariant(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> 
 
 
 def _monotone(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
-    low, high = sorted(F32(inputs))
-    scale = _scale(function, F32([low, high]))
+    low, high = sorted(_array(inputs))
+    scale = _scale(function, _array([low, high]))
     return "" if scale[0] >= scale[1] else f"amaxes {text(low)} and {text(high)} have scales {text(scale[0])} and {text(scale[1])}"
 
 
 def _within_max(function: Any, fmt: Format, inputs: float) -> str:
-    amax = F32([inputs])
+    amax = _array([inputs])
     product = amax * _scale(function, amax)
     if np.isfinite(cast.round_to(product, fmt)).all():
         return ""
@@ -51,7 +57,7 @@ def _within_max(function: Any, fmt: Format, inputs: float) -> str:
 
 
 def _range_used(function: Any, fmt: Format, inputs: float) -> str:
-    amax = F32([inputs])
+    amax = _array([inputs])
     product = amax * _scale(function, amax)
     # Half of max, since powers of two round a scale down by less than 2; and two float32 roundings of 2^-24.
     return (
@@ -60,25 +66,25 @@ def _range_used(function: Any, fmt: Format, inputs: float) -> str:
 
 
 def _finite(function: Any, fmt: Format, inputs: float) -> str:
-    amax = F32([inputs])
+    amax = _array([inputs])
     scale = _scale(function, amax)[0]
     return "" if 0 < scale < np.inf else f"amax {text(amax[0])} has scale {text(scale)}"
 
 
 def _reciprocal(function: Any, fmt: Format, inputs: float) -> str:
-    amax = F32([inputs])
+    amax = _array([inputs])
     _scale(function, amax)
     found = function(amax)
     if not isinstance(found, tuple):
         return ""
     scale, scale_inv = (as_numpy(part).reshape(-1)[0] for part in found[:2])
-    if scale_inv == F32(1) / scale:
+    if scale_inv == _F32(1) / scale:
         return ""
-    return f"amax {text(amax[0])} has scale {text(scale)} and scale_inv {text(scale_inv)}, not {text(F32(1) / scale)}"
+    return f"amax {text(amax[0])} has scale {text(scale)} and scale_inv {text(scale_inv)}, not {text(_F32(1) / scale)}"
 
 
 def _elementwise(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
-    amax = F32(inputs)
+    amax = _array(inputs)
     together, alone = _scale(function, amax), [_scale(function, amax[i : i + 1])[0] for i in range(len(amax))]
     return (
         ""
@@ -94,12 +100,12 @@ def _amax(fmt: Format) -> st.SearchStrategy[float]:
 def _neighbors(fmt: Format) -> st.SearchStrategy[tuple[float, float]]:
     """Two amaxes, often neighbors."""
     pair = st.tuples(_amax(fmt), _amax(fmt))
-    return st.one_of(pair, _amax(fmt).map(lambda a: (a, float(np.nextafter(F32(a), F32(np.inf))))))
+    return st.one_of(pair, _amax(fmt).map(lambda a: (a, float(np.nextafter(_F32(a), _F32(np.inf))))))
 
 
 def _any_amax(fmt: Format) -> st.SearchStrategy[float]:
     """Any positive float32, small ones often."""
-    return st.one_of(significands(-149, 127), st.integers(1, 0x7F7FFFFF).map(lambda bits: float(np.uint32(bits).view(F32))))
+    return st.one_of(significands(-149, 127), st.integers(1, 0x7F7FFFFF).map(lambda bits: float(np.uint32(bits).view(_F32))))
 
 
 def _moved(fmt: Format) -> st.SearchStrategy[tuple[float, int, int]]:
