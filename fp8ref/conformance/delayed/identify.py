@@ -268,7 +268,8 @@ def _name(rule: DelayedScaling) -> str:
         free = {"history_length": rule.history_length, "interval": rule.interval, "amax_compute": rule.amax_compute}
         if known.timing == "use" and rule.interval > 1:
             continue
-        if policy.name == rule.policy.name and dataclasses.replace(known, name=rule.name, policy=policy, **free) == rule:  # type: ignore[arg-type]
+        alike = dataclasses.replace(known, name=rule.name, policy=policy, **free)  # type: ignore[arg-type]
+        if alike == rule:
             return name
     return ""
 

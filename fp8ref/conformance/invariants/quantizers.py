@@ -1,4 +1,7 @@
-"""Invariants of a function x float32 [M, K] -> (codes uint8 or FP8 [M, K], scale) with scales of the tensor or its rows (SEMANTICS S-19)."""
+"""Invariants of a function x float32 [M, K] -> (codes uint8 or FP8 [M, K], scale) (SEMANTICS S-19).
+
+Scales are of the whole tensor, or of its rows.
+"""
 
 from typing import Any
 

@@ -71,7 +71,8 @@ class Departure:
     clause: str
 
     def __str__(self) -> str:
-        return f"{DIFFICULTIES[self.difficulty].words}: {named(self.case)}: got {self.got}, expected {self.expected} on every rank ({self.clause})"
+        words = DIFFICULTIES[self.difficulty].words
+        return f"{words}: {named(self.case)}: got {self.got}, expected {self.expected} on every rank ({self.clause})"
 
 
 def wrong(collective: Collective, case: Case) -> bool:

@@ -1,10 +1,13 @@
 """require_sharded: correct collectives pass; planted faults and libraries' departures are found and nothing else (SEMANTICS P-27)."""
 
+import concurrent.futures
+import datetime
 import functools
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
 from torchao.float8 import float8_utils
 
 from fp8ref.conformance.sharded import require_sharded
@@ -13,7 +16,6 @@ from fp8ref.conformance.sharded.require import departures
 from fp8ref.formats import E4M3FN
 from fp8ref.policy import POLICIES
 from fp8ref.sim.scales import scales_from_amax
-from fp8ref.sim.sharding import max_by_comparison
 
 F32 = np.float32
 
@@ -138,16 +140,33 @@ def test_microbatches(collective):  # H-4
 # ---- libraries ----
 
 
-def of_torchao(monkeypatch, maximum):
-    """torchao's tensor_to_amax(reduce_amax=True) on every rank, over a collective with that maximum, folded from the last rank."""
+@functools.cache
+def groups(n):
+    """A group of gloo with n ranks in this process."""
+    store, wait = dist.HashStore(), datetime.timedelta(seconds=60)
+    with concurrent.futures.ThreadPoolExecutor(n) as pool:  # each waits for the others
+        return list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, n, wait), range(n)))
+
+
+def gloo(values):
+    """gloo's own MAX of one amax a rank."""
+    options, amaxes = dist.AllreduceOptions(), [torch.from_numpy(np.array([value])) for value in values]
+    options.reduceOp = dist.ReduceOp.MAX
+    for work in [group.allreduce([amax], options) for group, amax in zip(groups(len(values)), amaxes, strict=True)]:
+        work.wait()
+    return [amax.numpy()[0] for amax in amaxes]
+
+
+def of_torchao(monkeypatch, reduce):
+    """torchao's tensor_to_amax(reduce_amax=True) on every rank, over a collective: one amax a rank -> the result of each."""
 
     def sync(shards):
         values = []
 
         def all_reduce(amax, op, group):
             assert op == "MAX"
-            values.append(amax.numpy())
-            return torch.from_numpy(np.asarray(totals[-1] if totals else amax.numpy()))
+            values.append(np.float32(amax.item()))
+            return torch.tensor(totals[len(values) - 1 - len(shards)]) if totals else amax
 
         monkeypatch.setattr(float8_utils.dist, "is_initialized", lambda: True)
         monkeypatch.setattr(float8_utils.dist, "get_world_size", lambda: len(shards))
@@ -155,22 +174,23 @@ def of_torchao(monkeypatch, maximum):
         totals: list = []
         for shard in shards:
             float8_utils.tensor_to_amax(shard, reduce_amax=True)
-        totals.append(functools.reduce(maximum, reversed(values)))
+        totals.extend(reduce(values))
         return [float8_utils.tensor_to_amax(shard, reduce_amax=True) for shard in shards]
 
     return sync
 
 
 def test_torchao_refuses_empty_shards_and_loses_nothing_of_its_own(monkeypatch):  # P-3, P-27
-    sync = of_torchao(monkeypatch, np.maximum)
+    sync = of_torchao(monkeypatch, everywhere)
     assert names_of(sync, framework="torch") == {"empty": "P-2"}
     assert "it raises RuntimeError: max()" in said(sync, framework="torch")
 
 
 def test_torchao_over_gloo_loses_nans(monkeypatch):  # P-3, P-27
-    """gloo's MAX is one comparison (source in fp8ref.sim.sharding): a NaN is lost, by rank order, and nothing else departs."""
-    assert names_of(of_torchao(monkeypatch, max_by_comparison), framework="torch") == {"empty": "P-2", "nan": "P-3"}
-    assert names_of(of_torchao(monkeypatch, np.fmax), framework="torch") == {"empty": "P-2", "nan": "P-3"}
+    """A NaN is lost, by rank order, and nothing else departs."""
+    sync = of_torchao(monkeypatch, gloo)
+    assert names_of(sync, framework="torch") == {"empty": "P-2", "nan": "P-3"}
+    assert "rank 0 has [1]; rank 1 has [nan]: got 1 and 1, expected nan" in said(sync, framework="torch")
 
 
 def test_jax_over_eight_devices():  # P-3, P-27
