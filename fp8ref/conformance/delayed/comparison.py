@@ -1,0 +1,171 @@
+"""Compare a state with a rule: the first scale that differs, and the simplest sequence that shows it (SEMANTICS H-13)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref.conformance.delayed import reference
+from fp8ref.conformance.delayed.sequences import DIFFICULTIES, Sequence, named, valid
+from fp8ref.conformance.delayed.subject import Shown, Subject
+from fp8ref.conformance.finding import bits_of, show
+from fp8ref.delayed import DelayedScaling
+from fp8ref.formats import Format
+
+TRIED = 48
+"""Simpler sequences of one kind that are tried at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A rule, and how a state shows its scale: ``made`` scale or scale_inv; ``shows`` as in
+    ``reference``."""
+
+    rule: DelayedScaling
+    fmt: Format
+    made: str = "scale"
+    shows: str = "next"
+
+    def scales(self, sequences: list[Sequence]) -> list[np.ndarray]:
+        """The specified scales of sequences."""
+        return reference.expected(sequences, self.rule, self.fmt, made=self.made, shows=self.shows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """The simplest sequence found after which a scale differs.
+
+    difficulty  of the sequence, a key of DIFFICULTIES.
+    sequence    up to the scale that differs.
+    when        that scale is asked for: after the sequence, or "observed": in its last step,
+                between observations and update.
+    got, expected  the scale, in words; clause: that decides it.
+    """
+
+    difficulty: str
+    sequence: Sequence
+    when: str
+    got: str
+    expected: str
+    clause: str
+
+    def __str__(self) -> str:
+        steps = sum(isinstance(operation, tuple) for operation in self.sequence)
+        moment = {
+            "after": f"after {steps} step{'s' * (steps != 1)}" if self.sequence else "before the first step",
+            "observed": f"in step {steps}, once its tensor is observed",
+        }[self.when]
+        said = named(self.sequence) or "none"
+        return f"{moment}: {said}: got {self.got}, expected {self.expected} ({self.clause})"
+
+
+def difference(subject: Subject, sequence: Sequence, scales: np.ndarray) -> tuple[int, str, Shown] | None:
+    """The first scale of a sequence that differs: how many operations are before it, when it is
+    asked for, and what is shown. None: all agree."""
+    for i, shown in enumerate(subject.run(sequence)):
+        if shown.raised or not same(shown.scale, scales[min(i, len(sequence))]):
+            return i, "after", shown
+        if shown.observed is not None and not same(shown.observed, scales[i]):
+            return i + 1, "observed", shown
+    return None
+
+
+def same(got: float, expected: np.float32) -> bool:
+    """Equal numbers, or both NaN."""
+    return got == float(expected) or (np.isnan(got) and np.isnan(expected))
+
+
+def departure(
+    subject: Subject, asked: Asked, difficulty: str, sequences: list[Sequence], specified: list[np.ndarray] | None = None
+) -> Departure | None:
+    """The first of these sequences that departs from the rule, made as simple as it gets; None if
+    none does. ``specified``: their scales, if they are known."""
+    for sequence, scales in zip(sequences, asked.scales(sequences) if specified is None else specified, strict=True):
+        if (met := difference(subject, sequence, scales)) is not None:
+            return _shrunk(subject, asked, difficulty, sequence, scales, met)
+    return None
+
+
+def _shrunk(subject: Subject, asked: Asked, difficulty: str, sequence: Sequence, scales: np.ndarray, met: tuple) -> Departure:
+    """The simplest sequence that a search finds from one that departs."""
+    sequence = sequence[: met[0]]
+    while True:
+        for tried in _batches(sequence):
+            better = next(
+                (
+                    (one, of, found)
+                    for one, of in zip(tried, asked.scales(tried), strict=True)
+                    if (found := difference(subject, one, of)) is not None and found[1] == met[1]
+                ),
+                None,
+            )
+            if better is not None:
+                sequence, scales, met = better[0][: better[2][0]], better[1], better[2]
+                break
+        else:
+            return _named(asked, difficulty, sequence, scales, met)
+
+
+def _named(asked: Asked, difficulty: str, sequence: Sequence, scales: np.ndarray, met: tuple) -> Departure:
+    at, when, shown = met
+    if when == "observed":
+        got, expected, clause = shown.observed, scales[at - 1], "H-1"
+    else:
+        got, expected, clause = shown.scale, scales[min(at, len(sequence))], _clause(asked.rule, sequence, difficulty)
+    words = f"it raises {shown.raised}" if shown.raised else _value(float(got))
+    return Departure(difficulty=difficulty, sequence=sequence, when=when, got=words, expected=_value(float(expected)), clause=clause)
+
+
+def _clause(rule: DelayedScaling, sequence: Sequence, difficulty: str) -> str:
+    """The clause that decides the scale after a simplest sequence."""
+    if not sequence:
+        return "H-2"
+    if difficulty in ("zero", "infinite", "nan", "unused", "uses"):
+        if rule.name.startswith(("te_delayed", "flax")):
+            return "H-7" if rule.name.startswith("te_delayed") else "H-8"
+        return DIFFICULTIES[difficulty].clause
+    if difficulty == "ordinary":
+        return f"H-1, {rule.policy.clause}" if len(sequence) == 1 else "H-6" if rule.interval > 1 else "H-3"
+    return DIFFICULTIES[difficulty].clause
+
+
+def _value(scale: float) -> str:
+    """A scale and its float32 bits."""
+    if scale != float(np.float32(scale)) and not np.isnan(scale):
+        return f"{show(scale)}, no float32 number"
+    return f"{show(scale)} ({bits_of(scale, 'float32')})"
+
+
+def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
+    """Simpler sequences: first shorter ones, then those with fewer uses, then with simpler amaxes."""
+    n = len(sequence)
+    size = n // 2
+    while size:
+        starts = range(0, n, size)
+        if kept := _usable([sequence[:i] + sequence[i + size :] for i in starts]):
+            yield kept
+        size //= 2
+    fewer: list[Sequence] = []
+    for i, operation in enumerate(sequence):
+        if isinstance(operation, tuple) and len(operation) > 1:
+            fewer += [(*sequence[:i], operation[:j] + operation[j + 1 :], *sequence[i + 1 :]) for j in range(len(operation))]
+    if fewer:
+        yield fewer[:TRIED]
+    simpler: list[Sequence] = []
+    for i, operation in enumerate(sequence):
+        if not isinstance(operation, tuple):
+            continue
+        for j, amax in enumerate(operation):
+            simpler += [(*sequence[:i], (*operation[:j], plain, *operation[j + 1 :]), *sequence[i + 1 :]) for plain in _simpler(amax)]
+    for start in range(0, len(simpler), TRIED):
+        yield simpler[start : start + TRIED]
+
+
+def _usable(sequences: list[Sequence]) -> list[Sequence]:
+    return [sequence for sequence in sequences if valid(sequence)][:TRIED]
+
+
+def _simpler(amax: float) -> list[float]:
+    """Ordinary amaxes that are simpler than an amax."""
+    plain = [1.0, 2.0, 4.0]
+    return plain[: plain.index(amax)] if amax in plain else plain

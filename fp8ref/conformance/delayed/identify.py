@@ -1,0 +1,279 @@
+"""Identify the rule that somebody's delayed scaling follows: each decision of H-3, from the scales that it shows (SEMANTICS H-13)."""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8ref.conformance.delayed.comparison import Asked, departure
+from fp8ref.conformance.delayed.sequences import DIFFICULTIES, LONGEST, Sequence, fixed
+from fp8ref.conformance.delayed.subject import Subject, subject_of
+from fp8ref.conformance.finding import Finding, show, table
+from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.formats import E4M3FN, Format
+from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.result import Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+REMEMBERED = (40, 300, 2100)
+"""Steps after which a large amax is looked for, in this order, until it is forgotten."""
+
+FIELDS = (
+    "history_length",
+    "amax_compute",
+    "interval",
+    "policy",
+    "margin",
+    "timing",
+    "reuse",
+    "unused",
+    "zero",
+    "non_finite",
+    "nan_in_history",
+)
+"""The decisions that are identified."""
+
+# The fields that sequences of each difficulty decide, with their values.
+_DECIDE: dict[str, dict[str, tuple[str, ...]]] = {
+    "uses": {"reuse": ("max", "sum")},
+    "unused": {"unused": ("keep", "zero")},
+    "zero": {"zero": ("record", "skip")},
+    "infinite": {"non_finite": ("skip", "record")},
+    "nan": {"nan_in_history": ("propagate", "drop")},
+    "tiny": {},
+}
+
+# What a policy may do otherwise, tried where no named policy explains the sequences of a difficulty.
+_POLICY: dict[str, dict[str, tuple]] = {
+    "zero": {"zero": ("compute", "one", "keep")},
+    "infinite": {"infinite": ("compute", "one", "keep")},
+    "nan": {"nan": ("compute", "one", "keep")},
+    "tiny": {"overflow": ("inf", "float32_max"), "eps": (0.0, 1e-12)},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedOutcome(Result):
+    """Which rule of delayed scaling an implementation follows.
+
+    rule      that explains every scale of the sequences compared; None: no rule does.
+    names     of DELAYED that it equals but for history_length, margin and interval.
+    fields    each decision and its value, those of FIELDS that could be told.
+    others    {decision: other values that explain every scale as well}.
+    evidence  what no rule explains, in sentences.
+    """
+
+    name: str
+    rule: DelayedScaling | None
+    names: tuple[str, ...]
+    fields: dict[str, Any]
+    others: dict[str, tuple]
+    evidence: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether a rule explains every scale."""
+        return self.rule is not None
+
+    @property
+    def message(self) -> str:
+        """What it is, in one line."""
+        if self.rule is None:
+            return f"{self.name} follows no rule of delayed scaling: {'; '.join(self.evidence)}"
+        listed = ", ".join(f"{key} {value}" for key, value in self.fields.items())
+        return f"{self.name} is {' or '.join(self.names) or 'a rule without a name'}: {listed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
+        return {"ok": self.ok, "name": self.name, "names": self.names, "is": self.fields, "others": self.others, "evidence": self.evidence}
+
+    def render(self, console: "Console") -> None:
+        """Print each decision, then the message."""
+        rows = [Finding(what=key, value=value, evidence="", others=self.others.get(key, ())) for key, value in self.fields.items()]
+        console.print(table(rows))
+        console.out(self.message, highlight=False)
+
+
+def identify_delayed(
+    implementation: Any,
+    fmt: Format = E4M3FN,
+    *,
+    made: str = "scale",
+    shows: str = "next",
+    takes: str = "amax",
+    framework: str = "numpy",
+) -> DelayedOutcome:
+    """Identify the rule of a delayed scaling state; arguments as of ``require_delayed``.
+
+    Raises:   ValueError: a class without the methods; an unknown word.
+    """
+    return of_subject(subject_of(implementation, takes=takes, framework=framework), fmt, made=made, shows=shows)
+
+
+def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> DelayedOutcome:
+    """The outcome of a subject."""
+
+    def nothing(*evidence: str) -> DelayedOutcome:
+        return DelayedOutcome(name=subject.name, rule=None, names=(), fields={}, others={}, evidence=evidence)
+
+    if raised := [one.raised for one in subject.run(((2.0,), (8.0,))) if one.raised]:
+        return nothing(f"it raises {raised[0]}")
+    if early := _changes_at_once(subject):
+        return nothing(early)
+    interval, steps = _interval(subject), _remembered(subject)
+    if steps is None:
+        return nothing(f"a large amax still shows after {REMEMBERED[-1]:,} steps, or no amax ever does")
+    ask: dict[str, Any] = {"fmt": fmt, "made": made, "shows": shows}
+    rules = [
+        rule for rule in _ordinary(subject, fmt, made, shows, interval, steps) if _explains(subject, Asked(rule=rule, **ask), "ordinary")
+    ]
+    if not rules:
+        return nothing(*_reductions(subject, fmt, made), "no rule explains ordinary amaxes")
+    evidence = []
+    for difficulty, decided in _DECIDE.items():
+        tried = [
+            dataclasses.replace(rule, **dict(zip(decided, values, strict=True)))  # type: ignore[arg-type]
+            for rule in rules
+            for values in itertools.product(*decided.values())
+        ]
+        kept = [rule for rule in tried if _explains(subject, Asked(rule=rule, **ask), difficulty)]
+        if not kept:
+            tried = [dataclasses.replace(rule, policy=policy) for rule in tried for policy in _variations(rule.policy, difficulty)]
+            kept = [rule for rule in tried if _explains(subject, Asked(rule=rule, **ask), difficulty)]
+        if kept:
+            rules = kept
+        else:
+            nearest = next((rule for rule in rules if _name(rule)), rules[0])
+            found = departure(subject, Asked(rule=nearest, **ask), difficulty, fixed(difficulty, _length(nearest)))
+            evidence.append(f"no rule explains {DIFFICULTIES[difficulty].words}: {found}")
+    chosen = next((rule for rule in rules if _name(rule)), rules[0])
+    names = tuple(dict.fromkeys(name for rule in rules if (name := _name(rule))))
+    others = {key: tuple(dict.fromkeys(_field(rule, key) for rule in rules if _field(rule, key) != _field(chosen, key))) for key in FIELDS}
+    fields = {key: _field(chosen, key) for key in FIELDS}
+    rule = None if evidence else dataclasses.replace(chosen, name=names[0] if names else "identified")
+    return DelayedOutcome(
+        name=subject.name, rule=rule, names=names, fields=fields, others={k: v for k, v in others.items() if v}, evidence=tuple(evidence)
+    )
+
+
+def _explains(subject: Subject, asked: Asked, difficulty: str) -> bool:
+    """Whether a rule gives every scale of the fixed sequences of a difficulty; short ones first."""
+    sequences = sorted(fixed(difficulty, _length(asked.rule)), key=len)
+    for _, group in itertools.groupby(sequences, key=lambda sequence: (len(sequence) > 2) + (len(sequence) > 5)):
+        some = list(group)
+        for sequence, scales in zip(some, asked.scales(some), strict=True):
+            shown = subject.run(sequence)
+            if any(one.raised or not _same(one.scale, scale) for one, scale in zip(shown, scales, strict=False)):
+                return False
+    return True
+
+
+def _same(got: float, expected: float) -> bool:
+    return got == float(expected) or (math.isnan(got) and math.isnan(expected))
+
+
+def _length(rule: DelayedScaling) -> int:
+    """How many steps of a history sequences exceed: beyond LONGEST the measured length is taken."""
+    return min(rule.history_length * rule.interval, LONGEST)
+
+
+def _ordinary(subject: Subject, fmt: Format, made: str, shows: str, interval: int, steps: int) -> list[DelayedScaling]:
+    """Rules that may explain ordinary amaxes, with other decisions as fp8ref's own."""
+    scale = subject.run(((1.0,), (1.0,), (1.0,)))[-1].scale
+    gain = (scale if made == "scale" else 1 / scale) if scale > 0 else 1.0
+    margin = round(math.log2(fmt.max / gain)) if 0 < gain < math.inf else 0
+    found: list[DelayedScaling] = []
+    for timing, policy in itertools.product(("update", "use") if interval == 1 else ("update",), _policies(margin)):
+        # what is stored under timing ``use`` is one step behind; under an interval the forgetting shows later
+        late = int(timing == "use" and shows == "stored")
+        for length in range(max(1, steps - late - interval + 1), steps - late + 1):
+            computes = ("max", "most_recent") if length == 1 else ("max",)
+            kind: dict[str, Any] = {"history_length": length, "interval": interval, "timing": timing, "policy": policy}
+            found += [dataclasses.replace(DELAYED["delayed"], **(kind | {"amax_compute": compute})) for compute in computes]
+    return found
+
+
+def _policies(margin: int) -> list[ScalePolicy]:
+    """The policies that make float32 scales, those of delayed scaling first, under that margin."""
+    first = ["te_delayed", "flax"]
+    ordered = [POLICIES[name] for name in (*first, *(name for name in POLICIES if name not in first))]
+    usable = [policy for policy in ordered if policy.e8m0 is None and policy.name != "flax_bf16"]
+    return [
+        policy if policy.makes_scale_inv else dataclasses.replace(policy, margin=margin if 0 <= margin <= 64 else 0) for policy in usable
+    ]
+
+
+def _variations(policy: ScalePolicy, difficulty: str) -> list[ScalePolicy]:
+    """The policy with other decisions about amaxes of a difficulty, named after what differs."""
+    free, found = _POLICY.get(difficulty, {}), []
+    for values in [] if policy.makes_scale_inv else itertools.product(*free.values()):
+        changed = {key: value for key, value in zip(free, values, strict=True) if value != getattr(policy, key)}
+        if changed:
+            with_ = ", ".join(f"{key} {value}" for key, value in changed.items())
+            found.append(dataclasses.replace(policy, name=f"{policy.name} with {with_}", **changed))
+    return found
+
+
+def _remembered(subject: Subject) -> int | None:
+    """After how many more steps a large amax has no effect; None: it has one after all that were
+    tried."""
+    for count in REMEMBERED:
+        sequence: Sequence = ((64.0,), *((1.0,),) * count)
+        scales = [one.scale for one in subject.run(sequence)]
+        same = len(list(itertools.takewhile(lambda scale: scale == scales[-1], reversed(scales))))  # noqa: B023
+        if 2 < same < len(scales) - 1:
+            return len(scales) - same - 1
+    return None
+
+
+def _interval(subject: Subject) -> int:
+    """The commonest number of steps between two changes of the scale, while amaxes rise."""
+    scales = [one.scale for one in subject.run(tuple((2.0**i,) for i in range(-30, 31)))]
+    changes = [i for i in range(1, len(scales)) if scales[i] != scales[i - 1]]
+    gaps = collections.Counter(b - a for a, b in itertools.pairwise(changes[1:]))
+    return gaps.most_common(1)[0][0] if gaps else 1
+
+
+def _changes_at_once(subject: Subject) -> str:
+    """A sentence if a step's own amax changes its scale; else ""."""
+    shown = subject.run(((2.0,), (8.0,), (1.0,)))
+    for i, one in enumerate(shown):
+        if one.observed is not None and one.observed != one.scale:
+            return f"the scale of step {i + 1} changes from {show(one.scale)} to {show(one.observed)} when its own tensor is observed (H-1)"
+    return ""
+
+
+def _reductions(subject: Subject, fmt: Format, made: str) -> list[str]:
+    """What else than the largest or the newest amax of a history its scale is made of, if it is
+    known."""
+    amaxes = (2.0, 8.0, 5.0)
+    scale = subject.run(tuple((amax,) for amax in amaxes))[-1].scale
+    of: dict[str, Callable] = {"mean": lambda v: sum(v) / len(v), "minimum": min, "sum": sum, "median": lambda v: sorted(v)[len(v) // 2]}
+    for name, reduce in of.items():
+        gain = fmt.max / reduce(amaxes)
+        if math.isclose(scale, gain if made == "scale" else 1 / gain, rel_tol=1e-6):  # float32 roundings: 2^-23 each
+            return [f"its scale is that of the {name} of the amaxes, not of the largest"]
+    return []
+
+
+def _name(rule: DelayedScaling) -> str:
+    """The name in DELAYED of a rule with these decisions, whatever the length, margin and interval."""
+    for name, known in DELAYED.items():
+        policy = known.policy if known.policy.makes_scale_inv else dataclasses.replace(known.policy, margin=rule.policy.margin)
+        free = {"history_length": rule.history_length, "interval": rule.interval, "amax_compute": rule.amax_compute}
+        if known.timing == "use" and rule.interval > 1:
+            continue
+        alike = dataclasses.replace(known, name=rule.name, policy=policy, **free)  # type: ignore[arg-type]
+        if alike == rule:
+            return name
+    return ""
+
+
+def _field(rule: DelayedScaling, key: str) -> Any:
+    """A decision of a rule; policy is its name."""
+    return {"policy": rule.policy.name, "margin": rule.policy.margin}.get(key, getattr(rule, key, None))

@@ -1,0 +1,64 @@
+"""The scales that a rule of delayed scaling specifies for sequences, all sequences at once (SEMANTICS H-3)."""
+
+import numpy as np
+
+from fp8ref.conformance.delayed.sequences import Sequence
+from fp8ref.delayed import DelayedScaling
+from fp8ref.formats import Format
+from fp8ref.sim import delayed
+from fp8ref.sim.delayed import DelayedState
+from fp8ref.sim.scales import scale_inv_from_scale
+
+SHOWS = ("next", "stored")
+"""Which scale a state shows: that of the coming step, or the one it stores. Under timing ``use``
+these differ (H-1)."""
+
+
+def expected(sequences: list[Sequence], rule: DelayedScaling, fmt: Format, *, made: str = "scale", shows: str = "next") -> list[np.ndarray]:
+    """The scales of every sequence: one before each operation, and one after the last.
+
+    Shapes:   of a sequence of n operations float32 [n + 1].
+    """
+    state = delayed.init(rule, (len(sequences),))
+    saved, rows = state, [shown(state, rule, fmt, made=made, shows=shows)]
+    for i in range(max(map(len, sequences))):
+        at = [sequence[i] if i < len(sequence) else "end" for sequence in sequences]
+        steps = [operation if isinstance(operation, tuple) else () for operation in at]
+        of = {word: np.array([operation == word for operation in at]) for word in ("save", "load", "reset")}
+        stepped = np.array([isinstance(operation, tuple) for operation in at])
+        saved = _where(of["save"], state, saved)
+        after = delayed.update(state, *_observations(steps), config=rule, fmt=fmt) if stepped.any() else state
+        state = _where(stepped, after, state)
+        state = _where(of["load"], saved, state)
+        state = _where(of["reset"], delayed.init(rule, state.stored.shape), state)
+        rows.append(shown(state, rule, fmt, made=made, shows=shows))
+    found = np.stack(rows, axis=1)
+    return [row[: len(sequence) + 1] for row, sequence in zip(found, sequences, strict=True)]
+
+
+def shown(state: DelayedState, rule: DelayedScaling, fmt: Format, *, made: str, shows: str) -> np.ndarray:
+    """What a state shows: ``made`` scale or scale_inv, of the coming step or as stored. Float32 of
+    the state's shape."""
+    if shows == "stored":
+        return state.stored if made == rule.policy.stored else scale_inv_from_scale(state.stored)
+    scales = delayed.scales(state, rule, fmt)
+    return np.asarray(scales.scale if made == "scale" else scales.scale_inv)
+
+
+def _observations(steps: list[tuple[float, ...]]) -> list[delayed.Observation]:
+    """One observation for each use, stacked over sequences; those with fewer uses are not seen in
+    the last."""
+    uses = max(1, *map(len, steps))
+    amax = np.zeros((uses, len(steps)), np.float32)
+    seen = np.zeros(amax.shape, bool)
+    for i, step in enumerate(steps):
+        amax[: len(step), i], seen[: len(step), i] = step, True
+    return [delayed.observe(of_use, seen=flags) for of_use, flags in zip(amax, seen, strict=True)]
+
+
+def _where(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:
+    return DelayedState(
+        np.where(condition, a.stored, b.stored),
+        np.where(condition[:, None], a.amax_history, b.amax_history),
+        np.where(condition, a.step, b.step),
+    )

@@ -1,0 +1,106 @@
+"""Require that somebody's delayed scaling follows a rule; the error has the simplest sequence of steps that shows it does not.
+
+require_delayed(MyScaling, "delayed")       # a class with observe(amax), update() and scale
+"""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from fp8ref.conformance.delayed import sequences
+from fp8ref.conformance.delayed.comparison import Asked, Departure, departure
+from fp8ref.conformance.delayed.identify import of_subject
+from fp8ref.conformance.delayed.reference import SHOWS
+from fp8ref.conformance.delayed.sequences import DIFFICULTIES, drawn, fixed, rule_history
+from fp8ref.conformance.delayed.subject import Subject, subject_of
+from fp8ref.delayed import DelayedScaling, by_name
+from fp8ref.formats import E4M3FN, Format
+
+
+def require_delayed(
+    implementation: Any,
+    rule: str | DelayedScaling = "delayed",
+    fmt: Format = E4M3FN,
+    *,
+    made: str = "scale",
+    shows: str = "next",
+    takes: str = "amax",
+    framework: str = "numpy",
+    without: Collection[str] = (),
+    examples: int = 25,
+) -> None:
+    """Require that every scale of a delayed scaling state is the rule's, else raise an
+    AssertionError (SEMANTICS H-13).
+
+    implementation  a class, a function that makes an object, or ``Functions``; see ``subject``.
+    rule      a name in ``fp8ref.delayed.DELAYED``, or a DelayedScaling.
+    made      what it shows: ``scale`` or ``scale_inv``.
+    shows     ``next``: the scale of the coming step; ``stored``: what the state stores.
+    takes     what observe takes: ``amax``, a float32 number, or ``tensor``, float32 [2, 3].
+    without   keys of ``sequences.DIFFICULTIES`` that are left out. ``load`` and ``reset`` are left
+              out where functions for them are missing.
+    examples  random sequences of each difficulty, beside fixed ones.
+
+    Shapes:   a scale is one number.
+    Specials: all NaNs count as equal. A rule's history of 1,024 takes sequences of more steps.
+    Raises:   ValueError: an unknown rule or word; a class without the methods.
+    Source:   SEMANTICS H-1 to H-8, H-13.
+    """
+    subject = subject_of(implementation, takes=takes, framework=framework)
+    asked = asked_of(rule, fmt, made, shows)
+    found = departures(subject, asked, without=without, examples=examples)
+    if not found:
+        return
+    lines = [f"{subject.name} is not delayed scaling {asked.rule.name!r}:", *(f"  {one}" for one in found)]
+    identified = of_subject(subject, fmt, made=made, shows=shows)
+    differ = [
+        f"{key} {value}, not {_of(asked.rule, key)}"
+        for key, value in identified.fields.items()
+        if _of(asked.rule, key) not in (value, *identified.others.get(key, ()))
+    ]
+    if differ:
+        lines.append(f"  It follows a rule with {'; '.join(differ)}.")
+    lines += [f"  {said}." for said in identified.evidence]
+    raise AssertionError("\n".join(lines))
+
+
+def asked_of(rule: str | DelayedScaling, fmt: Format, made: str, shows: str) -> Asked:
+    """The question; ValueError for an unknown rule or word."""
+    if made not in ("scale", "scale_inv"):
+        raise ValueError(f"made is 'scale' or 'scale_inv'; got {made!r}.")
+    if shows not in SHOWS:
+        raise ValueError(f"shows is one of {', '.join(SHOWS)}; got {shows!r}.")
+    return Asked(rule=by_name(rule), fmt=fmt, made=made, shows=shows)
+
+
+def departures(subject: Subject, asked: Asked, *, without: Collection[str] = (), examples: int = 25) -> list[Departure]:
+    """The simplest departure from the rule of each difficulty. Where ordinary steps depart, that one
+    alone: it would show in all others.
+
+    Raises:   ValueError: an unknown difficulty; ``ordinary`` cannot be left out.
+    """
+    if unknown := sorted(set(without) - set(DIFFICULTIES) | {"ordinary"} & set(without)):
+        raise ValueError(f"without names difficulties, of {', '.join(list(DIFFICULTIES)[1:])}; got {', '.join(unknown)}.")
+    history = rule_history(asked.rule)
+    short = min(history, sequences.LONGEST)
+    # Ordinary sequences first and alone: they may be much longer than all others.
+    if one := departure(subject, asked, "ordinary", fixed("ordinary", history)):
+        return [one]
+    given = {
+        difficulty: [*(fixed(difficulty, short) if difficulty != "ordinary" else []), *drawn(difficulty, short, examples)]
+        for difficulty in DIFFICULTIES
+        if difficulty not in (*without, *subject.lacks)
+    }
+    specified = iter(asked.scales([sequence for of in given.values() for sequence in of]))
+    found = []
+    for difficulty, of in given.items():
+        one = departure(subject, asked, difficulty, of, [next(specified) for _ in of])
+        found += [one] if one else []
+        if one and difficulty == "ordinary":
+            break
+    return found
+
+
+def _of(rule: DelayedScaling, key: str) -> Any:
+    """A field of a rule; of its policy ``policy`` (its name) and ``margin``."""
+    return {"policy": rule.policy.name, "margin": rule.policy.margin}.get(key, dataclasses.asdict(rule).get(key))

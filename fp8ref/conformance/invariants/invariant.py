@@ -1,0 +1,130 @@
+"""An invariant as data, and the search for inputs that break it.
+
+broken(my_scale, SCALES)                # {name: the simplest inputs found that break it}
+require_invariants(my_scale, SCALES)    # in a test
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8ref import extras
+from fp8ref.formats import E4M3FN, Format
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ImportError:
+    extras.require("conformance", "fp8ref.conformance.invariants", "hypothesis")
+    raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invariant:
+    """A property of any implementation of one kind.
+
+    name, words  what holds; clause: that states it, with its domain.
+    inputs       (fmt) -> a strategy of the inputs.
+    check        (implementation, fmt, inputs) -> "" if it holds, else what was found.
+    """
+
+    name: str
+    words: str
+    clause: str
+    inputs: Callable[[Format], Any]
+    check: Callable[[Any, Format, Any], str]
+
+
+def broken(
+    implementation: Any, invariants: Iterable[Invariant], fmt: Format = E4M3FN, *, without: Collection[str] = (), examples: int = 60
+) -> dict[str, str]:
+    """{name of each invariant that an implementation breaks: the simplest inputs found, and its
+    clause}. What it raises breaks an invariant too.
+
+    Raises:   ValueError: ``without`` has a name that no invariant has.
+    """
+    listed = list(invariants)
+    if unknown := sorted(set(without) - {one.name for one in listed}):
+        raise ValueError(f"without names invariants, of {', '.join(one.name for one in listed)}; got {', '.join(unknown)}.")
+    found = {one.name: _counterexample(implementation, one, fmt, examples) for one in listed if one.name not in without}
+    return {name: text for name, text in found.items() if text}
+
+
+def require_invariants(
+    implementation: Any, invariants: Iterable[Invariant], fmt: Format = E4M3FN, *, without: Collection[str] = (), examples: int = 60
+) -> None:
+    """Require that an implementation keeps every invariant, else raise an AssertionError that names
+    those it breaks. Raises also as ``broken``."""
+    found = broken(implementation, invariants, fmt, without=without, examples=examples)
+    if found:
+        name = getattr(implementation, "__name__", "the implementation")
+        raise AssertionError("\n".join([f"{name} breaks:", *(f"  {key}: {text}" for key, text in found.items())]))
+
+
+def _counterexample(implementation: Any, invariant: Invariant, fmt: Format, examples: int) -> str:
+    """The simplest inputs found that break an invariant, in words; "" if none do."""
+    last = ""
+
+    @hypothesis.settings(
+        max_examples=examples,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(invariant.inputs(fmt))
+    def holds(inputs: Any) -> None:
+        nonlocal last
+        try:
+            with np.errstate(all="ignore"):
+                said = invariant.check(implementation, fmt, inputs)
+        except Exception as error:  # anything that somebody's code raises is its answer
+            said = f"it raises {type(error).__name__}: {error}".splitlines()[0]
+        if said:
+            last = f"{said} ({invariant.clause})"
+            raise _BrokenError
+
+    try:
+        holds()
+    except _BrokenError:
+        return last
+    return ""
+
+
+class _BrokenError(Exception):
+    """Inputs that break an invariant, for hypothesis to make simpler."""
+
+
+def significands(low: int, high: int) -> st.SearchStrategy[float]:
+    """Positive float32 numbers from 2^low to below 2^(high + 1); they shrink to short significands,
+    and exponents near 0."""
+    short = st.integers(0, 7).map(lambda n: 1 + n / 8)
+    long = st.integers(0, (1 << 23) - 1).map(lambda n: 1 + n / (1 << 23))
+    exponents = st.integers(low, high) if low > 0 else st.integers(0, high - low).map(lambda n: n if n <= high else high - n)
+    return st.tuples(st.one_of(short, long), exponents).map(lambda pair: float(np.ldexp(np.float64(pair[0]), pair[1])))
+
+
+def tensors(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
+    """float32 tensors: a largest magnitude from 2^-30 to 2^30 in every row, and others from 2^-12 of it
+    to it, of either sign, or 0."""
+    rows, columns = shape
+    element = st.one_of(st.just(0.0), st.integers(-(1 << 12), 1 << 12).map(lambda n: n / (1 << 12)))
+    elements = st.lists(element, min_size=rows * columns, max_size=rows * columns)
+
+    def made(drawn: tuple[list[float], float, list[int]]) -> np.ndarray:
+        x = np.array(drawn[0], np.float32).reshape(shape) * np.float32(drawn[1])
+        for row, place in enumerate(drawn[2]):
+            x[row, place] = np.float32(drawn[1]) * np.float32(-1 if row % 2 else 1)
+        return x
+
+    return st.tuples(elements, significands(-30, 30), st.lists(st.integers(0, columns - 1), min_size=rows, max_size=rows)).map(made)
+
+
+def text(x: Any) -> str:
+    """Numbers, exactly."""
+    values = np.asarray(x)
+    return f"{float(values):.9g}" if values.ndim == 0 else str([text(v) for v in values]).replace("'", "")

@@ -1,0 +1,81 @@
+"""Invariants of a maximum of two amaxes, float32 -> float32, as a collective or a state merges them (SEMANTICS P-28)."""
+
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from fp8ref.conformance.arrays import as_numpy
+from fp8ref.conformance.invariants.invariant import Invariant, text
+from fp8ref.formats import Format
+
+_F32 = np.float32
+_AMAXES = st.sampled_from([1.0, 2.0, 3.0, 0.0, 448.0, 2.0**-149, 3e38, math.inf, math.nan])
+
+_FEW = st.sampled_from([1.0, 2.0, math.nan, math.inf])  # few, so that most triples of them are drawn
+
+
+def _merged(function: Any, a: Any, b: Any) -> np.float32:
+    return _F32(as_numpy(function(_F32(a), _F32(b))).reshape(-1)[0])
+
+
+def _same(a: np.float32, b: np.float32) -> bool:
+    return bool(a == b or (np.isnan(a) and np.isnan(b)))
+
+
+def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
+    a, b, c = inputs
+    left, right = _merged(function, _merged(function, a, b), c), _merged(function, a, _merged(function, b, c))
+    return (
+        ""
+        if _same(left, right)
+        else f"{text(a)}, {text(b)}, {text(c)} merge to {text(left)} from the left and {text(right)} from the right"
+    )
+
+
+def _commutative(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
+    a, b = inputs
+    one, other = _merged(function, a, b), _merged(function, b, a)
+    return "" if _same(one, other) else f"{text(a)} and {text(b)} merge to {text(one)}, the other way round to {text(other)}"
+
+
+def _idempotent(function: Any, fmt: Format, inputs: float) -> str:
+    found = _merged(function, inputs, inputs)
+    return "" if _same(found, _F32(inputs)) else f"{text(inputs)} and {text(inputs)} merge to {text(found)}"
+
+
+def _identity(function: Any, fmt: Format, inputs: float) -> str:
+    found = _merged(function, inputs, 0.0)
+    return "" if np.isnan(inputs) or _same(found, _F32(inputs)) else f"{text(inputs)} and 0 merge to {text(found)}"
+
+
+def _nan(function: Any, fmt: Format, inputs: float) -> str:
+    for a, b in ((math.nan, inputs), (inputs, math.nan)):
+        if not np.isnan(found := _merged(function, a, b)):
+            return f"{text(a)} and {text(b)} merge to {text(found)}"
+    return ""
+
+
+def _largest(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
+    if any(map(math.isnan, inputs)):
+        return ""
+    found = _merged(function, *inputs)
+    return "" if found == _F32(max(inputs)) else f"{text(inputs[0])} and {text(inputs[1])} merge to {text(found)}"
+
+
+_TWO = st.tuples(_AMAXES, _AMAXES)
+_OF = {
+    "associative": ("any grouping gives the same", st.tuples(_FEW, _FEW, _FEW), _associative),
+    "commutative": ("any order gives the same", _TWO, _commutative),
+    "idempotent": ("an amax and itself merge to it", _AMAXES, _idempotent),
+    "identity": ("an amax and 0, of an empty shard, merge to it", _AMAXES, _identity),
+    "keeps_nan": ("NaN and anything merge to NaN", _AMAXES, _nan),
+    "largest": ("numbers and infinities merge to the larger", _TWO, _largest),
+}
+
+MERGES: tuple[Invariant, ...] = tuple(
+    Invariant(name=name, words=words, clause="P-28", inputs=lambda fmt, drawn=drawn: drawn, check=check)  # type: ignore[misc, arg-type]
+    for name, (words, drawn, check) in _OF.items()
+)
+"""The invariants of merges (P-28)."""

@@ -1,0 +1,122 @@
+"""Compare what every rank gets with the value of the whole tensor; a case that differs is made simpler (SEMANTICS P-27)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8ref.conformance.arrays import as_jax, as_numpy, as_torch
+from fp8ref.conformance.finding import bits_of, show
+from fp8ref.conformance.sharded.inputs import DIFFICULTIES, Case, arrays, named, of_kind, whole
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.sim import scaling
+from fp8ref.sim.scales import scales_from_amax
+
+FRAMEWORKS: dict[str, Callable] = {"numpy": lambda x: x, "torch": as_torch, "jax": as_jax}
+"""How shards are given, by framework."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Somebody's collective, and what it makes.
+
+    function      (shards) -> a value for each rank. With ``microbatches`` a rank's entry is a list
+                  of arrays, else one array.
+    made          ``amax``, ``scale`` or ``scale_inv``.
+    axis          that is cut.
+    """
+
+    function: Callable[[list], Any]
+    policy: ScalePolicy
+    fmt: Format
+    made: str = "amax"
+    axis: int = 0
+    microbatches: bool = False
+    framework: str = "numpy"
+
+    def expected(self, case: Case) -> float:
+        """The value of the whole tensor."""
+        amax = scaling.amax(whole(case))
+        if self.made == "amax":
+            return float(amax)
+        scales = scales_from_amax(amax, self.fmt, self.policy)
+        return float(scales.scale if self.made == "scale" else scales.scale_inv)
+
+    def values(self, case: Case) -> list[float] | str:
+        """Every rank's value, or what was raised."""
+        given = [[FRAMEWORKS[self.framework](x) for x in rank] for rank in arrays(case, self.axis)]
+        try:
+            found = self.function(given if self.microbatches else [rank[0] for rank in given])
+            values = [as_numpy(value).reshape(-1) for value in found]
+        except Exception as error:  # anything that somebody's code raises is its answer
+            return f"it raises {type(error).__name__}: {error}".splitlines()[0]
+        if len(values) != len(case) or any(value.size != 1 for value in values):
+            return f"it gives shapes {[value.shape for value in values]} for {len(case)} ranks, not one number for each"
+        return [float(value[0]) for value in values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """The simplest shards found for which a rank's value is not that of the whole tensor.
+
+    difficulty  a key of DIFFICULTIES; clause: that decides it.
+    """
+
+    difficulty: str
+    case: Case
+    got: str
+    expected: str
+    clause: str
+
+    def __str__(self) -> str:
+        words = DIFFICULTIES[self.difficulty].words
+        return f"{words}: {named(self.case)}: got {self.got}, expected {self.expected} on every rank ({self.clause})"
+
+
+def wrong(collective: Collective, case: Case) -> bool:
+    """Whether some rank's value differs; all NaNs are equal."""
+    values, expected = collective.values(case), collective.expected(case)
+    return isinstance(values, str) or any(value != expected and not (np.isnan(value) and np.isnan(expected)) for value in values)
+
+
+def departure(collective: Collective, difficulty: str, cases: Sequence[Case]) -> Departure | None:
+    """The first of these cases that differs, made as simple as it gets; None if none does."""
+    case = next((case for case in cases if wrong(collective, case)), None)
+    if case is None:
+        return None
+    while (simpler := next((one for one in _simpler(case) if of_kind(one, difficulty) and wrong(collective, one)), None)) is not None:
+        case = simpler
+    values, expected = collective.values(case), collective.expected(case)
+    got = values if isinstance(values, str) else " and ".join(map(show, values))
+    bits = "" if np.isnan(expected) else f" ({bits_of(expected, 'float32')})"
+    return Departure(difficulty=difficulty, case=case, got=got, expected=f"{show(expected)}{bits}", clause=DIFFICULTIES[difficulty].clause)
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    """Cases with a rank, a microbatch, a row or a column less; then with simpler numbers."""
+    for i, rank in enumerate(case):
+        yield case[:i] + case[i + 1 :]
+        for j, batch in enumerate(rank):
+            yield (*case[:i], rank[:j] + rank[j + 1 :], *case[i + 1 :])
+            for k in range(len(batch)):
+                yield _with(case, i, j, batch[:k] + batch[k + 1 :])
+    for k in range(min(len(batch) for rank in case for batch in rank)):
+        yield tuple(tuple(batch[:k] + batch[k + 1 :] for batch in rank) for rank in case)
+    columns = max((len(row) for rank in case for batch in rank for row in batch), default=0)
+    if columns > 1:
+        for c in range(columns):
+            yield tuple(tuple(tuple(row[:c] + row[c + 1 :] for row in batch) for batch in rank) for rank in case)
+    plain = (1.0, 2.0, 4.0)
+    for i, rank in enumerate(case):
+        for j, batch in enumerate(rank):
+            for k, row in enumerate(batch):
+                for c, value in enumerate(row):
+                    for number in plain[: plain.index(value)] if value in plain else plain:
+                        yield _with(case, i, j, (*batch[:k], (*row[:c], number, *row[c + 1 :]), *batch[k + 1 :]))
+
+
+def _with(case: Case, i: int, j: int, batch: tuple) -> Case:
+    """The case with another microbatch j on rank i."""
+    return (*case[:i], (*case[i][:j], batch, *case[i][j + 1 :]), *case[i + 1 :])

@@ -1,0 +1,154 @@
+"""Shards of a tensor, one kind of difficulty at a time, as lists of microbatches for each rank (SEMANTICS P-27).
+
+A case is ``((rank 0's microbatches), (rank 1's microbatches), ...)``; a microbatch is a tuple of rows, a
+row a tuple of numbers. All rows of a case have one length, and the tensor is all rows, in this order.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import extras
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ImportError:
+    extras.require("conformance", "fp8ref.conformance.sharded", "hypothesis")
+    raise
+
+Row = tuple[float, ...]
+"""A row of a tensor."""
+
+Microbatch = tuple[Row, ...]
+"""The rows of a rank in one microbatch; none of an empty shard."""
+
+Case = tuple[tuple[Microbatch, ...], ...]
+"""The microbatches of every rank."""
+
+ORDINARY = (1.0, -2.0, 0.5, 3.0, -7.3, 0.0, 448.0, 1e-3, -3e38)
+"""Numbers whose amaxes have normal scales."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difficulty:
+    """What shards have beside ordinary numbers in equal numbers of rows.
+
+    numbers     that some elements are; words: for messages; clause: that decides it.
+    """
+
+    numbers: tuple[float, ...] = ()
+    words: str
+    clause: str
+
+
+DIFFICULTIES = {
+    "ordinary": Difficulty(words="equal shards of ordinary numbers", clause="P-2"),
+    "uneven": Difficulty(words="shards of different lengths", clause="P-1, P-2"),
+    "empty": Difficulty(words="empty shards", clause="P-2"),
+    "infinite": Difficulty(numbers=(math.inf, -math.inf), words="an infinity on some ranks", clause="P-3"),
+    "nan": Difficulty(numbers=(math.nan,), words="a NaN on some ranks", clause="P-3"),
+    "tiny": Difficulty(
+        numbers=(1e-12, 1e-36, -1e-40, 2.0**-149), words="numbers so small that they or a scale are subnormal", clause="S-12"
+    ),
+    "microbatches": Difficulty(words="several microbatches", clause="H-4"),
+}
+"""Kinds of shards by name, ``ordinary`` first."""
+
+
+def arrays(case: Case, axis: int) -> list[list[np.ndarray]]:
+    """The microbatches of each rank, float32: [rows, columns], or transposed for axis 1."""
+    columns = next(len(row) for rank in case for batch in rank for row in batch)
+    made = [[np.array(batch, np.float32).reshape(-1, columns) for batch in rank] for rank in case]
+    return made if axis == 0 else [[np.ascontiguousarray(x.T) for x in rank] for rank in made]
+
+
+def whole(case: Case) -> np.ndarray:
+    """The tensor that a case is cut from, float32 [rows, columns]."""
+    return np.array([row for rank in case for batch in rank for row in batch], np.float32)
+
+
+def usable(case: Case) -> bool:
+    """Whether it has a rank, every rank a microbatch, and some an element (S-7)."""
+    return bool(case) and all(case) and any(row for rank in case for batch in rank for row in batch)
+
+
+def of_kind(case: Case, difficulty: str) -> bool:
+    """Whether a case is usable, and has no difficulty of shapes but this one."""
+    if not usable(case):
+        return False
+    rows = {len(batch) for rank in case for batch in rank}
+    return difficulty == "empty" or (0 not in rows and (difficulty == "uneven" or len(rows) == 1))
+
+
+def fixed(difficulty: str) -> list[Case]:
+    """The cases of a kind that are always compared, the simplest first."""
+    one: Microbatch = ((1.0,),)
+    two: Microbatch = ((2.0,),)
+    if difficulty == "ordinary":
+        return [((one,),), ((one,), (two,)), ((two,), (one,)), ((one,), (((-4.0,),),), (two,))]
+    if difficulty == "uneven":
+        return [((((1.0,), (2.0,)),), (one,)), ((one,), (((1.0,), (2.0,), (3.0,)),), (two,))]
+    if difficulty == "empty":
+        return [((one,), ((),)), (((),), (two,)), ((one,), ((),), (two,))]
+    if difficulty == "microbatches":
+        return [((one, two),), ((two, one),), ((two, one), (one, one)), ((one, one), (one, two)), ((one, two, one), (one, one, one))]
+    special: list[Case] = []
+    for number in DIFFICULTIES[difficulty].numbers:
+        special.append(((((number,),),),))
+        for ranks in (2, 3):
+            special += [tuple((((number,),),) if r == at else ((((r + 1.0),),),) for r in range(ranks)) for at in range(ranks)]
+    return special
+
+
+@functools.cache
+def drawn(difficulty: str, examples: int) -> list[Case]:
+    """Random cases of a kind, drawn by hypothesis, the same in every call."""
+    numbers = st.sampled_from(ORDINARY)
+    if DIFFICULTIES[difficulty].numbers:
+        numbers = st.one_of(numbers, numbers, st.sampled_from(DIFFICULTIES[difficulty].numbers))
+
+    @st.composite
+    def cases(draw) -> Case:
+        ranks, columns = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+        batches = draw(st.integers(2, 3)) if difficulty == "microbatches" else 1
+        row = st.tuples(*[numbers] * columns)
+        rows = draw(st.integers(1, 3))
+
+        def batch() -> Microbatch:
+            n = draw(st.integers(1 if difficulty == "uneven" else 0, 4)) if difficulty in ("uneven", "empty") else rows
+            return tuple(draw(row) for _ in range(n))
+
+        return tuple(tuple(batch() for _ in range(batches)) for _ in range(ranks))
+
+    found: list[Case] = []
+
+    @hypothesis.settings(
+        max_examples=examples,
+        phases=[hypothesis.Phase.generate],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(cases())
+    def collect(case: Case) -> None:
+        if usable(case):
+            found.append(case)
+
+    collect()
+    return found
+
+
+def named(case: Case) -> str:
+    """A case as text.
+
+    >>> named(((((1.0, 2.0),),), (((float("nan"), 0.0),), ())))
+    'rank 0 has [1 2]; rank 1 has [nan 0], then nothing'
+    """
+    parts = [
+        ", then ".join(" ".join(f"[{' '.join(f'{v:.9g}' for v in row)}]" for row in batch) or "nothing" for batch in rank) for rank in case
+    ]
+    return "; ".join(f"rank {i} has {part}" for i, part in enumerate(parts))

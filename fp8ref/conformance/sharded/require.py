@@ -1,0 +1,76 @@
+"""Require that a collective gives every rank the amax or scale of the whole tensor.
+
+require_sharded(my_sync)        # list of shards -> an amax for each rank
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from fp8ref import policy as policies
+from fp8ref.conformance.sharded.comparison import FRAMEWORKS, Collective, Departure, departure
+from fp8ref.conformance.sharded.inputs import DIFFICULTIES, drawn, fixed
+from fp8ref.formats import E4M3FN, Format
+from fp8ref.policy import ScalePolicy
+
+
+def require_sharded(
+    collective: Callable[[list], Any],
+    policy: str | ScalePolicy = "torchao",
+    fmt: Format = E4M3FN,
+    *,
+    made: str = "amax",
+    axis: int = 0,
+    microbatches: bool = False,
+    framework: str = "numpy",
+    without: Collection[str] = (),
+    examples: int = 25,
+) -> None:
+    """Require that every rank gets the whole tensor's value, for any cut of any tensor, else raise
+    an AssertionError (SEMANTICS P-27).
+
+    collective    (shards) -> a value for each rank, in their order.
+    policy        makes the scale, where ``made`` is ``scale`` or ``scale_inv``.
+    made          what it gives: ``amax``, ``scale`` or ``scale_inv``.
+    axis          the axis that is cut, 0 or 1.
+    microbatches  whether a rank's entry is a list of arrays, its microbatches, and no single array.
+    without       keys of ``inputs.DIFFICULTIES`` that are left out.
+    examples      random cases of each difficulty, beside fixed ones.
+
+    Shapes:   1 to 4 shards float32 [rows, columns] of one tensor, uneven and empty ones included;
+              a value is one number.
+    Specials: NaN and infinities on any rank; all NaNs count as equal. A tensor that is empty as a
+              whole is not given (S-7).
+    Raises:   ValueError: an unknown policy or word.
+    Source:   SEMANTICS P-2, P-3, P-27, H-4.
+    """
+    kind = Collective(
+        function=collective, policy=policies.by_name(policy), fmt=fmt, made=made, axis=axis, microbatches=microbatches, framework=framework
+    )
+    found = departures(kind, without=without, examples=examples)
+    if found:
+        name = getattr(collective, "__name__", "the collective")
+        raise AssertionError("\n".join([f"{name} is not the {made} of the whole tensor:", *(f"  {one}" for one in found)]))
+
+
+def departures(collective: Collective, *, without: Collection[str] = (), examples: int = 25) -> list[Departure]:
+    """The simplest departure of each difficulty. Where equal shards of ordinary numbers depart, that
+    one alone: it would show in all others.
+
+    Raises:   ValueError: an unknown word or axis; ``ordinary`` cannot be left out.
+    """
+    if unknown := sorted(set(without) - set(DIFFICULTIES) | {"ordinary"} & set(without)):
+        raise ValueError(f"without names difficulties, of {', '.join(list(DIFFICULTIES)[1:])}; got {', '.join(unknown)}.")
+    words = {"made": ("amax", "scale", "scale_inv"), "axis": (0, 1), "framework": tuple(FRAMEWORKS)}
+    for key, allowed in words.items():
+        if getattr(collective, key) not in allowed:
+            raise ValueError(f"{key} is one of {', '.join(map(str, allowed))}; got {getattr(collective, key)!r}.")
+    found = []
+    for difficulty in DIFFICULTIES:
+        if difficulty in without or (difficulty == "microbatches" and not collective.microbatches):
+            continue
+        cases = [*fixed(difficulty), *drawn(difficulty, examples)]
+        if (one := departure(collective, difficulty, cases)) is not None:
+            found.append(one)
+            if difficulty == "ordinary":
+                break
+    return found
