@@ -65,7 +65,7 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use)
     def pair(block, tile):
         """P and dS of a block and a tile (steps 3, 5 and 6)."""
         seen = parts.seen(block, tile)
-        p = online_softmax.again(parts.scores(block, tile), parts.block(lse, block), seen, factor, use.exponential)
+        p = online_softmax.again(parts.scores(block, tile), parts.block(lse, block), seen, factor, use.arithmetic)
         with jax.named_scope("attention:grad_probabilities"):
             dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))  # [rows, D] x [L, D]
         if low:

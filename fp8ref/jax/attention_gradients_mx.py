@@ -50,7 +50,7 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
     def body(carry, block, tile):
         dq, dk, dv, largest, lost = carry
         seen = parts.seen(block, tile)
-        p = online_softmax.again(parts.scores(block, tile), parts.block(lse, block), seen, None, use.exponential)
+        p = online_softmax.again(parts.scores(block, tile), parts.block(lse, block), seen, None, use.arithmetic)
         scaled = moments.product(p, P_SCALE)
         with jax.named_scope("attention:grad_probabilities"):
             dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8ref.attention import SumOrder, Variant
+from fp8ref.attention import Arithmetic, SumOrder, Variant
 from fp8ref.jax import elementary, moments
-from fp8ref.jax.elementary import Exponential, ascending_sum
+from fp8ref.jax.elementary import ascending_sum
 
 _NONE = np.float32(-np.inf)
 _LN2 = np.float32(np.log(2))
@@ -37,7 +37,7 @@ def total(rows: Rows, order: SumOrder) -> jax.Array:
 
 
 def step(
-    s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant, factor: jax.Array | None, how: Exponential
+    s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant, factor: jax.Array | None, how: Arithmetic
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """(probabilities, factors of what came before, the new rows).
 
@@ -73,7 +73,7 @@ def step(
     return p, c, Rows(new, _added(p, c, rows.sums, variant.sum_order))
 
 
-def again(s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, how: Exponential) -> jax.Array:
+def again(s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, how: Arithmetic) -> jax.Array:
     """Probabilities of scores once more, from the log-sum-exp (A-15, step 3): float32 of the shape of s.
 
     factor    of raw scores, whose base is 2; None of scaled ones, whose base is e.

@@ -25,7 +25,7 @@ def test_gradients_in_e5m2():  # A-15, step 1 and 7: a product has one operand o
     wanted = sim_gradients.backward(do, q, k, v, result, **how)
     run = jax.jit(
         lambda do, *given: attention.backward(
-            do, *given, attention.forward(*given, exponential="rounded", **how), exponential="rounded", **how
+            do, *given, attention.forward(*given, arithmetic="stated", **how), arithmetic="stated", **how
         )
     )
     found = run(do, q, k, v)

@@ -105,7 +105,7 @@ def test_what_is_refused():
     for message, change in {
         "variant is a Variant or one of": {"variant": "fa5"},
         "mask is a Mask": {"mask": "causal"},
-        "exponential is one of native, rounded; got 'fast'": {"exponential": "fast"},
+        "arithmetic is one of fast, stated; got 'exact'": {"arithmetic": "exact"},
         "softmax scale is positive and finite; got 0": {"scale": 0.0},
         "a seed makes the signs of a rotation": {"seed": 3},
         "takes scales for no role; got 'q'": {"scales": {"q": torch.ones(())}, "variant": "bf16"},
@@ -202,7 +202,7 @@ def test_one_graph_with_gradients_or_blocks_has_eagers_bits(name):
 def test_inductor_has_eagers_bits():
     """With exponentials in float64, which both round to float32: inductor's float32 exp2 is another than torch's. One short tile: to
     compile sums in order takes minutes for long ones."""
-    for eager, compiled in compiled_equals_eager("fa3", "inductor", tq=8, tk=16, exponential="rounded"):
+    for eager, compiled in compiled_equals_eager("fa3", "inductor", tq=8, tk=16, arithmetic="stated"):
         assert torch.equal(eager, compiled)
 
 
