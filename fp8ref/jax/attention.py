@@ -27,7 +27,7 @@ from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import attention_real as real
-from fp8ref.jax import derivatives, head_scaling, moments, online_softmax, probability_value, sharding
+from fp8ref.jax import derivatives, elementary, head_scaling, moments, online_softmax, probability_value, sharding
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
@@ -249,8 +249,9 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
     p_scale, p_scale_inv = operands.probability_scale(variant, scales)
     parts = Parts(given, use, tensors)
     factor = parts.raw_factor() if variant.scores == "raw" else None
+    order: data.SumOrder = "tile" if use.fast else variant.sum_order
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
-    rows = online_softmax.start(parts.zeros(b, n, g, t), variant.sum_order)
+    rows = online_softmax.start(parts.zeros(b, n, g, t), order)
     largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
     codes = parts.zeros(b, n, g, t, grid.length * grid.tiles, dtype=jnp.uint8) if keep_p else None
 
@@ -258,8 +259,12 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
         rows, o, largest, lost, codes = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
-        p, c, own = online_softmax.step(parts.scores(block, tile), own, seen, variant, factor, use.arithmetic)
-        scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else moments.product(p, p_scale)
+        s = parts.scores(block, tile)
+        if use.fast:
+            p, c, own = online_softmax.step_fast(s, own, seen, variant)
+        else:
+            p, c, own = online_softmax.step(s, own, seen, variant, factor, use.arithmetic)
+        scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else elementary.times(p, p_scale, use.arithmetic)
         if observe:
             largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
         cast = operands.narrow(scaled, variant)
@@ -271,9 +276,13 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
         return rows, parts.put_block(o, of_block, block), largest, lost, codes
 
     rows, o, largest, lost, codes = operands.loop(body, (rows, parts.zeros(b, n, g, t, d), largest, lost, codes), grid)
-    total = online_softmax.total(rows, variant.sum_order)
+    total = online_softmax.total(rows, order)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    lse = parts.ungrouped(online_softmax.log_sum(rows.maximum, total, factor, variant))
+    if use.fast:
+        lse = online_softmax.log_sum_fast(rows.maximum, total, variant)
+    else:
+        lse = online_softmax.log_sum(rows.maximum, total, factor, variant)
+    lse = parts.ungrouped(lse)
     rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
     if observe:
         amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}

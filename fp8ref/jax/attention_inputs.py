@@ -41,6 +41,11 @@ class Use:
         return f"attention by variant {self.variant.name!r}"
 
     @property
+    def fast(self) -> bool:
+        """Whether this is the fast form (A-18)."""
+        return self.arithmetic == "fast"
+
+    @property
     def factor(self) -> np.float32:
         """The softmax scale, times log2(e) under base 2 (A-4)."""
         if self.variant.base == "2":
