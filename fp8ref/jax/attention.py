@@ -278,10 +278,11 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
     rows, o, largest, lost, codes = operands.loop(body, (rows, parts.zeros(b, n, g, t, d), largest, lost, codes), grid)
     total = online_softmax.total(rows, order)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    if use.fast:
-        lse = online_softmax.log_sum_fast(rows.maximum, total, variant)
-    else:
-        lse = online_softmax.log_sum(rows.maximum, total, factor, variant)
+    lse = (
+        online_softmax.log_sum_fast(rows.maximum, total, variant)
+        if use.fast
+        else online_softmax.log_sum(rows.maximum, total, factor, variant)
+    )
     lse = parts.ungrouped(lse)
     rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
     if observe:

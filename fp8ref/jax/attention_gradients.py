@@ -69,10 +69,11 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use)
         """P and dS of a block and a tile (steps 3, 5 and 6)."""
         seen = parts.seen(block, tile)
         s, of_rows = parts.scores(block, tile), parts.block(lse, block)
-        if use.fast:
-            p = online_softmax.again_fast(s, of_rows, seen, variant)
-        else:
-            p = online_softmax.again(s, of_rows, seen, factor, use.arithmetic)
+        p = (
+            online_softmax.again_fast(s, of_rows, seen, variant)
+            if use.fast
+            else online_softmax.again(s, of_rows, seen, factor, use.arithmetic)
+        )
         with jax.named_scope("attention:grad_probabilities"):
             dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))  # [rows, D] x [L, D]
         if use.fast:

@@ -52,10 +52,11 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
         dq, dk, dv, largest, lost = carry
         seen = parts.seen(block, tile)
         s, of_rows = parts.scores(block, tile), parts.block(lse, block)
-        if use.fast:
-            p = online_softmax.again_fast(s, of_rows, seen, variant)
-        else:
-            p = online_softmax.again(s, of_rows, seen, None, use.arithmetic)
+        p = (
+            online_softmax.again_fast(s, of_rows, seen, variant)
+            if use.fast
+            else online_softmax.again(s, of_rows, seen, None, use.arithmetic)
+        )
         scaled = times(p, P_SCALE, use.arithmetic)
         with jax.named_scope("attention:grad_probabilities"):
             dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))

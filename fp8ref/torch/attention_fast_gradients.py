@@ -147,7 +147,8 @@ class Pass:
             of_k = of_k / layout.scale
         elif variant.granularity is not None:
             of_q, of_k, of_v = (
-                own * layout.of_heads(x) for own, x in ((of_q, tensors["k"].scale_inv), (of_k, tensors["q"].scale_inv), (of_v, self.do8.scale_inv))
+                own * layout.of_heads(x)
+                for own, x in ((of_q, tensors["k"].scale_inv), (of_k, tensors["q"].scale_inv), (of_v, self.do8.scale_inv))
             )
         dq, dk, dv = (
             x.mul_(factor.view(-1, 1, 1) if factor.ndim else factor) for x, factor in ((self.dq, of_q), (self.dk, of_k), (self.dv, of_v))
