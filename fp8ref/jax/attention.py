@@ -123,7 +123,7 @@ def forward(
     keep_p       return the codes of the probabilities, which are not linear in the lengths. Other arguments
                  are those of ``apply``; scales of roles q, k, v, s, o.
     Shapes:   as ``apply``; see ``Result``.
-    Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
+    Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11. fast: A-18.
     Specials: as ``apply``.
     Raises:   ValueError: an unknown variant, or one that this backend does not run; shapes, dtypes or documents
               that do not fit; scales for roles without one; features that the variant does not take; inside
@@ -157,7 +157,7 @@ def backward(
     result       of ``forward``, with the same other arguments.
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks.
+    Order:    stated: A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another
               shape.

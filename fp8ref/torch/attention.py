@@ -8,10 +8,14 @@ Tensors are [batch, heads, tokens, features]. Tiles, roundings, scales and their
 products is the library:
 
     FP8 codes       torch._scaled_mm, for each sequence and head of keys, with the query heads of that head as rows;
-                    fast accumulation under the plan ``hopper_fast``. Within ``hardware.simulating``, its plan.
+                    fast accumulation under the plan ``hopper_fast``. Within ``hardware.simulating``, its plan. On a
+                    CPU the fast form has one float32 GEMM of dequantized codes for all sequences and heads.
     MX blocks       a float32 GEMM of dequantized codes (G-16)
     bfloat16        a GEMM with a float32 result
     ``exact``       float64
+
+Between the products are torch's own sums and functions, within a bound (A-18), or under ``arithmetic="stated"`` the
+specification's operations in their order.
 
 A GEMM begins at +0. So probabilities times values are promoted after each tile, whatever ``promotion`` says: ``fa3``
 is computed as ``fa3_promoted``, and ``fa4`` likewise.
@@ -124,7 +128,8 @@ def forward(
     keep_p        return the codes of the probabilities, whose memory is quadratic.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16, on one
               device. See ``Result``.
-    Order:    the tiles' own (A-6); in a tile A-4 to A-9, with a promotion after each; at the end A-10, A-11.
+    Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9, with a promotion after each; at the end A-10, A-11.
+              fast: A-18.
     Specials: a row that sees no key is 0, its lse -infinity. NaN and infinities are not refused, since the
               host would wait for the device: all that shares a scale with one becomes NaN.
     Raises:   ValueError: an unknown variant; shapes, dtypes, devices or documents that do not fit; scales for
@@ -164,7 +169,8 @@ def backward(
     scales        {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come from the
                   tensors themselves.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in ``forward``. See ``Gradients``.
-    Order:    A-14 to A-16; sums over keys are added tile by tile, in float32; over the heads of a group ascending.
+    Order:    stated: A-14 to A-16; sums over keys are added tile by tile, in float32; over the heads of a group
+              ascending. fast: A-18.
     Specials: a row that sees no key has no gradient. NaN and infinities as in ``forward``.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape.
     Source:   SEMANTICS A-14 to A-16.
