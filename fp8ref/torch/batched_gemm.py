@@ -28,7 +28,7 @@ def products(a: Tensor, b: Tensor, *, fast: bool, factor: Tensor | None = None, 
     """
     if a.dtype not in FORMATS:
         if a.dtype == torch.bfloat16:
-            return torch.bmm(a, b.transpose(1, 2), out_dtype=torch.float32)  # type: ignore[call-overload]
+            return torch.bmm(a, b.transpose(1, 2), out_dtype=torch.float32)
         return torch.bmm(a, b.transpose(1, 2)) if out is None else torch.bmm(a, b.transpose(1, 2), out=out)
     one = torch.ones((), device=a.device)
     of_each = one if factor is None else factor

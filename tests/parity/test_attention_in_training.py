@@ -120,7 +120,7 @@ def test_a_compiler_that_writes_out_every_addition_is_refused(config):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")  # inductor and dynamo
 def test_a_compiled_block_trains(config):  # A-18, B-9
     """The loss is eager's, but for roundings of norms and activations that inductor keeps in float32: 2^-8 each, averaged over tokens."""
     tokens = loader.open_batches(config).step(0)
