@@ -66,10 +66,14 @@ def run(
             p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
             if codes is not None:
                 codes[part, at, tile.keys] = cast.to_fp8(p, fmt).view(torch.uint8)
-            found = batched_gemm.products(layout.narrow(p, fmt, part, tile), v[part, :, tile.keys], fast=layout.fast)
+            p8, of_v, of_o = layout.narrow(p, fmt, part, tile), v[part, :, tile.keys], o[part, at].mul_(c[..., None])
+            if not layout.codes:
+                of_o.baddbmm_(p8, of_v.transpose(1, 2))
+                continue
+            found = batched_gemm.products(p8, of_v, fast=layout.fast)
             if layout.codes and variant.granularity == "rows_128":
                 found = found * layout.of_heads(operands.key_scale(tensors["v"].scale_inv, tile, variant)).view(n, 1, 1)[part]
-            o[part, at] = o[part, at].mul_(c[..., None]).add_(found)
+            of_o.add_(found)
     factor = _at_end(layout, scale_inv_p)
     inverse = _inverse(sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant)
     out = layout.by_head(o.mul_(inverse[..., None]))
