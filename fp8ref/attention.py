@@ -34,6 +34,13 @@ Factor = Literal["scale", "q", "k", "qk"]
 SumOrder = Literal["tile", "quad", "packed"]
 """The order in which a row's probabilities are added (A-7)."""
 
+Arithmetic = Literal["fast", "stated"]
+"""How a backend computes between its products: ``fast``, by the framework's own sums and functions, within A-18's bound of
+this specification; ``stated``, every operation in the stated order, rounded once."""
+
+ARITHMETIC: tuple[Arithmetic, ...] = get_args(Arithmetic)
+"""The values of ``Arithmetic``; the first is the default."""
+
 LogSum = Literal["fused", "log2", "sum"]
 """How the log-sum-exp is made of the maximum and the sum (A-11)."""
 

@@ -21,17 +21,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import attention as data
-from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.attention import FULL, Arithmetic, Mask, Variant
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import attention_real as real
-from fp8ref.jax import derivatives, head_scaling, moments, online_softmax, probability_value, sharding
+from fp8ref.jax import derivatives, elementary, head_scaling, moments, online_softmax, probability_value, sharding
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
-from fp8ref.jax.elementary import Exponential
 from fp8ref.jax.head_scaling import Heads
 
 
@@ -70,7 +69,7 @@ def apply(
     documents=None,
     scales=None,
     seed: int = 0,
-    exponential: Exponential = "native",
+    arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
 ) -> jax.Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
@@ -84,7 +83,8 @@ def apply(
                  ``head_scaling.Heads``: delayed scaling. The others come from the tensors themselves; that of s
                  from the amax 1.
     seed         of a rotated variant's signs.
-    exponential  ``native``, XLA's in float32; ``rounded``, in float64 and rounded, as ``elementary`` says.
+    arithmetic   ``fast``, XLA's own sums and functions, within a bound of the specification (A-18); ``stated``,
+                 every operation in its order, exponentials in float64, rounded, as ``elementary`` says.
     over         mesh axes, inside shard_map, that cut batch and heads: amaxes of whole tensors are taken along
                  them too.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
@@ -96,7 +96,7 @@ def apply(
     Raises:   ValueError: as ``forward``; where gradients are taken, a variant without a backward pass, forward
               mode, a second derivative, shard_map without check_vma.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, exponential, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
     tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
@@ -115,7 +115,7 @@ def forward(
     scales=None,
     seed: int = 0,
     keep_p: bool = False,
-    exponential: Exponential = "native",
+    arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
 ) -> Result:
     """softmax(q k^T scale) v by a variant, with all that was quantized on the way. Not differentiable.
@@ -123,14 +123,14 @@ def forward(
     keep_p       return the codes of the probabilities, which are not linear in the lengths. Other arguments
                  are those of ``apply``; scales of roles q, k, v, s, o.
     Shapes:   as ``apply``; see ``Result``.
-    Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
+    Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11. fast: A-18.
     Specials: as ``apply``.
     Raises:   ValueError: an unknown variant, or one that this backend does not run; shapes, dtypes or documents
               that do not fit; scales for roles without one; features that the variant does not take; inside
               shard_map, a scale of a whole tensor without ``over``; a mesh of Explicit axes.
     Source:   SEMANTICS A-1 to A-13.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, exponential, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
     known = inputs.check_scales(scales, use.variant, data.ROLES)
     if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. Leave it out.")
@@ -149,7 +149,7 @@ def backward(
     scale: float | None = None,
     documents=None,
     scales=None,
-    exponential: Exponential = "native",
+    arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with all that was quantized on the way.
@@ -157,13 +157,13 @@ def backward(
     result       of ``forward``, with the same other arguments.
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks.
+    Order:    stated: A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another
               shape.
     Source:   SEMANTICS A-14 to A-16.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, exponential, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, arithmetic, over)
     _check_differentiable(use)
     if not isinstance(result, Result) or jnp.shape(result.o) != given.q.shape:
         raise ValueError(f"result is what forward gave for q {given.q.shape}; got {type(result).__name__}.")
@@ -249,8 +249,9 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
     p_scale, p_scale_inv = operands.probability_scale(variant, scales)
     parts = Parts(given, use, tensors)
     factor = parts.raw_factor() if variant.scores == "raw" else None
+    order: data.SumOrder = "tile" if use.fast else variant.sum_order
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
-    rows = online_softmax.start(parts.zeros(b, n, g, t), variant.sum_order)
+    rows = online_softmax.start(parts.zeros(b, n, g, t), order)
     largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
     codes = parts.zeros(b, n, g, t, grid.length * grid.tiles, dtype=jnp.uint8) if keep_p else None
 
@@ -258,8 +259,12 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
         rows, o, largest, lost, codes = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
-        p, c, own = online_softmax.step(parts.scores(block, tile), own, seen, variant, factor, use.exponential)
-        scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else moments.product(p, p_scale)
+        s = parts.scores(block, tile)
+        if use.fast:
+            p, c, own = online_softmax.step_fast(s, own, seen, variant)
+        else:
+            p, c, own = online_softmax.step(s, own, seen, variant, factor, use.arithmetic)
+        scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else elementary.times(p, p_scale, use.arithmetic)
         if observe:
             largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
         cast = operands.narrow(scaled, variant)
@@ -271,9 +276,14 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
         return rows, parts.put_block(o, of_block, block), largest, lost, codes
 
     rows, o, largest, lost, codes = operands.loop(body, (rows, parts.zeros(b, n, g, t, d), largest, lost, codes), grid)
-    total = online_softmax.total(rows, variant.sum_order)
+    total = online_softmax.total(rows, order)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    lse = parts.ungrouped(online_softmax.log_sum(rows.maximum, total, factor, variant))
+    lse = (
+        online_softmax.log_sum_fast(rows.maximum, total, variant)
+        if use.fast
+        else online_softmax.log_sum(rows.maximum, total, factor, variant)
+    )
+    lse = parts.ungrouped(lse)
     rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
     if observe:
         amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}

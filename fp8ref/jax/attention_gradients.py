@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8ref.attention import Variant
@@ -15,7 +16,7 @@ from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import head_scaling, moments, online_softmax, scales
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
-from fp8ref.jax.elementary import ascending_sum
+from fp8ref.jax.elementary import ascending_sum, times
 from fp8ref.jax.head_scaling import Heads
 from fp8ref.jax.scales import Scales
 
@@ -59,15 +60,24 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use)
         p_scale, p_scale_inv = operands.probability_scale(variant, given_scales)
     factor = parts.raw_factor() if variant.scores == "raw" else None
     values_do, lse = parts.by_group(do8.codes), parts.by_group(result.lse)
+    lse = lse * np.float32(np.log2(np.e)) if use.fast and variant.base == "2" else lse
     of_do = parts.of_heads(do8.scale_inv) if low else jnp.float32(1)
     d = parts.by_group(_row_sums(do8, result, given, use))
+    of_dp = of_do * parts.inverse["v"] if low else of_do
 
     def pair(block, tile):
         """P and dS of a block and a tile (steps 3, 5 and 6)."""
         seen = parts.seen(block, tile)
-        p = online_softmax.again(parts.scores(block, tile), parts.block(lse, block), seen, factor, use.exponential)
+        s, of_rows = parts.scores(block, tile), parts.block(lse, block)
+        p = (
+            online_softmax.again_fast(s, of_rows, seen, variant)
+            if use.fast
+            else online_softmax.again(s, of_rows, seen, factor, use.arithmetic)
+        )
         with jax.named_scope("attention:grad_probabilities"):
             dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))  # [rows, D] x [L, D]
+        if use.fast:
+            return p, (dp * of_dp - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
         if low:
             dp = moments.product(moments.product(dp, of_do), parts.inverse["v"])
         ds = moments.product(dp - parts.block(d, block)[..., None], p)
@@ -90,8 +100,8 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use)
     def second(carry, block, tile):
         dq, dk, dv, largest, lost = carry
         p, ds = pair(block, tile)
-        scaled_p = moments.product(p, p_scale) if low else p
-        scaled_ds = moments.product(ds, scale_ds[0]) if low else ds
+        scaled_p = times(p, p_scale, use.arithmetic) if low else p
+        scaled_ds = times(ds, scale_ds[0], use.arithmetic) if low else ds
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
         lost = lost + operands.clipped(scaled_p, variant.fmt) + operands.clipped(scaled_ds, fmt)
         p8, ds8 = operands.narrow(scaled_p, variant), operands.narrow(scaled_ds, variant, fmt)
@@ -175,5 +185,6 @@ def _row_sums(do: Heads, result, given: Inputs, use: Use) -> jax.Array:
     else:
         o, of_o = head_scaling.values(result.tensors["o"], variant.out), result.tensors["o"].scale_inv
     of_do = head_scaling.spread(do.scale_inv, values.shape, variant.granularity)
-    found = ascending_sum(moments.product(values, o))
+    products = times(values, o, use.arithmetic)
+    found = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
     return moments.product(moments.product(found, of_do if of_do.ndim == 0 else of_do[..., 0]), of_o)

@@ -14,7 +14,7 @@ from fp8ref.jax import cast, head_scaling, moments, online_softmax, scales
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
-from fp8ref.jax.elementary import ascending_sum
+from fp8ref.jax.elementary import ascending_sum, times
 from fp8ref.jax.head_scaling import MX
 from fp8ref.jax.scales import Scales
 
@@ -44,17 +44,23 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
         parts.by_tiles(copy(given.k, variant.fmt)),
     )
     of_do = head_scaling.to_hp(do, variant.out).astype(jnp.float32)
-    d = parts.by_group(ascending_sum(moments.product(of_do, result.o.astype(jnp.float32))))
+    products = times(of_do, result.o.astype(jnp.float32), use.arithmetic)
+    d = parts.by_group(jnp.sum(products, axis=-1) if use.fast else ascending_sum(products))
     lse = parts.by_group(result.lse)
 
     def body(carry, block, tile):
         dq, dk, dv, largest, lost = carry
         seen = parts.seen(block, tile)
-        p = online_softmax.again(parts.scores(block, tile), parts.block(lse, block), seen, None, use.exponential)
-        scaled = moments.product(p, P_SCALE)
+        s, of_rows = parts.scores(block, tile), parts.block(lse, block)
+        p = (
+            online_softmax.again_fast(s, of_rows, seen, variant)
+            if use.fast
+            else online_softmax.again(s, of_rows, seen, None, use.arithmetic)
+        )
+        scaled = times(p, P_SCALE, use.arithmetic)
         with jax.named_scope("attention:grad_probabilities"):
             dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))
-        ds = moments.product(moments.product(dp - parts.block(d, block)[..., None], p), jnp.float32(use.scale))
+        ds = times(times(dp - parts.block(d, block)[..., None], p, use.arithmetic), jnp.float32(use.scale), use.arithmetic)
         largest, lost = jnp.maximum(largest, jnp.max(jnp.abs(ds))), lost + operands.clipped(scaled, variant.fmt)
         of_scores = operands.narrow(scaled, variant), blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
         others = parts.block(do_tokens, block), parts.block(q_tokens, block), parts.tile(k_tokens, tile)

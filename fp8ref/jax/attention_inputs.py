@@ -6,7 +6,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,8 @@ import numpy as np
 from jax import lax
 
 from fp8ref import attention
-from fp8ref.attention import Mask, Variant
+from fp8ref.attention import ARITHMETIC, Arithmetic, Mask, Variant
 from fp8ref.jax import head_scaling, sharding
-from fp8ref.jax.elementary import Exponential
 from fp8ref.jax.head_scaling import MX
 
 
@@ -33,13 +32,18 @@ class Use:
     mask: Mask
     scale: float
     seed: int
-    exponential: Exponential
+    arithmetic: Arithmetic
     over: tuple[str, ...]
 
     @property
     def name(self) -> str:
         """What errors begin with."""
         return f"attention by variant {self.variant.name!r}"
+
+    @property
+    def fast(self) -> bool:
+        """Whether this is the fast form (A-18)."""
+        return self.arithmetic == "fast"
 
     @property
     def factor(self) -> np.float32:
@@ -60,7 +64,7 @@ class Inputs(NamedTuple):
 
 
 def prepare(
-    q, k, v, variant: str | Variant, mask: Mask, scale: float | None, documents, seed: int, exponential: Exponential, over: tuple[str, ...]
+    q, k, v, variant: str | Variant, mask: Mask, scale: float | None, documents, seed: int, arithmetic: Arithmetic, over: tuple[str, ...]
 ) -> tuple[Use, Inputs]:
     """Check the inputs of either pass. Raises ValueError as ``attention.forward``."""
     variant = attention.by_name(variant)
@@ -75,8 +79,8 @@ def prepare(
     if len({x.dtype for x in tensors}) > 1:
         raise ValueError(f"attention takes q, k and v of one dtype; got {', '.join(str(x.dtype) for x in tensors)}. Cast them first.")
     _check_variant(variant, mask, d, seed)
-    if exponential not in get_args(Exponential):
-        raise ValueError(f"exponential is one of {', '.join(get_args(Exponential))}; got {exponential!r}.")
+    if arithmetic not in ARITHMETIC:
+        raise ValueError(f"arithmetic is one of {', '.join(ARITHMETIC)}; got {arithmetic!r}.")
     if isinstance(scale, jax.Array):
         raise ValueError("the softmax scale is a number that is known while attention is traced; got an array. Multiply q by it.")
     number = np.float32(1 / math.sqrt(d) if scale is None else scale)
@@ -84,7 +88,7 @@ def prepare(
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
     if isinstance(over, str):
         raise ValueError(f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},).")
-    use = Use(variant=variant, mask=mask, scale=float(number), seed=seed, exponential=exponential, over=tuple(over))
+    use = Use(variant=variant, mask=mask, scale=float(number), seed=seed, arithmetic=arithmetic, over=tuple(over))
     found = _documents(documents, b, tq, of_k[2])
     return use, _on_devices(Inputs(*tensors, found), use)
 

@@ -207,13 +207,23 @@ class Parts:
         return inside & (of_q[:, None, None, :, None] == of_k[:, None, None, None, :])
 
     def scores(self, block: jax.Array, tile: jax.Array) -> jax.Array:
-        """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant scales them (A-4)."""
+        """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant scales them (A-4), or in
+        the fast form."""
         with jax.named_scope("attention:scores"):
             s = self.dot(self.block(self.q, block), self.tile(self.k, tile), ((4,), (3,)))
+        if self.use.fast:
+            return s * self.whole_factor(block, tile)
         if self.variant.scores == "scaled":
             for factor in self.factors(block, tile):
                 s = moments.product(s, factor)
         return s
+
+    def whole_factor(self, block: jax.Array, tile: jax.Array) -> jax.Array:
+        """All factors of scores in one, under the variant's base (A-18)."""
+        if self.variant.granularity in ("mx_1x32", None):
+            return jnp.float32(self.use.factor)
+        of_q = self.block(self.inverse["q"], block) if self.variant.granularity == "rows_128" else self.inverse["q"]
+        return of_q * self.scale_of_tile("k", tile) * self.use.factor
 
     def factors(self, block: jax.Array, tile: jax.Array) -> list:
         """What multiplies scaled scores, in order."""

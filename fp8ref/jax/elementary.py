@@ -1,11 +1,10 @@
 """Exponentials, logarithms and fused products of float32 numbers for attention (SEMANTICS A-5, A-7, A-11).
 
-XLA's float32 exponentials are approximations. ``exponential`` takes them (``native``), or computes in
-float64 and rounds (``rounded``). The rest is always computed in float64.
+XLA's float32 exponentials are approximations. ``exponential`` takes them (``fast``), or computes in
+float64 and rounds (``stated``). The rest is always computed in float64.
 """
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +12,25 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-Exponential = Literal["native", "rounded"]
-"""Who computes exponentials: ``native``, XLA in float32; ``rounded``, XLA in float64, rounded to float32."""
+from fp8ref.attention import Arithmetic
+from fp8ref.jax import moments
 
 
-def exponential(x: jax.Array, base: str, how: Exponential) -> jax.Array:
+def times(a: ArrayLike, b: ArrayLike, how: Arithmetic) -> jax.Array:
+    """a * b, float32: ``stated``, rounded before any sum; ``fast``, as XLA compiles it."""
+    return jnp.multiply(a, b) if how == "fast" else moments.product(a, b)
+
+
+def exponential(x: jax.Array, base: str, how: Arithmetic) -> jax.Array:
     """2^x or e^x, float32 of any shape, of numbers below 128, or below 88.
 
     Specials: 0 of numbers below -200. XLA flushes results below 2^-126 to zero.
-    native    errs by 2 units of 2^-23. On a CPU XLA makes e^(x ln 2) of 2^x, which adds |x| / 2 such units.
-    rounded   is RN32 of a float64 number that errs by less than 2^-50 of itself, of which 2^-52 are the
+    fast      errs by 2 units of 2^-23. On a CPU XLA makes e^(x ln 2) of 2^x, which adds |x| / 2 such units.
+    stated    is RN32 of a float64 number that errs by less than 2^-50 of itself, of which 2^-52 are the
               library's and 2^-54 the argument's. It differs from the simulator's where a midpoint of
               float32 numbers lies that near: of numbers at random, in one case of 2^25.
     """
-    if how == "native":
+    if how == "fast":
         return jnp.exp2(x) if base == "2" else jnp.exp(x)
     with jax.enable_x64(True):
         wide = lax.convert_element_type(jnp.maximum(x, np.float32(-200)), np.float64)

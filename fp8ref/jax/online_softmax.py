@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8ref.attention import SumOrder, Variant
+from fp8ref.attention import Arithmetic, SumOrder, Variant
 from fp8ref.jax import elementary, moments
-from fp8ref.jax.elementary import Exponential, ascending_sum
+from fp8ref.jax.elementary import ascending_sum
 
 _NONE = np.float32(-np.inf)
 _LN2 = np.float32(np.log(2))
@@ -37,7 +37,7 @@ def total(rows: Rows, order: SumOrder) -> jax.Array:
 
 
 def step(
-    s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant, factor: jax.Array | None, how: Exponential
+    s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant, factor: jax.Array | None, how: Arithmetic
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """(probabilities, factors of what came before, the new rows).
 
@@ -73,7 +73,33 @@ def step(
     return p, c, Rows(new, _added(p, c, rows.sums, variant.sum_order))
 
 
-def again(s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, how: Exponential) -> jax.Array:
+def step_fast(s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant) -> tuple[jax.Array, jax.Array, Rows]:
+    """``step`` in the fast form (A-18), of scores under the variant's base; rows have one lane."""
+    s = jnp.where(seen, s, _NONE)
+    old, largest = rows.maximum, jnp.max(s, axis=-1)
+    new = jnp.maximum(old, largest)
+    if variant.threshold > 0:
+        new = jnp.where(new - old <= variant.threshold, old, new)
+    shift = _finite(new)
+    c = elementary.exponential(old - shift, variant.base, "fast")
+    p = elementary.exponential(s - (shift - np.float32(variant.offset))[..., None], variant.base, "fast")
+    return p, c, Rows(new, rows.sums * c[..., None] + jnp.sum(p, axis=-1, keepdims=True))
+
+
+def again_fast(s: jax.Array, lse: jax.Array, seen: jax.Array, variant: Variant) -> jax.Array:
+    """``again`` in the fast form (A-18), of scores and a log-sum-exp under the variant's base."""
+    return elementary.exponential(jnp.where(seen, s - _finite(lse)[..., None], _NONE), variant.base, "fast")
+
+
+def log_sum_fast(maximum: jax.Array, total: jax.Array, variant: Variant) -> jax.Array:
+    """``log_sum`` in the fast form (A-18), of maxima under the variant's base."""
+    empty = total == 0
+    maximum, total = jnp.where(empty, jnp.float32(0), maximum), jnp.where(empty, jnp.float32(1), total)
+    found = (maximum + (jnp.log2(total) - np.float32(variant.offset))) * _LN2 if variant.base == "2" else maximum + jnp.log(total)
+    return jnp.where(empty, _NONE, found)
+
+
+def again(s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, how: Arithmetic) -> jax.Array:
     """Probabilities of scores once more, from the log-sum-exp (A-15, step 3): float32 of the shape of s.
 
     factor    of raw scores, whose base is 2; None of scaled ones, whose base is e.

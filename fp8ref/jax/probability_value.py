@@ -9,6 +9,7 @@ from jax import lax
 
 from fp8ref.jax import division, moments
 from fp8ref.jax.attention_operands import Parts
+from fp8ref.jax.elementary import times
 
 
 def add(o: jax.Array, c: jax.Array, p: jax.Array, parts: Parts, tile: jax.Array, p_scale_inv: jax.Array) -> jax.Array:
@@ -20,11 +21,12 @@ def add(o: jax.Array, c: jax.Array, p: jax.Array, parts: Parts, tile: jax.Array,
     """
     with jax.named_scope("attention:values"):
         found = parts.dot(p, parts.tile(parts.v, tile), ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
+    how = parts.use.arithmetic
     if parts.variant.out_scales == "tile":
         if parts.variant.granularity != "mx_1x32":  # whose operand v has its scales
-            found = moments.product(found, parts.scale_of_tile("v", tile))
-        found = moments.product(found, p_scale_inv)
-    return moments.product(o, c[..., None]) + found
+            found = times(found, parts.scale_of_tile("v", tile), how)
+        found = times(found, p_scale_inv, how)
+    return times(o, c[..., None], how) + found
 
 
 def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
@@ -33,6 +35,9 @@ def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
     variant = parts.variant
     at_end = parts.inverse["v"] if variant.out_scales == "end" and variant.granularity else None
     total = total[..., None]
+    if parts.use.fast:
+        whole = jnp.maximum(total, jnp.float32(1)) if variant.finish == "divide" else jnp.where(total == 0, jnp.float32(1), total)
+        return o * ((1 if at_end is None else at_end) / whole)
     if variant.finish == "divide":
         o = o if at_end is None else moments.product(o, at_end)
         # A choice by o hides from XLA that a row has one divisor, which it would make a reciprocal of.

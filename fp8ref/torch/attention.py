@@ -8,10 +8,14 @@ Tensors are [batch, heads, tokens, features]. Tiles, roundings, scales and their
 products is the library:
 
     FP8 codes       torch._scaled_mm, for each sequence and head of keys, with the query heads of that head as rows;
-                    fast accumulation under the plan ``hopper_fast``. Within ``hardware.simulating``, its plan.
+                    fast accumulation under the plan ``hopper_fast``. Within ``hardware.simulating``, its plan. On a
+                    CPU the fast form has one float32 GEMM of dequantized codes for all sequences and heads.
     MX blocks       a float32 GEMM of dequantized codes (G-16)
     bfloat16        a GEMM with a float32 result
     ``exact``       float64
+
+Between the products are torch's own sums and functions, within a bound (A-18), or under ``arithmetic="stated"`` the
+specification's operations in their order.
 
 A GEMM begins at +0. So probabilities times values are promoted after each tile, whatever ``promotion`` says: ``fa3``
 is computed as ``fa3_promoted``, and ``fa4`` likewise.
@@ -23,8 +27,10 @@ import torch
 from torch import Tensor
 
 from fp8ref import attention as data
-from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.attention import FULL, Arithmetic, Mask, Variant
 from fp8ref.torch import (
+    attention_fast,
+    attention_fast_gradients,
     attention_forward,
     attention_function,
     attention_gradients,
@@ -38,7 +44,6 @@ from fp8ref.torch.attention_forward import Documents, Result
 from fp8ref.torch.attention_function import values
 from fp8ref.torch.attention_gradients import Gradients, Saved
 from fp8ref.torch.attention_inputs import Shape, Spec
-from fp8ref.torch.elementary import Exponential
 from fp8ref.torch.head_scaling import DTYPES
 from fp8ref.torch.scales import Scales
 
@@ -57,7 +62,7 @@ def apply(
     documents: Pair = None,
     scales: dict[str, Tensor] | None = None,
     seed: int = 0,
-    exponential: Exponential = "native",
+    arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
     seen: dict[str, Tensor] | None = None,
 ) -> Tensor:
@@ -80,7 +85,7 @@ def apply(
         check_gradients(variant)
     given, observed = scales or {}, seen or {}
     roles = tuple(given), tuple(observed)
-    function = attention_function.function(variant, values(variant), values(mask), scale, seed, exponential, amax_group, roles)
+    function = attention_function.function(variant, values(variant), values(mask), scale, seed, arithmetic, amax_group, roles)
     of_q, of_k = documents if isinstance(documents, tuple) else (documents, documents)
     return function.apply(q, k, v, of_q, of_k, *given.values(), *observed.values())
 
@@ -105,7 +110,7 @@ def forward(
     documents: Pair = None,
     scales: dict[str, Tensor] | None = None,
     seed: int = 0,
-    exponential: Exponential = "native",
+    arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
     keep_p: bool = False,
 ) -> Result:
@@ -116,27 +121,30 @@ def forward(
     scales        {role: scale} of roles q, k, v, s, o: delayed scaling. The others come from the tensors
                   themselves; that of s from the amax 1.
     seed          of a rotated variant's signs.
-    exponential   ``native``: torch's float32 functions; ``rounded``: in float64, rounded (A-5).
+    arithmetic    ``fast``: torch's own sums and functions, within a bound of the specification (A-18); ``stated``: every
+                  operation in its order, exponentials in float64, rounded (A-5).
     amax_group    name of a process group whose ranks have other sequences or heads of the same tensors: they
                   share the amaxes of whole tensors (P-2).
     keep_p        return the codes of the probabilities, whose memory is quadratic.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16, on one
               device. See ``Result``.
-    Order:    the tiles' own (A-6); in a tile A-4 to A-9, with a promotion after each; at the end A-10, A-11.
+    Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9, with a promotion after each; at the end A-10, A-11.
+              fast: A-18.
     Specials: a row that sees no key is 0, its lse -infinity. NaN and infinities are not refused, since the
               host would wait for the device: all that shares a scale with one becomes NaN.
     Raises:   ValueError: an unknown variant; shapes, dtypes, devices or documents that do not fit; scales for
               roles without one; features that the variant does not take; a policy that this backend lacks.
     Source:   SEMANTICS A-1 to A-13.
     """
-    spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, exponential, amax_group, data.ROLES)
+    spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, data.ROLES)
     if keep_p and (spec.variant.real or spec.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {spec.variant.name!r} has none. Leave it out.")
     with _full_precision(q):
         if spec.variant.real:
             return _real(q, k, v, spec, shape, at)
         tensors = operands.quantize(q, k, v, spec, given)
-        return attention_forward.run(tensors, spec, shape, at, given, report="all", keep_p=keep_p)
+        run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
+        return run(tensors, spec, shape, at, given, report="all", keep_p=keep_p)
 
 
 @torch.no_grad()
@@ -152,7 +160,7 @@ def backward(
     scale: float | None = None,
     documents: Pair = None,
     scales: dict[str, Tensor] | None = None,
-    exponential: Exponential = "native",
+    arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with what they are made of.
@@ -161,14 +169,15 @@ def backward(
     scales        {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come from the
                   tensors themselves.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in ``forward``. See ``Gradients``.
-    Order:    A-14 to A-16; sums over keys are added tile by tile, in float32; over the heads of a group ascending.
+    Order:    stated: A-14 to A-16; sums over keys are added tile by tile, in float32; over the heads of a group
+              ascending. fast: A-18.
     Specials: a row that sees no key has no gradient. NaN and infinities as in ``forward``.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape.
     Source:   SEMANTICS A-14 to A-16.
     """
     check_gradients(variant)
     roles = ("s", *data.GRADIENT_ROLES)
-    spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, 0, exponential, amax_group, roles)
+    spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, 0, arithmetic, amax_group, roles)
     if not isinstance(result, Result) or result.o.shape != q.shape:
         raise ValueError(f"result is what forward gave for q {tuple(q.shape)}; got {type(result).__name__}.")
     attention_inputs.check_tensor("do", do)
@@ -185,7 +194,8 @@ def backward(
         saved = Saved(result.tensors, o, of_o, result.lse, scale_p, scale_inv_p)
         if spec.variant.granularity == "mx_1x32":
             return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, report="all")
-        return attention_gradients.gradients(do, saved, spec, shape, at, given, report="all")
+        gradients = (attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients).gradients
+        return gradients(do, saved, spec, shape, at, given, report="all")
 
 
 def _full_precision(x: Tensor):
@@ -193,9 +203,9 @@ def _full_precision(x: Tensor):
     return torch.autocast(x.device.type, enabled=False) if linear_input.autocast_dtype(x) else contextlib.nullcontext()
 
 
-def _prepared(q, k, v, variant, mask, scale, documents, scales, seed, exponential, amax_group, roles):
+def _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, roles):
     """The checked inputs of either pass."""
-    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, exponential=exponential, amax_group=amax_group)
+    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, arithmetic=arithmetic, amax_group=amax_group)
     shape = attention_inputs.check(q, k, v, spec)
     given = attention_inputs.check_scales(scales, spec.variant, roles, shape)
     at = attention_forward.padded_documents(*attention_inputs.check_documents(documents, shape))

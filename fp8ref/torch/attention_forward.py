@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8ref.attention import Variant
 from fp8ref.torch import attention_operands as operands
-from fp8ref.torch import cast, hardware, head_scaling, online_softmax
+from fp8ref.torch import cast, float_values, hardware, head_scaling, online_softmax
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.elementary import divide, log, multiply_add, times
 from fp8ref.torch.head_scaling import Heads
@@ -82,10 +82,7 @@ def run(
     Raises:   ValueError: MX blocks under simulated hardware.
     """
     variant, device = spec.variant, tensors["q"].codes.device
-    if variant.granularity == "mx_1x32" and hardware.active():
-        raise ValueError(
-            "attention multiplies MX blocks dequantized, not by simulated hardware. Use another variant, or leave the context."
-        )
+    check_hardware(variant)
     q, k, v = _layouts(tensors, spec, shape)
     scale_p, scale_inv_p = operands.probability_scale(variant, given, device)
     if variant.granularity == "mx_1x32":
@@ -102,7 +99,7 @@ def run(
         s = scores(q, k, tile, variant)
         old = online_softmax.Rows(state.maximum[:, :, tile.rows], state.sums[:, :, tile.rows])
         visible = operands.seen(tile, spec, shape, documents, device)
-        p, c, new = online_softmax.step(s, old, visible, variant, factors, spec.exponential)
+        p, c, new = online_softmax.step(s, old, visible, variant, factors, spec.arithmetic)
         p8 = round_probabilities(p, scale_p, variant)
         if report != "nothing":
             largest = torch.maximum(largest, p.amax())
@@ -123,7 +120,15 @@ def run(
     out = operands.by_head(_finish(o, total, at_end, variant), shape)
     factor = operands.raw_factor(tensors, spec, shape) if variant.scores == "raw" else 1.0
     lse = operands.by_head(log_sum(state.maximum, total, factor, variant)[..., None], shape)[..., 0]
-    return _result(out, lse, tensors, largest, saturated, codes, (scale_p, scale_inv_p), spec, shape, given, report=report)
+    return result(out, lse, tensors, largest, saturated, codes, (scale_p, scale_inv_p), spec, shape, given, report=report)
+
+
+def check_hardware(variant: Variant) -> None:
+    """ValueError for MX blocks under simulated hardware."""
+    if variant.granularity == "mx_1x32" and hardware.active():
+        raise ValueError(
+            "attention multiplies MX blocks dequantized, not by simulated hardware. Use another variant, or leave the context."
+        )
 
 
 def scores(q: Tensor, k: Tensor, tile: operands.Tile, variant: Variant) -> Tensor:
@@ -191,7 +196,7 @@ def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant
     return o * (inverse if scale_inv is None else inverse * scale_inv)
 
 
-def _result(out, lse, tensors, largest, saturated, codes, scales_p, spec: Spec, shape: Shape, given, *, report: Report) -> Result:
+def result(out, lse, tensors, largest, saturated, codes, scales_p, spec: Spec, shape: Shape, given, *, report: Report) -> Result:
     """The output in its format, and the amaxes of all ranks."""
     variant = spec.variant
     amaxes = {role: t.amax for role, t in tensors.items()}
@@ -203,5 +208,5 @@ def _result(out, lse, tensors, largest, saturated, codes, scales_p, spec: Spec, 
         tensors = {**tensors, "o": o}
     if codes is not None:
         codes = codes.permute(0, 1, 3, 2, 4).reshape(shape.batch, shape.heads, shape.queries, -1)[..., : shape.keys]
-    values = o.codes.float() * o.scale_inv if variant.out.bits == 8 else o.codes.float()
+    values = float_values.decode(o.codes).mul_(o.scale_inv) if variant.out.bits == 8 else o.codes.float()
     return Result(values, lse, tensors, amaxes, saturated, codes, *scales_p)

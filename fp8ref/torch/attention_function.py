@@ -12,6 +12,8 @@ from torch import Tensor
 from fp8ref import attention as data
 from fp8ref.attention import Mask, Variant
 from fp8ref.torch import (
+    attention_fast,
+    attention_fast_gradients,
     attention_forward,
     attention_gradients,
     attention_gradients_mx,
@@ -49,7 +51,7 @@ def values(x: object) -> tuple:
 
 @torch._dynamo.assume_constant_result
 def function(
-    variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, exponential, amax_group, roles: Roles
+    variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, arithmetic, amax_group, roles: Roles
 ) -> type[torch.autograd.Function]:
     """The differentiable function of some constants, which a compiler does not trace.
 
@@ -61,7 +63,7 @@ def function(
         raise ValueError("mask is a Mask of fp8ref.attention.")
     causal, window, alignment = of_mask
     mask = Mask(causal=causal, window=window, alignment=alignment)
-    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, exponential=exponential, amax_group=amax_group)
+    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, arithmetic=arithmetic, amax_group=amax_group)
     return _bind(spec, roles)
 
 
@@ -104,7 +106,8 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
         ctx.save_for_backward(q, k, v, *at)
         return operands.by_head(attention_real.forward(q, k, v, spec, shape, at).o, shape).float().to(q.dtype)
     tensors = operands.quantize(q, k, v, spec, given, report=report)
-    result = attention_forward.run(tensors, spec, shape, at, given, report=report)
+    run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
+    result = run(tensors, spec, shape, at, given, report=report)
     o = result.o.to(q.dtype)
     _observe(ctx.seen, result.amaxes)
     if variant.backward is None:
@@ -142,7 +145,8 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
             tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
             kept = Saved(tensors, o, o_scale_inv, lse, scale_p, scale_inv_p)
             given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
-            gradients = attention_gradients.gradients(do, kept, spec, shape, at, given, report=report)
+            of_pass = attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients
+            gradients = of_pass.gradients(do, kept, spec, shape, at, given, report=report)
         found = gradients[:3]
         _observe(ctx.seen, gradients.amaxes)
     return tuple(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8ref.attention import Variant
+from fp8ref.attention import Arithmetic, Variant
 from fp8ref.torch import attention_forward as forward
 from fp8ref.torch import attention_operands as operands
-from fp8ref.torch import cast, head_scaling, online_softmax
+from fp8ref.torch import cast, float_values, head_scaling, online_softmax
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.attention_operands import Tile
@@ -81,7 +81,7 @@ class Pass:
         self.spec, self.shape, self.documents, self.saved, self.report = spec, shape, documents, saved, report
         self.variant, self.given = spec.variant, given
         self.fmt = spec.variant.gradient_fmt or spec.variant.fmt
-        self.do = _quantized_do(do, spec, given, shape, report=report)
+        self.do = quantized_do(do, spec, given, shape, report=report)
         tensors = saved.tensors
         step = operands.STEP
         self.q, self.do_rows = (operands.grouped(x.codes, shape, step) for x in (tensors["q"], self.do))
@@ -211,13 +211,13 @@ def rounded(
         amaxes[role] = amax
         scaling = forward.output_scaling(variant)
         kept = head_scaling.quantize(x, variant.out, *scaling, amax_of_groups=amax, scale=given.get(role))
-        found[role] = kept.codes.float() * kept.scale_inv if low else kept.codes.float()
+        found[role] = float_values.decode(kept.codes).mul_(kept.scale_inv) if low else kept.codes.float()
         if low:
             coded[role] = kept
     return Gradients(**found, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scales)
 
 
-def _quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape, *, report: Report) -> Heads:
+def quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape, *, report: Report) -> Heads:
     """do as q is quantized (A-15)."""
     variant = spec.variant
     fmt = variant.gradient_fmt or variant.fmt
@@ -235,9 +235,9 @@ def again(s: Tensor, lse: Tensor, tile: Tile, tensors: dict[str, Heads], spec: S
     factors = operands.score_factors(tensors, tile, spec, shape)
     if spec.variant.scores == "raw":
         bias = -times(lse, _LOG2E)
-        p = exponential(multiply_add(s, factors[0], bias[..., None]), "2", spec.exponential)
+        p = exponential(multiply_add(s, factors[0], bias[..., None]), "2", spec.arithmetic)
     else:
-        p = exponential(online_softmax.scaled(s, factors) - lse[..., None], "e", spec.exponential)
+        p = exponential(online_softmax.scaled(s, factors) - lse[..., None], "e", spec.arithmetic)
     visible = operands.seen(tile, spec, shape, documents, s.device)
     return p if visible is None else torch.where(visible, p, 0.0)
 
@@ -248,8 +248,10 @@ def rows_of(lse: Tensor, shape: Shape, step: int) -> Tensor:
     return head_scaling.pad(lse, 2, step).view(shape.batch, shape.key_heads, shape.group, -1).transpose(2, 3)
 
 
-def sums_of_rows(a: Tensor, b: Tensor, features: int) -> Tensor:
-    """The sum of products over the last axis, ascending, each addition rounded."""
+def sums_of_rows(a: Tensor, b: Tensor, features: int, arithmetic: Arithmetic = "stated") -> Tensor:
+    """The sum of products over the last axis: stated, ascending, each addition rounded; fast, in torch's order."""
+    if arithmetic == "fast":
+        return (a.float() * b.float()).sum(-1)
     each = (a.float() * b.float()).unbind(-1)  # products of two short numbers are exact
     total = each[0]
     for one in each[1:features]:

@@ -53,7 +53,7 @@ def gradients(
     v8 = operands.along_features(head_scaling.dequantize(tensors["v"], along_tokens=True))
     lse = rows_of(saved.lse, shape, MX)
     short = head_scaling.rounded(do, variant.out)
-    d = sums_of_rows(operands.grouped(short, shape, MX), operands.grouped(saved.o, shape, MX), shape.features)
+    d = sums_of_rows(operands.grouped(short, shape, MX), operands.grouped(saved.o, shape, MX), shape.features, spec.arithmetic)
     dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device)
     dk, dv = torch.zeros_like(k8), torch.zeros_like(k8)
     largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8ref import attention
-from fp8ref.attention import Mask, Variant
+from fp8ref.attention import ARITHMETIC, Arithmetic, Mask, Variant
 from fp8ref.torch import cast, hadamard, head_scaling
-from fp8ref.torch.elementary import HOW, Exponential
 
 Report = Literal["nothing", "amaxes", "all"]
 """What a pass finds beside its result: nothing but the amaxes that scales are made of; all amaxes; and how many elements
@@ -36,14 +35,14 @@ class Spec:
     mask: Mask = attention.FULL
     scale: float | None = None
     seed: int = 0
-    exponential: Exponential = "native"
+    arithmetic: Arithmetic = "fast"
     amax_group: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
             raise ValueError(f"mask is a Mask of fp8ref.attention; got {self.mask!r}.")
-        if self.exponential not in HOW:
-            raise ValueError(f"exponential is one of {', '.join(HOW)}; got {self.exponential!r}.")
+        if self.arithmetic not in ARITHMETIC:
+            raise ValueError(f"arithmetic is one of {', '.join(ARITHMETIC)}; got {self.arithmetic!r}.")
         if self.scale is not None and not (math.isfinite(self.scale) and np.float32(self.scale) > 0):
             raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
         if self.variant.rotated:

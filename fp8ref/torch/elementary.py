@@ -5,7 +5,7 @@ approximation. Products and quotients of float32 numbers go through float64 ther
 than 2 x 24 + 2 bits, so that rounding its result to float32 is the one rounding that is asked for.
 
 A sum of a product and a third number has no such bound. ``multiply_add`` rounds twice where its float64
-falls on a midpoint of float32 numbers: of 2^29 random ones, about one does. "rounded" exponentials have the
+falls on a midpoint of float32 numbers: of 2^29 random ones, about one does. "stated" exponentials have the
 same fault: their float64 is off by less than 2^-52, and a midpoint is that near in one of 2^28.
 
 Python numbers that are passed are float32 numbers.
@@ -16,17 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Exponential = Literal["native", "rounded"]
-"""How exponentials are computed: by torch's float32 function, within 2 units in the last place (A-5); or in
-float64 and rounded, as the specification's."""
-
-HOW: tuple[Exponential, ...] = ("native", "rounded")
-"""The values of ``Exponential``."""
+from fp8ref.attention import Arithmetic
 
 
-def exponential(x: Tensor, base: Literal["2", "e"], how: Exponential) -> Tensor:
-    """base^x of float32 numbers; 0 of -infinity."""
-    wide = x.double() if how == "rounded" else x
+def exponential(x: Tensor, base: Literal["2", "e"], how: Arithmetic) -> Tensor:
+    """base^x of float32 numbers; 0 of -infinity.
+
+    how       ``fast``, torch's float32 function, within 2 units in the last place (A-5); ``stated``, in float64 and rounded.
+    """
+    wide = x.double() if how == "stated" else x
     return (wide.exp2() if base == "2" else wide.exp()).float()
 
 

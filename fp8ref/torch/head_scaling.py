@@ -130,7 +130,7 @@ def quantize(
         return Heads(rounded(x, fmt), amax_of_groups, one, one)
     multiplier, scale_inv = scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
     scaled = x.float() * spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens)
-    return Heads(cast.to_fp8(scaled, fmt), amax_of_groups, multiplier, scale_inv)
+    return Heads(scaled.clamp_(-fmt.max, fmt.max).to(cast.native(fmt)), amax_of_groups, multiplier, scale_inv)
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8ref.attention import SumOrder, Variant
-from fp8ref.torch.elementary import Exponential, exponential, multiply_add, times
+from fp8ref.attention import Arithmetic, SumOrder, Variant
+from fp8ref.torch.elementary import exponential, multiply_add, times
 
 LANES: dict[SumOrder, int] = {"tile": 1, "quad": 4, "packed": 1}
 """The partial sums that a row keeps from tile to tile."""
@@ -34,7 +34,7 @@ def total(sums: Tensor, order: SumOrder) -> Tensor:
     return (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3]) if order == "quad" else sums[..., 0]
 
 
-def step(s: Tensor, rows: Rows, seen: Tensor | None, variant: Variant, factors: list[Tensor | float], how: Exponential):
+def step(s: Tensor, rows: Rows, seen: Tensor | None, variant: Variant, factors: list[Tensor | float], how: Arithmetic):
     """(probabilities, factors of what came before, the new state).
 
     seen      which keys each row sees, to broadcast against s; None: all.
@@ -52,7 +52,7 @@ def step(s: Tensor, rows: Rows, seen: Tensor | None, variant: Variant, factors: 
     return p, c, Rows(new, add(p, c, rows.sums, variant.sum_order))
 
 
-def _raw(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, factor: Tensor | float, how: Exponential):
+def _raw(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, factor: Tensor | float, how: Arithmetic):
     of_rows = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
     new = torch.maximum(old, _masked(s, seen).amax(-1))
     behind = times(old - finite(new), of_rows)
@@ -65,7 +65,7 @@ def _raw(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, factor: 
     return exponential(multiply_add(s, factor, bias[..., None]), "2", how), c, new
 
 
-def _scaled(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, factors: list[Tensor | float], how: Exponential):
+def _scaled(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, factors: list[Tensor | float], how: Arithmetic):
     s = scaled(s, factors)
     largest = _masked(s, seen).amax(-1)
     above = (old == -torch.inf) | (largest - old > variant.threshold)

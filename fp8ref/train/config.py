@@ -67,9 +67,9 @@ class Config:
             f"{self.parallel.attention!r}. Leave one of them out.",
         )
         require(
-            self.numerics.attention is None or self.parallel.compile == "none",
-            f"torch.compile writes out every tile of numerics.attention {self.numerics.attention!r}, for minutes or hours; got parallel.compile "
-            f"{self.parallel.compile!r}. Set it to none.",
+            self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
+            "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
+            f"{self.parallel.compile!r}. Set it to none, or the arithmetic to fast.",
         )
         size = self.model.vocab_size
         require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")

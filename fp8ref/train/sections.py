@@ -96,6 +96,9 @@ class NumericsConfig:
     attention: str | None = None
     """Attention, a tile of keys after another, by one of the variants that have gradients: cudnn or mxfp8 in FP8; bf16, or exact (SEMANTICS A-1).
     Default: the framework's own, in bfloat16."""
+    attention_arithmetic: Literal["fast", "stated"] = "fast"
+    """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
+    stated order, rounded once, several times slower."""
 
     def __post_init__(self) -> None:
         require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
@@ -107,6 +110,15 @@ class NumericsConfig:
                 "out the schedule.",
             )
         require(self.accumulate != "", "numerics.accumulate names simulated hardware; got ''. Leave it out for the framework's own GEMMs.")
+        require(
+            self.attention_arithmetic in attention.ARITHMETIC,
+            f"numerics.attention_arithmetic is one of {', '.join(attention.ARITHMETIC)}; got {self.attention_arithmetic!r}.",
+        )
+        require(
+            self.attention is not None or self.attention_arithmetic == "fast",
+            f"numerics.attention_arithmetic is of numerics.attention, which is left out; got {self.attention_arithmetic!r}. Leave both out, or "
+            "name a variant.",
+        )
         if self.attention is not None:
             trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
             require(

@@ -68,13 +68,13 @@ def test_nan_reaches_the_output(place):
 def test_blocks_of_queries_and_tiles_of_keys_change_no_bit(monkeypatch):  # A-6
     """Of a causal mask 15 of 25 pairs of blocks and tiles are computed."""
     q, k, v, _ = small(tq=600, tk=600)
-    how = {"variant": "cudnn", "mask": CAUSAL, "exponential": "rounded", "scale": cases.SCALE}
+    how = {"variant": "cudnn", "mask": CAUSAL, "arithmetic": "stated", "scale": cases.SCALE}
     whole = jax.jit(functools.partial(attention.forward, **how))(q, k, v)
     monkeypatch.setattr(attention.operands, "QUERIES", 128)
     parts = jax.jit(functools.partial(attention.forward, **how))(q, k, v)
     np.testing.assert_array_equal(parts.lse, whole.lse)
     np.testing.assert_array_equal(parts.o, whole.o)
-    grid = attention.operands.grid(attention.inputs.prepare(q, k, v, "cudnn", CAUSAL, None, None, 0, "native", ())[0], 600, 600, 64)
+    grid = attention.operands.grid(attention.inputs.prepare(q, k, v, "cudnn", CAUSAL, None, None, 0, "fast", ())[0], 600, 600, 64)
     assert (grid.blocks, grid.tiles, len(grid.pairs[0])) == (5, 5, 15)
 
 
@@ -198,7 +198,7 @@ REFUSED = {
     "promotion": ({"variant": dataclasses.replace(VARIANTS["fa3"], promotion=4)}, "got 4. Use promotion=1, or fp8ref.sim for 4"),
     "policy": ({"variant": dataclasses.replace(VARIANTS["fa3"], policy="msamp")}, "got policy 'msamp'"),
     "mask": ({"mask": "causal"}, "mask is a Mask"),
-    "exponential": ({"exponential": "fast"}, "exponential is one of native, rounded; got 'fast'"),
+    "arithmetic": ({"arithmetic": "exact"}, "arithmetic is one of fast, stated; got 'exact'"),
     "seed": ({"seed": 1}, "variant 'cudnn' has none, got seed=1"),
     "scale": ({"scale": 0.0}, "positive and finite"),
     "array": ({"scale": jnp.float32(1)}, "got an array. Multiply q by it"),

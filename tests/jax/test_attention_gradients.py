@@ -25,9 +25,7 @@ def test_gradients_in_e5m2():  # A-15, step 1 and 7: a product has one operand o
     result = sim.forward(q, k, v, **how)
     wanted = sim_gradients.backward(do, q, k, v, result, **how)
     run = jax.jit(
-        lambda do, *given: attention.backward(
-            do, *given, attention.forward(*given, exponential="rounded", **how), exponential="rounded", **how
-        )
+        lambda do, *given: attention.backward(do, *given, attention.forward(*given, arithmetic="stated", **how), arithmetic="stated", **how)
     )
     found = run(do, q, k, v)
     np.testing.assert_array_equal(np.asarray(found.tensors["do"].codes).view(np.uint8), wanted.tensors["do"].codes)

@@ -24,9 +24,9 @@ def test_factors_of_scores():  # A-4
         ("cudnn", np.float32(1 / np.sqrt(80))),
         ("fa3", np.float32(np.float64(np.float32(1 / np.sqrt(80))) * np.log2(np.e))),
     ):
-        use, _ = inputs.prepare(x, x, x, name, FULL, None, None, 0, "native", ())
+        use, _ = inputs.prepare(x, x, x, name, FULL, None, None, 0, "fast", ())
         assert use.factor == wanted
-    assert hash(use) == hash(inputs.prepare(x, x, x, "fa3", FULL, None, None, 0, "native", ())[0])
+    assert hash(use) == hash(inputs.prepare(x, x, x, "fa3", FULL, None, None, 0, "fast", ())[0])
 
 
 def test_roles_with_scales():
@@ -40,7 +40,7 @@ def test_roles_with_scales():  # A-12
 
 def test_documents():
     x = jnp.ones((2, 1, 4, 64))
-    _, given = inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.int64), 0, "native", ())
+    _, given = inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.int64), 0, "fast", ())
     assert [ids.dtype for ids in given.documents] == [jnp.int32] * 2
     with pytest.raises(ValueError, match=r"documents are integers .* got \[\('float32', \(2, 4\)\)"):
-        inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.float32), 0, "native", ())
+        inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.float32), 0, "fast", ())

@@ -20,7 +20,7 @@ F = np.float32
 
 def use_of(name: str, mask: str, d: int = 64) -> inputs.Use:
     x = jnp.ones((1, 1, 4, d))
-    return inputs.prepare(x, x, x, name, cases.MASKS[mask], None, None, 0, "native", ())[0]
+    return inputs.prepare(x, x, x, name, cases.MASKS[mask], None, None, 0, "fast", ())[0]
 
 
 @pytest.mark.parametrize("mask", cases.MASKS)

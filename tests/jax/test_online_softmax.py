@@ -25,7 +25,7 @@ def test_tiles(name):  # A-5, A-7, A-11
     rows = keys = 64
     factor = F(0.37) if raw else F(1)
     mine, other = online_softmax.start(jnp.zeros(rows), variant.sum_order), sim.start(rows)
-    step = jax.jit(lambda s, rows, seen: online_softmax.step(s, rows, seen, variant, jnp.float32(factor) if raw else None, "rounded"))
+    step = jax.jit(lambda s, rows, seen: online_softmax.step(s, rows, seen, variant, jnp.float32(factor) if raw else None, "stated"))
     for n in range(3):
         s = (rng.standard_normal((rows, keys)) * 4).astype(F)
         low, high = np.zeros(rows, np.int64), np.full(rows, keys)
@@ -47,7 +47,7 @@ def test_tiles(name):  # A-5, A-7, A-11
 def test_probabilities_again():
     s, lse = F([[1, 2, 3], [4, 5, 6]]), F([3, -np.inf])
     seen = jnp.asarray([[True, True, False], [False] * 3])
-    found = online_softmax.again(jnp.asarray(s), jnp.asarray(lse), seen, None, "rounded")
+    found = online_softmax.again(jnp.asarray(s), jnp.asarray(lse), seen, None, "stated")
     np.testing.assert_array_equal(found, F([[np.exp(-2.0), np.exp(-1.0), 0], [0, 0, 0]]))
-    raw = online_softmax.again(jnp.asarray(s), jnp.zeros(2), jnp.full((2, 3), True), jnp.float32(2), "rounded")
+    raw = online_softmax.again(jnp.asarray(s), jnp.zeros(2), jnp.full((2, 3), True), jnp.float32(2), "stated")
     np.testing.assert_array_equal(raw, F(2.0) ** (2 * s))

@@ -7,7 +7,9 @@ from fp8ref import llama
 from fp8ref.crosscheck import one_device
 from fp8ref.errors import ConfigError
 from fp8ref.estimate import report as estimate
+from fp8ref.jax import attention as attention_jax
 from fp8ref.sim import llama as simulated
+from fp8ref.torch import attention as attention_torch
 from fp8ref.train import failed_step, loop
 from fp8ref.train.data import loader
 from fp8ref.train.processes import Alone
@@ -88,6 +90,8 @@ def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatc
 REFUSED = [
     ({"attention": "fa3"}, r"numerics.attention is one of exact, bf16, cudnn, mxfp8, which have gradients; got 'fa3'"),
     ({"attention": "flash"}, r"numerics.attention is one of .*; got 'flash'"),
+    ({"attention": "cudnn", "attention_arithmetic": "exact"}, r"attention_arithmetic is one of fast, stated; got 'exact'"),
+    ({"attention": None, "attention_arithmetic": "stated"}, r"is of numerics.attention, which is left out; got 'stated'"),
     ({"attention": "cudnn", "accumulate": "hopper"}, r"simulates the GEMMs of linears alone; got 'hopper' with numerics.attention 'cudnn'"),
 ]
 
@@ -110,9 +114,34 @@ def test_two_choices_of_attention_are_refused(config):
         config.replace(parallel={"attention": "chunked"})
 
 
-def test_a_compiler_that_writes_out_every_tile_is_refused(config):
-    with pytest.raises(ValueError, match=r"writes out every tile of numerics.attention 'cudnn'.*; got parallel.compile 'block'"):
-        config.replace(parallel={"compile": "block"})
+def test_a_compiler_that_writes_out_every_addition_is_refused(config):
+    stated = config.replace(numerics={"attention_arithmetic": "stated"})
+    with pytest.raises(ValueError, match=r"every addition of numerics.attention_arithmetic 'stated'.*; got parallel.compile 'block'"):
+        stated.replace(parallel={"compile": "block"})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")  # inductor and dynamo
+def test_a_compiled_block_trains(config):  # A-18, B-9
+    """The loss is eager's, but for roundings of norms and activations that inductor keeps in float32: 2^-8 each, averaged over tokens."""
+    tokens = loader.open_batches(config).step(0)
+    eager, compiled = (loop.trainer("torch", config.replace(parallel={"compile": how})) for how in ("none", "block"))
+    assert compiled.evaluate(tokens) == pytest.approx(eager.evaluate(tokens), rel=2**-10)
+    losses = [[trainer.step(tokens)["loss"] for _ in range(3)] for trainer in (eager, compiled)]
+    assert losses[1] == pytest.approx(losses[0], rel=2**-8)
+    assert losses[1][2] < losses[1][0]
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_the_stated_arithmetic_is_a_choice_by_name(backend, config, monkeypatch):  # A-18
+    module = attention_jax if backend == "jax" else attention_torch
+    asked, apply = [], module.apply
+    monkeypatch.setattr(module, "apply", lambda *a, **k: asked.append(k["arithmetic"]) or apply(*a, **k))
+    tokens = loader.open_batches(config).step(0)
+    found = [loop.trainer(backend, config.replace(numerics={"attention_arithmetic": how})).evaluate(tokens) for how in ("fast", "stated")]
+    assert set(asked[: len(asked) // 2]) == {"fast"}
+    assert set(asked[len(asked) // 2 :]) == {"stated"}
+    assert found[0] == pytest.approx(found[1], rel=2**-10)  # a code in a thousand is a neighbor, averaged over tokens
 
 
 def test_what_knows_only_the_frameworks_attention_says_so(config):

@@ -14,16 +14,16 @@ from fp8ref.sim import attention_gradients as sim_gradients
 
 NAMES = [name for name in VARIANTS if name != "exact"]
 GRADIENTS = [name for name, variant in VARIANTS.items() if variant.backward == "cast"]
-OTHERS = [("native", False), ("rounded", True), ("rounded", False)]
+OTHERS = [("fast", False), ("stated", True), ("stated", False)]
 ALL = [(name, "full") for name in NAMES] + [
     (name, mask) for name in ("fa3", "fa4_threshold4", "cudnn") for mask in cases.MASKS if mask != "full"
 ]
 
 
 @functools.cache
-def forward(name: str, mask: str, exponential: str, with_documents: bool = False):
+def forward(name: str, mask: str, arithmetic: str, with_documents: bool = False):
     kept = VARIANTS[name].fmt.bits == 8
-    how = {"variant": name, "mask": cases.MASKS[mask], "keep_p": kept, "exponential": exponential}
+    how = {"variant": name, "mask": cases.MASKS[mask], "keep_p": kept, "arithmetic": arithmetic}
     given = cases.documents() if with_documents else None
 
     @functools.partial(jax.jit, static_argnames="scale")
@@ -53,7 +53,7 @@ def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
     wanted = sim.forward(
         q, k, v, variant=cases.native(name), mask=cases.MASKS[mask], scale=cases.SCALE, keep_p=VARIANTS[name].fmt.bits == 8
     )
-    found = forward(name, mask, "rounded")(q, k, v, cases.SCALE)
+    found = forward(name, mask, "stated")(q, k, v, cases.SCALE)
     same_tensors(found, wanted, wanted.tensors)
     for key in ("p_codes", "lse", "o", "scale_p", "scale_inv_p"):
         np.testing.assert_array_equal(getattr(found, key), getattr(wanted, key), err_msg=key)
@@ -64,19 +64,19 @@ def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
-    ("exponential", "with_documents"), [("native", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+    ("arithmetic", "with_documents"), [("fast", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_within_bounds(name, exponential, with_documents):  # B-1
+def test_numbers_within_bounds(name, arithmetic, with_documents):  # B-1
     q, k, v, _ = cases.normal()
     low, given = VARIANTS[name].fmt.bits == 8, cases.documents() if with_documents else None
     how = {"variant": cases.native(name), "mask": cases.MASKS["causal"], "scale": None, "documents": given}
     wanted = sim.forward(q, k, v, keep_p=low, **how)
-    found = forward(name, "causal", exponential, with_documents)(q, k, v, None)
+    found = forward(name, "causal", arithmetic, with_documents)(q, k, v, None)
     same_tensors(found, wanted, [role for role in wanted.tensors if role != "o"])
-    # native: test_elementary has 2 + |x| / 2 units of 2^-23, with |x| below 32 where P is no zero of e4m3.
+    # fast: test_elementary has 2 + |x| / 2 units of 2^-23, with |x| below 32 where P is no zero of e4m3.
     bound = cases.bound(
-        q=q, k=k, v=v, tensors=wanted.tensors, exponential_error=2.0**-50 if exponential == "rounded" else 18 * 2.0**-23, **how
+        q=q, k=k, v=v, tensors=wanted.tensors, exponential_error=2.0**-50 if arithmetic == "stated" else 18 * 2.0**-23, **how
     )
     differing = np.zeros(bound.weights.shape, bool)
     if low:
@@ -131,8 +131,8 @@ def test_gradients_of_integers(name, mask):  # A-15, A-16
 
     @jax.jit
     def run(do, q, k, v):
-        of_forward = attention.forward(q, k, v, variant=name, exponential="rounded", **how)
-        return attention.backward(do, q, k, v, of_forward, variant=name, exponential="rounded", **how)
+        of_forward = attention.forward(q, k, v, variant=name, arithmetic="stated", **how)
+        return attention.backward(do, q, k, v, of_forward, variant=name, arithmetic="stated", **how)
 
     found = run(do, q, k, v)
     same_tensors(found, wanted, ["do"])
@@ -182,7 +182,7 @@ def test_delayed_scales():  # A-12
 
     @jax.jit
     def run(q, k, v, do):
-        how = {"variant": "cudnn", "scale": cases.SCALE, "exponential": "rounded"}
+        how = {"variant": "cudnn", "scale": cases.SCALE, "arithmetic": "stated"}
         o, vjp = jax.vjp(lambda *given: attention.apply(*given, scales=scales, **how), q, k, v)
         result = attention.forward(q, k, v, scales=first, **how)
         return o, vjp(do), result, attention.backward(do, q, k, v, result, scales=second, **how)

@@ -41,7 +41,7 @@ def both(arrays, variant, **kwargs):
         variant=variant,
         documents=None if documents is None else tuple(map(torch.from_numpy, documents)),
         scales=given and {role: torch.from_numpy(np.asarray(x)) for role, x in given.items()},
-        exponential="rounded",
+        arithmetic="stated",
         **kwargs,
     )
     return sim.forward(*arrays[:3], variant=variant, documents=documents, scales=given, **kwargs), found
@@ -50,7 +50,7 @@ def both(arrays, variant, **kwargs):
 def both_gradients(arrays, results, variant, **kwargs):
     q, k, v, do = arrays
     right = sim_gradients.backward(do, q, k, v, results[0], variant=variant, **kwargs)
-    found = attention.backward(*map(torch.from_numpy, (do, q, k, v)), results[1], variant=variant, exponential="rounded", **kwargs)
+    found = attention.backward(*map(torch.from_numpy, (do, q, k, v)), results[1], variant=variant, arithmetic="stated", **kwargs)
     return right, found
 
 
@@ -222,7 +222,7 @@ def test_given_scales_are_taken():  # A-2, A-8, A-10, A-12, A-15
         q, k, v, do = arrays
         wanted = sim_gradients.backward(do, q, k, v, right, variant=variant, mask=CAUSAL, scales=of_gradients)
         tensors = {role: torch.tensor(x) for role, x in of_gradients.items()}
-        options = {"variant": variant, "mask": CAUSAL, "exponential": "rounded"}
+        options = {"variant": variant, "mask": CAUSAL, "arithmetic": "stated"}
         got = attention.backward(*map(torch.from_numpy, (do, q, k, v)), found, scales=tensors, **options)
     check_operands(right, found, right.tensors)
     check_operands(wanted, got, ("do", "dk", "dv"))

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref import delayed as delayed_configs
-from fp8ref.attention import VARIANTS, Mask
+from fp8ref.attention import ARITHMETIC, VARIANTS, Mask
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import hardware as sim_hardware
 from fp8ref.torch import attention, delayed, hardware
@@ -105,7 +105,7 @@ def test_what_is_refused():
     for message, change in {
         "variant is a Variant or one of": {"variant": "fa5"},
         "mask is a Mask": {"mask": "causal"},
-        "exponential is one of native, rounded; got 'fast'": {"exponential": "fast"},
+        "arithmetic is one of fast, stated; got 'exact'": {"arithmetic": "exact"},
         "softmax scale is positive and finite; got 0": {"scale": 0.0},
         "a seed makes the signs of a rotation": {"seed": 3},
         "takes scales for no role; got 'q'": {"scales": {"q": torch.ones(())}, "variant": "bf16"},
@@ -202,7 +202,7 @@ def test_one_graph_with_gradients_or_blocks_has_eagers_bits(name):
 def test_inductor_has_eagers_bits():
     """With exponentials in float64, which both round to float32: inductor's float32 exp2 is another than torch's. One short tile: to
     compile sums in order takes minutes for long ones."""
-    for eager, compiled in compiled_equals_eager("fa3", "inductor", tq=8, tk=16, exponential="rounded"):
+    for eager, compiled in compiled_equals_eager("fa3", "inductor", tq=8, tk=16, arithmetic="stated"):
         assert torch.equal(eager, compiled)
 
 
@@ -243,21 +243,22 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def largest_of(name, length, mask):
+def largest_of(name, length, mask, arithmetic):
     leaves = inputs(h=2, heads=1, tq=length, tk=length, d=32, requires_grad=name in WITH_GRADIENTS, device="meta")
     with Largest() as seen:
-        o = attention.apply(*leaves, variant=name, mask=mask)
+        o = attention.apply(*leaves, variant=name, mask=mask, arithmetic=arithmetic)
         if name in WITH_GRADIENTS:
             o.backward(torch.empty_like(o))
     return seen.found
 
 
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_memory_is_linear_in_the_tokens(name):
+def test_memory_is_linear_in_the_tokens(name, arithmetic):  # A-18
     """A tile's scores are the largest tensor: of twice the tokens it has twice the elements."""
     tile = VARIANTS[name].tile(32, CAUSAL)
     for length in (5 * tile, 10 * tile):
-        assert largest_of(name, length, CAUSAL) == 2 * length * tile
+        assert largest_of(name, length, CAUSAL, arithmetic) == 2 * length * tile
 
 
 class Rows(TorchDispatchMode):

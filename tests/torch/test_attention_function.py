@@ -10,13 +10,13 @@ from fp8ref.torch.attention_function import function, values
 
 
 def made(variant="cudnn", mask=FULL, **change):
-    options = {"scale": None, "seed": 0, "exponential": "native", "amax_group": None, "roles": ((), ())} | change
+    options = {"scale": None, "seed": 0, "arithmetic": "fast", "amax_group": None, "roles": ((), ())} | change
     return function(variant, values(variant), values(mask), **options)
 
 
 def test_equal_constants_have_one_function():
     assert made() is made() is made(VARIANTS["cudnn"]) is made(mask=Mask())
-    others = [made("bf16"), made(mask=Mask(causal=True)), made(scale=0.5), made(exponential="rounded"), made(roles=(("q",), ()))]
+    others = [made("bf16"), made(mask=Mask(causal=True)), made(scale=0.5), made(arithmetic="stated"), made(roles=(("q",), ()))]
     assert len({made(), *others}) == 6
 
 
@@ -37,5 +37,5 @@ def test_a_variant_without_its_values_is_refused():
     """As dynamo hands one on that was made where it traces."""
     empty = object.__new__(type(VARIANTS["fa3"]))
     with pytest.raises(ValueError, match="made outside of what is compiled"):
-        function(empty, values(VARIANTS["fa3"]), values(FULL), None, 0, "native", None, ((), ()))
+        function(empty, values(VARIANTS["fa3"]), values(FULL), None, 0, "fast", None, ((), ()))
     assert attention_function.values("fa3") == ()

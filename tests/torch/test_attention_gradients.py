@@ -47,9 +47,9 @@ class Gemms(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gemms(scales=None):
+def gemms(scales=None, arithmetic="stated"):
     leaves = [torch.empty(2, h, 300, 64, device="meta").requires_grad_() for h in (4, 2, 2)]
-    o = attention.apply(*leaves, variant=VARIANTS["cudnn"], mask=Mask(causal=True), scales=scales)
+    o = attention.apply(*leaves, variant=VARIANTS["cudnn"], mask=Mask(causal=True), scales=scales, arithmetic=arithmetic)
     with Gemms() as seen:
         o.backward(torch.empty_like(o))
     return seen.found
@@ -57,6 +57,8 @@ def gemms(scales=None):
 
 def test_a_given_scale_of_ds_saves_a_pass_over_the_tiles():  # A-15, step 7
     """Of each of three tiles: s, dp and dq for each of 4 heads of keys, dk and dv for each of 8 query heads; without the scale s and dp
-    twice."""
+    twice. In the fast form dk and dv are summed over query heads by 4 GEMMs."""
     assert gemms({"ds": torch.ones((), device="meta")}) == 3 * (3 * 4 + 2 * 8)
     assert gemms() == 3 * (5 * 4 + 2 * 8)
+    assert gemms({"ds": torch.ones((), device="meta")}, "fast") == 3 * (3 * 4 + 2 * 4)
+    assert gemms(arithmetic="fast") == 3 * (5 * 4 + 2 * 4)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from exact import fractions, rn32
 
+from fp8ref.attention import ARITHMETIC
 from fp8ref.sim import elementary as sim
 from fp8ref.torch import elementary
 
@@ -38,9 +39,9 @@ def test_products_and_quotients_are_float32s(guarded, monkeypatch):
 def test_exponentials_and_logarithms(base):
     x = np.concatenate([np.random.default_rng(2).uniform(-160, 80, 20000), np.arange(-151, 80), [-np.inf]]).astype(np.float32)
     right = (sim.exp2 if base == "2" else sim.exp)(x)
-    rounded, native = (elementary.exponential(torch.from_numpy(x), base, how).numpy() for how in elementary.HOW[::-1])
-    np.testing.assert_array_equal(rounded, right)  # of 2^28 numbers one would differ
+    stated, fast = (elementary.exponential(torch.from_numpy(x), base, how).numpy() for how in ARITHMETIC[::-1])
+    np.testing.assert_array_equal(stated, right)  # of 2^28 numbers one would differ
     normal = right >= 2.0**-126
-    assert (np.abs(native - right)[normal] <= 2 * np.spacing(right)[normal]).all()
+    assert (np.abs(fast - right)[normal] <= 2 * np.spacing(right)[normal]).all()
     y = right[right > 0][:3000]
     np.testing.assert_array_equal(elementary.log(torch.from_numpy(y), base).numpy(), (sim.log2 if base == "2" else sim.log)(y))

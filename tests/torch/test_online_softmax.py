@@ -39,7 +39,7 @@ def test_steps(name, masked, rng):
         at = torch.arange(keys)
         visible = (at >= torch.from_numpy(low)[:, None]) & (at < torch.from_numpy(high)[:, None]) if masked else None
         given = [float(factor)] if raw else [float(x) for x in factors]
-        found, of_before, state = online_softmax.step(torch.from_numpy(s), state, visible, variant, given, "rounded")
+        found, of_before, state = online_softmax.step(torch.from_numpy(s), state, visible, variant, given, "stated")
         np.testing.assert_array_equal(found.numpy(), p)
         started = np.isfinite(right.maximum)  # before, there is nothing to multiply
         np.testing.assert_array_equal(of_before.numpy()[started], c[started])
@@ -53,7 +53,7 @@ def test_a_nan_score_makes_nan_of_its_row():
         s[1, 3] = torch.nan
         state = online_softmax.start((2,), variant.sum_order, s.device)
         for _ in range(2):  # and it stays NaN
-            _, _, state = online_softmax.step(s, state, None, variant, [1.0], "native")
+            _, _, state = online_softmax.step(s, state, None, variant, [1.0], "fast")
             s = torch.zeros(2, 8)
         total = online_softmax.total(state.sums, variant.sum_order)
         assert total.isnan().tolist() == [False, True], name

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
-from fp8ref.attention import Mask
+from fp8ref.attention import Arithmetic, Mask
 from fp8ref.hardware import Multiply
 from fp8ref.jax import attention, delayed, linear
 from fp8ref.jax.scaling import Quantized
@@ -51,6 +51,7 @@ class Pass:
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked": XLA's, of
                QUERIES queries at a time.
     variant    of ``fp8ref.attention``, in place of ``attention``; None: none.
+    arithmetic of the variant.
     checkpointing
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
                ("selective"), or its input ("full").
@@ -64,6 +65,7 @@ class Pass:
     taps: dict[str, jax.Array] = field(default_factory=dict)
     attention: Literal["xla", "chunked", "cudnn"] = "xla"
     variant: str | None = None
+    arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
     copies: Mapping[str, Quantized] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class Pass:
         if self.variant is not None:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            y = attention.apply(*heads, variant=self.variant, mask=Mask(causal=True), over=over).swapaxes(1, 2)
+            y = attention.apply(*heads, variant=self.variant, mask=Mask(causal=True), arithmetic=self.arithmetic, over=over).swapaxes(1, 2)
         elif self.attention == "chunked":
             y = _attended_in_chunks(q, k, v)
         else:

@@ -263,6 +263,7 @@ class Step:
             taps or {},
             attention=keys.attention,
             variant=self.config.numerics.attention,
+            arithmetic=self.config.numerics.attention_arithmetic,
             checkpointing=keys.checkpointing,
             multiply=self._multiply,
             copies=copies,

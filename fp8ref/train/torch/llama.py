@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from fp8ref import llama
-from fp8ref.attention import Mask
+from fp8ref.attention import Arithmetic, Mask
 from fp8ref.llama import LlamaConfig
 from fp8ref.torch import attention
 from fp8ref.torch.tensor_parallel import TensorPlan
@@ -64,10 +64,12 @@ class Attention(nn.Module):
     """Causal rotary attention of [B, T, hidden], with grouped key and value heads (SEMANTICS M-1).
 
     variant     of ``fp8ref.attention``; None: torch's own attention.
+    arithmetic  of the variant.
     amax_group  name of the process group whose ranks share the batch and heads.
     """
 
     variant: str | None = None
+    arithmetic: Arithmetic = "fast"
     amax_group: str | None = None
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -88,7 +90,7 @@ class Attention(nn.Module):
         if self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            y = attention.apply(q, k, v, variant=self.variant, mask=_CAUSAL, amax_group=self.amax_group)
+            y = attention.apply(q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic, amax_group=self.amax_group)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 

@@ -102,7 +102,7 @@ class Step:
         group = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
         for module in model.modules():
             if isinstance(module, Attention):
-                module.variant = self.config.numerics.attention
+                module.variant, module.arithmetic = self.config.numerics.attention, self.config.numerics.attention_arithmetic
                 module.amax_group = None if group is None else group.group_name
         return model
 

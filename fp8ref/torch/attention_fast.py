@@ -1,0 +1,127 @@
+"""The forward pass of attention in the fast form: torch's own sums and functions (SEMANTICS A-18).
+
+    for each tile of keys:
+        s = q @ k.T scale      [Tq x G, D] @ [D, keys], all sequences and heads at once
+        p = exp(s - m)         in the memory of s
+        o = o c + p8 @ v       [Tq x G, keys] @ [keys, D]
+    o, lse                     <- o / sum
+
+Codes and scales, tiles and their order, the rescale rule and the cast of probabilities are those of ``attention_forward``.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fp8ref.attention import Variant
+from fp8ref.torch import attention_forward, batched_gemm, cast
+from fp8ref.torch import attention_operands as operands
+from fp8ref.torch.attention_fast_operands import Layout
+from fp8ref.torch.attention_forward import Documents, Result
+from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.head_scaling import Heads
+
+
+def run(
+    tensors: dict[str, Heads],
+    spec: Spec,
+    shape: Shape,
+    documents: Documents,
+    given: dict[str, Tensor],
+    *,
+    report: Report,
+    keep_p: bool = False,
+) -> Result:
+    """The pass, of quantized q, k and v.
+
+    Order:    A-18.
+    """
+    attention_forward.check_hardware(spec.variant)
+    variant, layout = spec.variant, Layout(tensors, spec, shape)
+    device, fmt, low = layout.q.device, variant.fmt, variant.fmt.bits == 8
+    scale_p, scale_inv_p = operands.probability_scale(variant, given, device)
+    n, rows, width = len(layout.q), layout.q.shape[1], layout.v.shape[-1]
+    maximum, sums = torch.full((n, rows), -torch.inf, device=device), torch.zeros(n, rows, device=device)
+    o = torch.zeros(n, rows, width, device=device)
+    largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    codes = torch.zeros(n, rows, layout.k.shape[1], dtype=torch.uint8, device=device) if keep_p else None
+    # GEMMs of codes take them along the tokens.
+    v = layout.v.transpose(1, 2).contiguous() if layout.codes else layout.v.transpose(1, 2)
+    for tile in operands.tiles(spec, shape):
+        at, hidden = layout.at(tile), layout.hidden(tile, documents)
+        for part in layout.parts(tile):
+            s = layout.scores(part, tile, hidden)
+            old = maximum[part, at]
+            new = _maximum(old, s.amax(-1), variant)
+            shift = finite(new)
+            c = exponential(old - shift, variant)
+            p = exponential_(s.sub_((shift - float(variant.offset))[..., None]), variant)
+            maximum[part, at] = new
+            sums[part, at] = sums[part, at] * c + p.sum(-1)
+            if report != "nothing":
+                largest = torch.maximum(largest, p.amax())
+            if report == "all":
+                saturated = saturated + attention_forward.count_clipped(p, scale_p, variant)
+            p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
+            if codes is not None:
+                codes[part, at, tile.keys] = cast.to_fp8(p, fmt).view(torch.uint8)
+            p8, of_v, of_o = layout.narrow(p, fmt, part, tile), v[part, :, tile.keys], o[part, at].mul_(c[..., None])
+            if not layout.codes:
+                of_o.baddbmm_(p8, of_v.transpose(1, 2))
+                continue
+            found = batched_gemm.products(p8, of_v, fast=layout.fast)
+            if layout.codes and variant.granularity == "rows_128":
+                found = found * layout.of_heads(operands.key_scale(tensors["v"].scale_inv, tile, variant)).view(n, 1, 1)[part]
+            of_o.add_(found)
+    factor = _at_end(layout, scale_inv_p)
+    inverse = _inverse(sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant)
+    out = layout.by_head(o.mul_(inverse[..., None]))
+    lse = layout.by_head(_log_sum(maximum, sums, variant)[..., None])[..., 0]
+    if codes is not None:
+        codes = codes.view(shape.batch, shape.key_heads, shape.queries, shape.group, -1)
+    return attention_forward.result(out, lse, tensors, largest, saturated, codes, (scale_p, scale_inv_p), spec, shape, given, report=report)
+
+
+def exponential_(x: Tensor, variant: Variant) -> Tensor:
+    """2^x or e^x, in the memory of x."""
+    return x.exp2_() if variant.base == "2" else x.exp_()
+
+
+def exponential(x: Tensor, variant: Variant) -> Tensor:
+    """2^x or e^x."""
+    return x.exp2() if variant.base == "2" else x.exp()
+
+
+def finite(maximum: Tensor) -> Tensor:
+    """The maximum, and 0 of a row that has seen no key."""
+    return torch.where(maximum == -torch.inf, 0.0, maximum)
+
+
+def _maximum(old: Tensor, largest: Tensor, variant: Variant) -> Tensor:
+    """The rescale rule (A-7), of scores under the variant's base."""
+    new = torch.maximum(old, largest)
+    return torch.where(new - old <= variant.threshold, old, new) if variant.threshold else new
+
+
+def _at_end(layout: Layout, scale_inv_p: Tensor) -> Tensor | float:
+    """What outputs are multiplied by: the scales of v and P that no operand has."""
+    variant, factor = layout.variant, 1.0
+    of_p = scale_inv_p if variant.fmt.bits == 8 and variant.out_scales == "tile" else factor
+    if layout.codes and variant.granularity in ("tensor", "head"):
+        return layout.of_heads(layout.tensors["v"].scale_inv) * of_p
+    return of_p
+
+
+def _inverse(sums: Tensor, factor: Tensor | float, variant: Variant) -> Tensor:
+    """factor / the sums of rows (A-10); of a row without keys a number that its output 0 is multiplied by."""
+    whole = sums.clamp(min=1.0) if variant.finish == "divide" else torch.where(sums == 0, 1.0, sums)
+    return factor / whole
+
+
+def _log_sum(maximum: Tensor, sums: Tensor, variant: Variant) -> Tensor:
+    """The log-sum-exp of rows (A-11), in torch's float32."""
+    empty = sums == 0
+    maximum, sums = torch.where(empty, 0.0, maximum), torch.where(empty, 1.0, sums)
+    found = (maximum + (sums.log2() - float(variant.offset))) * math.log(2) if variant.base == "2" else maximum + sums.log()
+    return torch.where(empty, -torch.inf, found)
