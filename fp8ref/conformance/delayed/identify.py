@@ -186,7 +186,8 @@ def _ordinary(subject: Subject, fmt: Format, made: str, shows: str, interval: in
     """Rules that may explain ordinary amaxes, with other decisions as fp8ref's own."""
     scale = subject.run(((1.0,), (1.0,), (1.0,)))[-1].scale
     gain = (scale if made == "scale" else 1 / scale) if scale > 0 else 1.0
-    margin = round(math.log2(fmt.max / gain)) if 0 < gain < math.inf else 0
+    # whole binades below max; a power of two may add up to one, and a reciprocal an ulp
+    margin = math.floor(math.log2(fmt.max / gain) + 1e-6) if 0 < gain < math.inf else 0
     found: list[DelayedScaling] = []
     for timing, policy in itertools.product(("update", "use") if interval == 1 else ("update",), _policies(margin)):
         # what is stored under timing ``use`` is one step behind; under an interval the forgetting shows later

@@ -16,6 +16,7 @@ from fp8ref.conformance.delayed.require import asked_of, departures
 from fp8ref.conformance.delayed.subject import subject_of
 from fp8ref.delayed import DELAYED
 from fp8ref.formats import E4M3FN
+from fp8ref.policy import POLICIES
 from fp8ref.sim import delayed
 
 F32 = np.float32
@@ -304,6 +305,25 @@ def test_flax_is_identified():  # H-8, H-13
         "unused": "zero",
         "non_finite": "record",
     }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"history_length": 8, "interval": 3},
+        {"policy": dataclasses.replace(POLICIES["te_delayed"], margin=2)},
+        {"policy": POLICIES["msamp"]},
+        {"history_length": 1, "amax_compute": "most_recent"},
+    ],
+    ids=["interval", "margin", "msamp", "most_recent"],
+)
+def test_other_decisions_are_identified(changed):  # H-6, H-13
+    rule = dataclasses.replace(DELAYED["delayed"], **({"history_length": LENGTH} | changed))
+    found = identify_delayed(of_rule(rule))
+    assert found.ok
+    for key in ("history_length", "interval", "amax_compute"):
+        assert getattr(rule, key) in (found.fields[key], *found.others.get(key, ()))
+    assert (found.fields["policy"], found.fields["margin"]) == (rule.policy.name, rule.policy.margin)
 
 
 # ---- how it is asked ----

@@ -10,7 +10,7 @@ from fp8ref.formats import E4M3FN
 from fp8ref.sim import cast, scaling
 
 F32 = np.float32
-EXAMPLES = 20
+EXAMPLES = 12
 
 BREAK = {
     ("flax_bf16", "tensorwise"): {"error_bound", "saturation"},  # elements and scale_inv are rounded to bfloat16 first (S-13)
@@ -26,7 +26,7 @@ def test_policies(key):  # S-19
         q = scaling.quantize(x, E4M3FN, policy=policy, granularity=granularity)
         return q.codes, q.scale
 
-    assert set(broken(quantize, QUANTIZERS, examples=EXAMPLES)) == BREAK.get(key, set())
+    assert set(broken(quantize, QUANTIZERS, examples=20)) == BREAK.get(key, set())
 
 
 def of_torchao(x):
