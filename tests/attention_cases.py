@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.attention import VARIANTS, Mask, Variant
-from fp8ref.crosscheck.bounds import gamma
+from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.sim import attention_inputs, head_scaling
 
 F = np.float32

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8ref.crosscheck import bounds
+from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
@@ -365,7 +365,7 @@ def test_torchaos_kernels_under_tritons_interpreter(tmp_path, rng):  # G-13, G-1
                 np.testing.assert_array_equal(out, expected)
             else:  # as B-1: any order of a block's sum, two products and a sum for each block, in either
                 length = sa.codes.shape[1]
-                assert (np.abs(out - expected) <= bounds.gamma(length + 9 + length // 64) * magnitudes).all()
+                assert (np.abs(out - expected) <= gamma(length + 9 + length // 64) * magnitudes).all()
 
 
 PTX = """

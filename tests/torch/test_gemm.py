@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.granularity import GRANULARITIES
@@ -42,7 +43,7 @@ def test_operands_in_blocks_are_dequantized(granularities, policy, rng):  # G-16
     if policy == "mx_rceil":
         np.testing.assert_array_equal(out, sim_gemm.matmul(sa, sb, accumulate="exact"))
     dequantized = [sim_scaling.dequantize(q).astype(np.float64) for q in (sa, sb)]
-    bound = bounds.gamma(256) * (np.abs(dequantized[0]) @ np.abs(dequantized[1]).T)  # any order of float32 sums
+    bound = gamma(256) * (np.abs(dequantized[0]) @ np.abs(dequantized[1]).T)  # any order of float32 sums
     assert (np.abs(out.numpy() - dequantized[0] @ dequantized[1].T) <= bound).all()
 
 
@@ -79,9 +80,7 @@ def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng
         return
     out = gemm.matmul(*operands, accumulate="slow", out_dtype=torch.bfloat16)
     magnitudes = [np.abs(sim_scaling.dequantize(q).astype(np.float64)) for q in simulated]
-    bound = 2**-7 * np.abs(expected) + 2 * bounds.gamma(256) * (
-        magnitudes[0] @ magnitudes[1].T
-    )  # both rounded once; float32 sums in any order
+    bound = 2**-7 * np.abs(expected) + 2 * gamma(256) * (magnitudes[0] @ magnitudes[1].T)  # both rounded once; float32 sums in any order
     assert (np.abs(out.float().numpy() - expected) <= bound).all()
 
 

@@ -12,6 +12,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim import gemm
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_gemm(name):  # B-1, B-14
     planted = PLANTED[name]
@@ -21,6 +22,7 @@ def test_a_planted_gemm(name):  # B-1, B-14
     assert grade.ok == (planted.verdict == "right")
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("library", ["torch-scaled-mm", "torch-rowwise", "jax-dot"])
 def test_a_gemm_of_a_library_is_right(library, out_dtype):
