@@ -57,6 +57,29 @@ def test_the_page_shows_jaxs_table():
 
 
 @pytest.mark.slow
+def test_the_table_of_attention(tmp_path):
+    written = tmp_path / "attention_speed.json"
+    for backend in ("torch", "jax"):  # the second keeps the rows of the first
+        script = [sys.executable, BENCHMARKS / "attention_speed.py", "--quick", "--backends", backend, "--json", written]
+        subprocess.run(script, check=True, capture_output=True)
+    rows = json.loads(written.read_text())["rows"]
+    assert [(r["backend"], r["variant"], r["arithmetic"]) for r in rows] == [
+        (backend, *row) for backend in ("torch", "jax") for row in (("framework's", "-"), ("cudnn", "fast"), ("cudnn", "stated"))
+    ]
+    assert all(r["ratio"] > 0 for r in rows)
+
+
+def test_the_page_shows_the_table_of_attention():
+    page = (PAGE.parent / "how-to" / "attention.md").read_text(encoding="utf-8")
+    rows = json.loads((BENCHMARKS / "results" / "attention_speed.json").read_text())["rows"]
+    shown = {(r["backend"], r["tokens"], r["variant"], r["pass"], r["arithmetic"]): r["ratio"] for r in rows}
+    for (backend, tokens, variant, which, arithmetic), ratio in shown.items():
+        if arithmetic == "fast":
+            stated = shown[backend, tokens, variant, which, "stated"]
+            assert f"| {backend} | {tokens} | `{variant}` | {which} | {ratio:.2f}x | {stated:.2f}x |" in page
+
+
+@pytest.mark.slow
 def test_the_optimizers_table(tmp_path):
     written = tmp_path / "optimizer_step.json"
     script = [sys.executable, BENCHMARKS / "optimizer_step.py", "--quick", "--layouts", "float32", "sqrt_e4m3", "--json", written]
