@@ -92,6 +92,7 @@ def test_gradients_are_within_the_bound(name, operand):  # A-18, A-15, A-16
         np.testing.assert_allclose(found.amaxes[role].numpy(), wanted.amaxes[role], rtol=2.0**-6)
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_sums_have_the_stated_bits(name, operand):  # A-18, item 5
     """Scores are 0; 256 keys and two tiles or three, so that P is 1 or 2^8, their sum a power of two, and sums of integers exact."""
