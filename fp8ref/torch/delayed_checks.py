@@ -197,7 +197,7 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
                 "convert the model anew."
             )
     alone = next((name for name, state in named if state.group is None), None)
-    linears = [model.get_submodule(name.rpartition(".states.")[0]) for name, _ in named]
+    linears = [model.get_submodule(path) for name, _ in named if (path := _linear(name)) is not None]
     # torch's replicate gives DistributedDataParallel the parameters alone
     known = names.keys() | {id(getattr(linear, "weight", None)) for linear in linears}
     for wrapper in _wrappers(model):
@@ -223,14 +223,17 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
     The first rank of equal weights writes its scales to the store of the process group; others
     compare theirs with it. No rank waits for another. Ranks with equal weights may train other
     models, such as the stages of a pipeline in a step with learning rate 0: their gradients differ.
-    Gradients of 0 show nothing, and the next update compares.
+    Gradients of 0 show nothing, and the next update compares. States outside of a linear belong to no
+    weight, and are not compared.
 
     Raises:   ValueError: another rank of equal weights and gradients has other scales.
     """
     alone = [(name, state) for name, state in named if state.group is None and not state.scale.is_meta]
+    paths = {name: path for name, _ in alone if (path := _linear(name)) is not None}
+    alone = [(name, state) for name, state in alone if name in paths]
     if not alone:
         return True
-    linears = {name.rpartition(".states.")[0]: None for name, _ in alone}
+    linears = dict.fromkeys(paths.values())
     samples = {path: _gradients.get(model.get_submodule(path)) for path in linears}  # type: ignore[call-overload]
     sampled = {path: sample for path, sample in samples.items() if sample is not None}
     path = next((path for path, sample in sampled.items() if sample.any()), None)
@@ -249,6 +252,12 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
     for path in sampled:
         del _gradients[model.get_submodule(path)]  # type: ignore[arg-type]
     return True
+
+
+def _linear(name: str) -> str | None:
+    """The path of the linear whose state has this name; None for a state outside of a linear."""
+    head, found, _ = f".{name}".rpartition(".states.")
+    return head[1:] if found else None
 
 
 def several_ranks() -> bool:

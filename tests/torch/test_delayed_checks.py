@@ -292,6 +292,13 @@ def no_change():
     return found
 
 
+def test_a_state_outside_of_a_linear_is_not_compared():  # H-12
+    model = convert.convert(nn.Sequential(nn.Linear(32, 32)).bfloat16(), "delayed")
+    state = next(iter(model[0].states.values()))
+    assert delayed_checks.check_copies(nn.ParameterDict(), [("amaxes", state)])
+    assert [delayed_checks._linear(name) for name in ("states.input", "0.states.input", "amaxes")] == ["", "0", None]
+
+
 def test_equal_weights_of_other_models_are_not_refused():  # H-12
     """As the stages of a pipeline, made of one seed, while a learning rate warms up from 0."""
     found = run(2, no_change)
