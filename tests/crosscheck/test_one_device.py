@@ -170,6 +170,7 @@ def gelu_for_silu(monkeypatch):
     monkeypatch.setattr(jax.nn, "silu", jax.nn.gelu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "recipe"),
     [
@@ -185,6 +186,7 @@ def test_a_wrong_model_breaks_the_logits_bound(plant, recipe, small, monkeypatch
     assert "logits/probe/value/jax" in failed
 
 
+@pytest.mark.slow
 def test_wrong_gradients_break_their_bound(small, monkeypatch):  # B-5: the mean square is taken for a constant in one backend
     def forward(self, x):
         wide = x.float()

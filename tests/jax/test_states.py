@@ -124,6 +124,7 @@ def test_fifty_steps_of_masters(name):  # O-14, O-15
     assert trained_masters(MASTERED[name], 50, jnp.bfloat16) == 0
 
 
+@pytest.mark.slow
 def test_updates_of_masters_in_train_state():  # O-14
     """optax adds updates to the parameters: what it misses of the master is a rounding of the old parameter, and does not add up."""
     layout = MASTERED["msamp_o2"]
@@ -221,6 +222,7 @@ def test_schedules_masks_and_moments_read_back():  # O-3, O-4
     np.testing.assert_allclose(v["b"], 0.05, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_in_optaxs_chain_train_state_and_multi_steps():
     chain = optax.chain(optax.clip_by_global_norm(1e6), states.adamw(1e-3, layout="sqrt_e4m3", **HYPER))
     trainer = train_state.TrainState.create(apply_fn=None, params=start_arrays(), tx=chain)

@@ -171,6 +171,7 @@ def test_gradients_of_numbers(name):  # A-15, A-16
         assert apart <= 3 * 2.0**-3 * np.sqrt(32 * exponent) + 4 * exponent
 
 
+@pytest.mark.slow
 def test_delayed_scales():
     q, k, v, do = cases.integers()
     scales = {"q": 32.0, "k": 16.0, "v": 64.0, "s": 200.0, "o": 64.0, "do": 32.0, "ds": 3000.0, "dq": 128.0, "dk": 64.0, "dv": 8.0}

@@ -71,6 +71,7 @@ def test_states_of_another_layout_are_refused(backend, small, tmp_path):
             loop.trainer(backend, configured(small, other)).load(tmp_path / "state", 1)
 
 
+@pytest.mark.slow
 def test_losses_agree(small):  # T-6
     """Of both backends as under other kinds, and of layouts that lose little with those of float32 states."""
     losses = {}

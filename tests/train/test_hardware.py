@@ -79,8 +79,7 @@ def test_a_trainer_that_is_not_given_it_does_not_ignore_the_key(small, backend):
 
 
 # B-12
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("backend", loop.BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_run_says_its_plan_its_proof_names_simulated_gemms_and_another_plan_does_not_resume_it(small, backend, tmp_path):
     path = tmp_path / "plan.json"
     config = small.replace(numerics={"accumulate": probed(path)}, run={"steps": 2})

@@ -113,6 +113,7 @@ def test_a_converted_nnx_model_is_one_written_with_hooks(recipe):
     assert not np.array_equal(model(X), net()(X))
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_and_an_einsum_are_converted_too():
     class Stack(nnx.Module):
         def __init__(self):

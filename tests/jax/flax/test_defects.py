@@ -131,6 +131,7 @@ def test_a_layer_called_twice_observes_the_larger_amax():
     np.testing.assert_array_equal(np.sort(their_history)[-2:], [2 * kernel, 4 * kernel])
 
 
+@pytest.mark.slow
 def test_bfloat16_operands_are_scaled_in_float32():
     """Constant operands are the format's largest number times their scale, so that only the scales' own rounding errs."""
     exact, constants = [], np.float32([1.1, 1.3, 1.7, 1.9, 0.3, 0.7])
@@ -145,7 +146,7 @@ def test_bfloat16_operands_are_scaled_in_float32():
     assert not all(theirs)
 
 
-@pytest.mark.grid(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_training_tracks_bfloat16(recipe):
     """50 steps of a dense regression. With every weight within e4m3's error of where bfloat16 has it, the loss is that of the noise.

@@ -88,6 +88,7 @@ class MLP(nnx.Module):
         return y.reshape(*y.shape[:-2], -1)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("placement", [PLACES, PLACES.get], ids=["mapping", "function"])
 def test_an_nnx_model_inside_shard_map(placement):  # P-6, P-9
     def split(**options):

@@ -345,6 +345,7 @@ if "jax" in sys.modules:  # grain imports it
 """
 
 
+@pytest.mark.slow
 def test_a_torch_run_initializes_no_backend_of_jax(tmp_path, small):
     (tmp_path / "small.toml").write_text(tomli_w.dumps(configs.to_dict(small)))
     command = [sys.executable, "-c", WITHOUT_JAX, str(tmp_path / "small.toml"), str(tmp_path / "run")]
