@@ -16,7 +16,7 @@ F = np.float32
 
 def parts(name: str, v) -> Parts:
     q = jnp.ones((1, 1, 32, 64))
-    use, given = inputs.prepare(q, v, v, name, FULL, None, None, 0, "native", ())
+    use, given = inputs.prepare(q, v, v, name, FULL, None, None, 0, "stated", ())
     return Parts(given, use, operands.quantize(given, use, {}))
 
 

@@ -26,7 +26,10 @@ def test_policies(key):  # S-19
         q = scaling.quantize(x, E4M3FN, policy=policy, granularity=granularity)
         return q.codes, q.scale
 
-    assert set(broken(quantize, QUANTIZERS, examples=20)) == BREAK.get(key, set())
+    # Which of them twenty examples break depends on what hypothesis draws.
+    found = set(broken(quantize, QUANTIZERS, examples=20))
+    assert found <= BREAK.get(key, set())
+    assert bool(found) == (key in BREAK)
 
 
 def of_torchao(x):
