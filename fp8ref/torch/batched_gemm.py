@@ -30,18 +30,17 @@ def products(a: Tensor, b: Tensor, *, fast: bool, factor: Tensor | None = None, 
         if a.dtype == torch.bfloat16:
             return torch.bmm(a, b.transpose(1, 2), out_dtype=torch.float32)
         return torch.bmm(a, b.transpose(1, 2)) if out is None else torch.bmm(a, b.transpose(1, 2), out=out)
-    one = torch.ones((), device=a.device)
-    of_each = one if factor is None else factor
     a, b = a.contiguous(), b.contiguous()
     if torch.compiler.is_compiling() and hardware.active() is None:
-        return scaled_mms(a, b, of_each, fast)
-    return loop(a, b, of_each, fast)
+        return scaled_mms(a, b, factor, fast)
+    return loop(a, b, factor, fast)
 
 
-def loop(a: Tensor, b: Tensor, factor: Tensor, fast: bool) -> Tensor:
+def loop(a: Tensor, b: Tensor, factor: Tensor | None, fast: bool) -> Tensor:
     """A GEMM of FP8 codes for each of n."""
     accumulate = "fast" if fast else "slow"
     one = torch.ones((), device=a.device)
+    factor = one if factor is None else factor
     of_each = factor.unbind() if factor.ndim else [factor] * len(a)
     found = [
         gemm.matmul(_quantized(x, scale_inv), _quantized(y, one), accumulate=accumulate)
@@ -51,7 +50,7 @@ def loop(a: Tensor, b: Tensor, factor: Tensor, fast: bool) -> Tensor:
 
 
 @torch.library.custom_op("fp8ref::scaled_mms", mutates_args=())
-def scaled_mms(a: Tensor, b: Tensor, factor: Tensor, fast: bool) -> Tensor:
+def scaled_mms(a: Tensor, b: Tensor, factor: Tensor | None, fast: bool) -> Tensor:
     """``loop`` as one operator of compiled graphs."""
     return loop(a, b, factor, fast)
 
