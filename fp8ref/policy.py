@@ -1,5 +1,5 @@
 """Scale policies as data: every decision between an amax and a scale (SEMANTICS S-3, S-4, S-9 to
-S-15, S-17).
+S-15, S-17, S-20).
 
 One dataclass holds the decisions, and the policy of each library is one value of it. ``sim.scales``
 implements all of them; a backend implements some and refuses the others. Code asks for decisions,
@@ -14,8 +14,8 @@ from typing import Literal, get_args
 from fp8ref import registry
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 
-Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents"]
-"""What a policy computes first: a scale, or with the last three a scale_inv."""
+Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents", "exponents_up", "exponents_even"]
+"""What a policy computes first: a scale, or with all but the first two a scale_inv."""
 
 Special = Literal["compute", "one", "keep", "keep_inverse"]
 """The scale of a zero, infinite or NaN amax.
@@ -26,11 +26,11 @@ keep          the previous scale
 keep_inverse  RN32(1 / previous scale)
 """
 
-Overflow = Literal["inf", "float32_max"]
-"""The scale that replaces one above float32's range: infinity, or float32's largest number."""
+Overflow = Literal["inf", "float32_max", "bfloat16_max"]
+"""The scale that replaces one above float32's range: infinity, or a dtype's largest number."""
 
-PowerOfTwo = Literal["mask", "exp2_log2"]
-"""How a scale is rounded to a power of two: by its bits, or by way of a float32 logarithm (S-4)."""
+PowerOfTwo = Literal["mask", "exp2_log2", "cut"]
+"""How a scale is rounded to a power of two: by its bits, or by way of a float32 logarithm (S-4); cut (S-20)."""
 
 Stored = Literal["scale", "scale_inv"]
 """Which of the two a cast applies: it multiplies by ``scale``, or divides by ``scale_inv``."""
@@ -44,27 +44,30 @@ class E8M0Rule:
     scale_of_code_0  where scale_inv is 2^-127; arithmetic would give 2^127.
     scale_of_nan     ``zero``, ``nan``: scale_inv is NaN, and scale 0 or NaN; ``as_infinite``: both
                      are those of an infinite amax.
+    infinite         an infinite amax: ``computed``, with k at most 127; ``as_nan``.
     """
 
     scale_of_code_0: float
     scale_of_nan: Literal["zero", "nan", "as_infinite"]
+    infinite: Literal["computed", "as_nan"] = "computed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalePolicy:
     """The decisions from amax to scale, in this order (S-9): floor by eps; ratio; overflow; power
-    of two; special amaxes.
+    of two; special amaxes. Of a ratio that makes scale_inv: floor; ratio; one_below; factor;
+    scale_dtype; power of two (S-17, S-20).
 
     eps           smaller amaxes are replaced by it, an exact real number, or by RN32(eps) where the
                   ratio makes scale_inv; 0 has no effect.
     margin        powers of two of room: fmt.max * 2^-margin takes the place of fmt.max.
     ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 /
-                  amax)). The next three make scale_inv: ``amax/max``: RN32(amax / fmt.max);
+                  amax)). The others make scale_inv: ``amax/max``: RN32(amax / fmt.max);
                   ``amax*(1/max)``: RN32(amax * RN32(1 / fmt.max)); ``exponents``: 2^(floor(log2
                   amax) - floor(log2 fmt.max)).
     power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the
                   same by way of RN32(log2). Where the ratio makes scale_inv, scale_inv is rounded
-                  up instead, which rounds the scale down.
+                  up instead, which rounds the scale down; ``cut`` clears its mantissa, a NaN's too.
     overflow      the scale that replaces one above float32's range.
     zero, infinite, nan
                   the scale of such an amax: ``compute``: the result of the arithmetic; ``one``:
@@ -75,6 +78,9 @@ class ScalePolicy:
                   (S-13).
     e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu. None: they
                   are float32 numbers, and scale is RN32(1 / scale_inv) (S-17).
+    one_below     of a scale_inv: a smaller one becomes 1; 0 has no effect (S-20).
+    factor        of a scale_inv: it is multiplied by RN32(factor), in float32 (S-20).
+    scale_dtype   of a scale_inv: it is rounded to this dtype (S-20).
 
     Raises:       ValueError: eps outside [0, 1), margin not an integer from 0 to 64, an unknown
                   word, or decisions that contradict each other.
@@ -92,6 +98,9 @@ class ScalePolicy:
     stored: Stored = "scale"
     compute: Format = FLOAT32
     e8m0: E8M0Rule | None = None
+    one_below: float = 0.0
+    factor: float = 1.0
+    scale_dtype: Format = FLOAT32
 
     def __post_init__(self) -> None:
         self._one_of("ratio", Ratio)
@@ -100,7 +109,7 @@ class ScalePolicy:
         for key in ("zero", "infinite", "nan"):
             self._one_of(key, Special)
         if self.power_of_two not in (None, *get_args(PowerOfTwo)):
-            raise ValueError(f"power_of_two is None, 'mask' or 'exp2_log2'; got {self.power_of_two!r}.")
+            raise ValueError(f"power_of_two is None, 'mask' or 'exp2_log2', or 'cut' of a scale_inv; got {self.power_of_two!r}.")
         if not 0 <= self.eps < 1:
             raise ValueError(f"eps must be in [0, 1); got {self.eps}.")
         if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 64:
@@ -110,9 +119,14 @@ class ScalePolicy:
                 f"compute is float32, or bfloat16 where tensors are divided (stored='scale_inv'); got {self.compute}, stored={self.stored!r}."
             )
         if self.e8m0 is not None and not self.makes_scale_inv:
-            raise ValueError(f"e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or 'exponents' and with no other; got {self.ratio!r}.")
+            raise ValueError(f"e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or one of exponents and with no other; got {self.ratio!r}.")
         if self.makes_scale_inv:
             self._check_scale_inv()
+        elif self.power_of_two == "cut" or (self.one_below, self.factor, self.scale_dtype) != (0, 1, FLOAT32):
+            raise ValueError(
+                "power_of_two 'cut', one_below, factor and scale_dtype go with a ratio that makes scale_inv; got "
+                f"ratio={self.ratio!r}, one_below={self.one_below}, factor={self.factor}, scale_dtype={self.scale_dtype}."
+            )
 
     def _one_of(self, key: str, allowed) -> None:
         if getattr(self, key) not in get_args(allowed):
@@ -120,26 +134,40 @@ class ScalePolicy:
 
     def _check_scale_inv(self) -> None:
         """Refuse decisions that a ratio which makes scale_inv would ignore."""
+        if self.scale_dtype not in (FLOAT32, BFLOAT16) or not 0 < self.factor < 2 or not 0 <= self.one_below < 1:
+            raise ValueError(
+                "scale_dtype is float32 or bfloat16, factor in (0, 2), one_below in [0, 1); "
+                f"got {self.scale_dtype}, {self.factor}, {self.one_below}."
+            )
         if self.e8m0 is None:
-            if self.ratio == "exponents" or self.power_of_two is not None:
+            if self.of_exponents or self.power_of_two == "mask":
                 raise ValueError(
-                    "a scale_inv that is a power of two has a rule e8m0; got "
+                    "a scale_inv that is a power of two by its exponent or by 'mask' has a rule e8m0; got "
                     f"ratio={self.ratio!r}, power_of_two={self.power_of_two!r}, e8m0=None. Give E8M0Rule, or leave power_of_two out."
                 )
-        elif self.power_of_two is None or (self.ratio == "exponents" and self.power_of_two != "mask"):
-            need = "'mask'" if self.ratio == "exponents" else "'mask' or 'exp2_log2'"
+        elif self.power_of_two not in (
+            allowed := ("mask", "exp2_log2") if self.ratio == "exponents" or not self.of_exponents else ("mask",)
+        ):
+            need = " or ".join(map(repr, allowed))
             raise ValueError(f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two {need}; got {self.power_of_two!r}.")
-        plain = ScalePolicy(name=self.name)
-        for key in ("margin", "overflow", "zero", "infinite", "nan", "stored", *(["eps"] if self.ratio == "exponents" else [])):
+        plain, left_out = ScalePolicy(name=self.name), ["margin", "overflow", "zero", "infinite", "nan"]
+        left_out += ["eps"] if self.of_exponents else []
+        left_out += ["stored", "one_below", "factor", "scale_dtype"] if self.e8m0 is not None else []
+        for key in left_out:
             if getattr(self, key) != getattr(plain, key):
                 raise ValueError(
                     f"a policy whose ratio makes scale_inv ({self.ratio!r}) leaves {key} at {getattr(plain, key)!r}; got {getattr(self, key)!r}."
                 )
 
     @property
+    def of_exponents(self) -> bool:
+        """Whether scale_inv is made of the amax's exponent alone."""
+        return self.ratio in ("exponents", "exponents_up", "exponents_even")
+
+    @property
     def makes_scale_inv(self) -> bool:
         """Whether the ratio makes scale_inv, of which scale is then the reciprocal (S-14, S-17)."""
-        return self.ratio in ("amax/max", "amax*(1/max)", "exponents")
+        return self.ratio in ("amax/max", "amax*(1/max)") or self.of_exponents
 
     @property
     def keeps(self) -> bool:
@@ -150,6 +178,8 @@ class ScalePolicy:
     def clause(self) -> str:
         """The clause of SEMANTICS that decides its scales; S-9, the general one, unless a narrower
         clause does."""
+        if not self.in_backends and (self.makes_scale_inv or self.overflow == "bfloat16_max"):
+            return "S-20"
         if self.e8m0 is not None:
             return "S-14"
         if self.makes_scale_inv:
@@ -164,11 +194,18 @@ class ScalePolicy:
 
     @property
     def floored_quotient(self) -> bool:
-        """True if only eps and power_of_two may differ from policy ``torchao``.
+        """True if only eps and power_of_two may differ from policy ``torchao``."""
+        return not self.makes_scale_inv and dataclasses.replace(self, name="", eps=0.0, power_of_two=None) == ScalePolicy(name="")
 
-        The backends implement these policies, and those that make scale_inv.
-        """
-        return self == dataclasses.replace(POLICIES["torchao"], name=self.name, eps=self.eps, power_of_two=self.power_of_two)
+    @property
+    def in_backends(self) -> bool:
+        """Whether the backends implement it: ``floored_quotient``, and S-14's and S-17's. They refuse the others."""
+        if not self.makes_scale_inv:
+            return self.floored_quotient
+        plain = self.ratio in ("amax/max", "amax*(1/max)") or (self.ratio == "exponents" and self.power_of_two == "mask")
+        further = (self.one_below, self.factor, self.scale_dtype, self.stored) != (0, 1, FLOAT32, "scale")
+        without_e8m0 = self.e8m0 is None and self.power_of_two is not None
+        return plain and not further and not without_e8m0 and (self.e8m0 is None or self.e8m0.infinite == "computed")
 
 
 # torchao 0.18, float8/float8_utils.py: amax_to_scale, _round_scale_down_to_power_of_2.
@@ -194,7 +231,11 @@ _FLAX = ScalePolicy(name="flax", zero="keep", infinite="keep", nan="keep", store
 # if the exponent is negative.
 _MSAMP = ScalePolicy(name="msamp", ratio="max*(1/amax)", power_of_two="exp2_log2", zero="keep", infinite="keep_inverse", nan="keep")
 
-# torchao 0.18, prototype/mx_formats/mx_tensor.py: to_mx (FLOOR), _to_mx_rceil.
+# TransformerEngine, common/recipe/recipe_common.cuh: compute_scale_from_types (d0067d0d), value_for_inf
+# of bfloat16 tensors. Masked it is 2^127, as in te_block.
+_TE_BLOCK_BF16 = dataclasses.replace(_TE_CURRENT, name="te_block_unmasked_bf16", overflow="bfloat16_max")
+
+# torchao 0.18, prototype/mx_formats/mx_tensor.py: to_mx (FLOOR, CEIL, EVEN), _to_mx_rceil.
 _MX_FLOOR = ScalePolicy(
     name="mx_floor", ratio="exponents", power_of_two="mask", e8m0=E8M0Rule(scale_of_code_0=2.0**126, scale_of_nan="zero")
 )
@@ -205,6 +246,27 @@ _MX_RCEIL = ScalePolicy(name="mx_rceil", ratio="amax/max", power_of_two="exp2_lo
 # On a GPU, PyTorch computes tensor / number as tensor * (1 / number) (aten/src/ATen/native/cuda/
 # BinaryDivTrueKernel.cu); on a CPU it divides.
 _DEEPGEMM = ScalePolicy(name="deepgemm", eps=1e-4, ratio="amax*(1/max)")
+
+# torchao 0.18, optim/subclass_fp8.py: quantize_fp8, the blocks of AdamWFp8, on a CPU.
+_ADAMW_FP8 = ScalePolicy(name="torchao_adamw_fp8", eps=1e-12, ratio="amax/max", stored="scale_inv")
+
+# DeepSeek-V3, inference/kernel.py: act_quant_kernel, with scale_fmt None (commit 9b4e9788). Until
+# then it had no eps (commit 06231633).
+_DEEPSEEK = dataclasses.replace(_ADAMW_FP8, name="deepseek_v3", eps=1e-4)
+
+# microxcaling (commit 3b429a84), mx/mx_ops.py: _shared_exponents, _quantize_mx, on a CPU. gfloat 0.5.2,
+# block.py: compute_scale_amax. Both take log2 in float32.
+_MICROXCALING = ScalePolicy(
+    name="microxcaling",
+    ratio="exponents",
+    power_of_two="exp2_log2",
+    e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan", infinite="as_nan"),
+)
+
+# qwix (commit aa623acb), qwix/_src/core/qarray.py: compute_scale_zero_point,
+# quantize_with_scale_zero_point: of float32 arrays, of bfloat16 ones, of qtype mxfp8. XLA on a CPU makes
+# amax / max a product. mxfp8 of 0.1.8, on PyPI, rounds up by log2.
+_QWIX = ScalePolicy(name="qwix", ratio="amax*(1/max)", stored="scale_inv", one_below=2.0**-63)
 
 POLICIES = {
     p.name: p
@@ -219,10 +281,16 @@ POLICIES = {
         dataclasses.replace(_FLAX, name="flax_bf16", compute=BFLOAT16),
         _MSAMP,
         _MX_FLOOR,
+        dataclasses.replace(_MX_FLOOR, name="mx_ceil", ratio="exponents_up"),
+        dataclasses.replace(_MX_FLOOR, name="mx_even", ratio="exponents_even"),
         _MX_RCEIL,
         # TransformerEngine, common/util/ptx.cuh: float_to_e8m0, exp2f_rcp (commit 03198ae1): the
-        # exact round-up.
+        # exact round-up. From v2.13 on (commit 28777046) a scale_inv of 2^-127 has scale 2^127.
         dataclasses.replace(_MX_RCEIL, name="te_mxfp8", power_of_two="mask"),
+        dataclasses.replace(
+            _MX_RCEIL, name="te_mxfp8_2.13", power_of_two="mask", e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan")
+        ),
+        _TE_BLOCK_BF16,
         _DEEPGEMM,
         dataclasses.replace(_DEEPGEMM, name="deepgemm_cpu", ratio="amax/max"),
         # ceil_to_ue8m0 of the same file: the exact round-up, of a NaN too. The eps leaves no code 0.
@@ -232,9 +300,19 @@ POLICIES = {
             power_of_two="mask",
             e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="as_infinite"),
         ),
+        _ADAMW_FP8,
+        _DEEPSEEK,
+        dataclasses.replace(_DEEPSEEK, name="deepseek_v3_2024", eps=0.0),
+        dataclasses.replace(_DEEPSEEK, name="deepseek_v3_ue8m0", power_of_two="exp2_log2"),
+        _MICROXCALING,
+        dataclasses.replace(_MICROXCALING, name="gfloat", e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan")),
+        _QWIX,
+        dataclasses.replace(_QWIX, name="qwix_bf16", compute=BFLOAT16, scale_dtype=BFLOAT16),
+        dataclasses.replace(_QWIX, name="qwix_mx", factor=60 / 31, scale_dtype=BFLOAT16, power_of_two="cut"),
+        dataclasses.replace(_QWIX, name="qwix_mx_0.1.8", power_of_two="exp2_log2"),
     )
 }
-"""The scale policies by name (S-3, S-4, S-9 to S-15, S-17)."""
+"""The scale policies by name (S-3, S-4, S-9 to S-15, S-17, S-20)."""
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
