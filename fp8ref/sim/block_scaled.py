@@ -44,9 +44,9 @@ def matmul(a: Quantized, b: Quantized, *, unit: str | TensorCore = "blackwell_mx
     nan = np.isnan(of_a).any(axis=1)[:, None] | np.isnan(of_b).any(axis=1)[None, :]
     exponents = [np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1 for scale in (of_a, of_b)]
     values = [cast.decode(q.codes, q.fmt) for q in (a, b)]
-    finite = [accumulate.finite_part(v) for v in values]
+    left, right = (accumulate.finite_part(v) for v in values)
     zero = np.zeros((len(a.codes), len(b.codes)), np.float32)
-    sums = tensor_core.chain_plain(*finite, zero, a.fmt, b.fmt, unit, exponents[0][:, None] + exponents[1][None, :])
+    sums = tensor_core.chain_plain(left, right, zero, a.fmt, b.fmt, unit, exponents[0][:, None] + exponents[1][None, :])
     acc = np.where(nan, np.float32(np.nan), accumulate.with_specials(sums, *values))
     with np.errstate(over="ignore"):
         return cast.round_to(acc, out_dtype)
