@@ -178,9 +178,7 @@ def _expected(of: InstructionGroup, unit: TensorCore, fmt_a: Format, fmt_b: Form
     )
 
 
-def _of_zero_factors(
-    units: list[TensorCore], of: InstructionGroup, fmt_a: Format, fmt_b: Format
-) -> tuple[list[TensorCore], Finding]:
+def _of_zero_factors(units: list[TensorCore], of: InstructionGroup, fmt_a: Format, fmt_b: Format) -> tuple[list[TensorCore], Finding]:
     """The units with the rule for zero factors that the group shows, and the finding (G-11).
 
     A chain from 0 cannot show it: only a tiny accumulator next to zero products does.
