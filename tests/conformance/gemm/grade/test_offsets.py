@@ -57,17 +57,65 @@ def up(size):
 
 
 PLANTED = {
-    "the matrix of another group": ("output", lambda *g: output(*g, weights=[0, 1, 1, 2]), ["group 2: is multiplied by the weight of group 1 (X-1)", "group 3: is multiplied by the weight of group 2 (X-1)"]),
+    "the matrix of another group": (
+        "output",
+        lambda *g: output(*g, weights=[0, 1, 1, 2]),
+        ["group 2: is multiplied by the weight of group 1 (X-1)", "group 3: is multiplied by the weight of group 2 (X-1)"],
+    ),
     "memory": ("output", lambda *g: output(*g, tail=np.nan), ["rows of no group are NaN, not zeros (X-5)"]),
     "a minus": ("output", lambda *g: output(*g, tail=-0.0), ["rows of no group are -0, not zeros (X-5)"]),
-    "an empty group": ("grad_weight", lambda *g: grad_weight(*g, empty=7), ["group 1: has no rows, and its grad_weight is 7, not zeros (X-4)"]),
-    "rows of the next group": ("grad_weight", lambda *g: grad_weight(*g, rows_of=up(32)), ["group 0: sums rows of the next group, up to a multiple of 32 (X-2)", "group 2: sums rows of the next group, up to a multiple of 32 (X-2)"]),
-    "rows that are dropped": ("grad_weight", lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, rows.start + (rows.stop - rows.start) // 32 * 32)), ["group 0: drops its rows after a multiple of 32 (X-2)", "group 2: drops its rows after a multiple of 32 (X-2)"]),
-    "rows of no group": ("grad_weight", lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, None)), ["group 0: holds NaN: rows of no group are read (X-5)", "group 2: holds NaN: rows of no group are read (X-5)", "group 3: holds NaN: rows of no group are read (X-5)"]),
-    "all groups": ("grad_weight", lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(0, last)), ["group 0: sums the rows of all groups (X-2)", "group 2: sums the rows of all groups (X-2)", "group 3: sums the rows of all groups (X-2)"]),
-    "scales that are not jagged": ("grad_weight", lambda *g: grad_weight(*g, scales=[0, 0, 0, 0]), ["group 2: is scaled as group 0 (X-3)", "group 3: is scaled as group 0 (X-3)"]),
-    "anything": ("output", lambda *g: output(*g) + 1, ["group 0: has other numbers (X-2)", "group 2: has other numbers (X-2)", "group 3: has other numbers (X-2)", "rows of no group are 1, not zeros (X-5)"]),
-}  # fmt: skip
+    "an empty group": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, empty=7),
+        ["group 1: has no rows, and its grad_weight is 7, not zeros (X-4)"],
+    ),
+    "rows of the next group": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=up(32)),
+        [
+            "group 0: sums rows of the next group, up to a multiple of 32 (X-2)",
+            "group 2: sums rows of the next group, up to a multiple of 32 (X-2)",
+        ],
+    ),
+    "rows that are dropped": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, rows.start + (rows.stop - rows.start) // 32 * 32)),
+        ["group 0: drops its rows after a multiple of 32 (X-2)", "group 2: drops its rows after a multiple of 32 (X-2)"],
+    ),
+    "rows of no group": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, None)),
+        [
+            "group 0: holds NaN: rows of no group are read (X-5)",
+            "group 2: holds NaN: rows of no group are read (X-5)",
+            "group 3: holds NaN: rows of no group are read (X-5)",
+        ],
+    ),
+    "all groups": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(0, last)),
+        [
+            "group 0: sums the rows of all groups (X-2)",
+            "group 2: sums the rows of all groups (X-2)",
+            "group 3: sums the rows of all groups (X-2)",
+        ],
+    ),
+    "scales that are not jagged": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, scales=[0, 0, 0, 0]),
+        ["group 2: is scaled as group 0 (X-3)", "group 3: is scaled as group 0 (X-3)"],
+    ),
+    "anything": (
+        "output",
+        lambda *g: output(*g) + 1,
+        [
+            "group 0: has other numbers (X-2)",
+            "group 2: has other numbers (X-2)",
+            "group 3: has other numbers (X-2)",
+            "rows of no group are 1, not zeros (X-5)",
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PLANTED)
