@@ -6,7 +6,10 @@ import logging
 
 import pytest
 import torch
-from torch import nn
+from ranks import run
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 from fp8ref import torch as ft
@@ -274,6 +277,46 @@ def test_compiled():
     x, index, weights = torch.randn(8, 32).bfloat16(), torch.rand(8, 4).topk(2).indices, torch.rand(8, 2).bfloat16()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, index, weights), module(x, index, weights))
+
+
+def over_ranks(recipe):
+    """Whether the gradients of a model that FSDP2 shards are the mean of the ranks' own, and the states of delayed scaling."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
+    group = mesh.get_group() if recipe == "delayed" else None
+    models = [
+        ft.linear.convert(model_of("Mixtral", torch.float32), recipe, filter_fqns=["lm_head"], experts=True, amax_group=group)
+        for _ in range(2)
+    ]
+    sharded, plain = models
+    for p in plain.parameters():
+        p.data = p.data.bfloat16()  # and no buffer, which FSDP2 leaves as it is
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in (*sharded.model.layers, sharded):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    ids = IDS[distributed.get_rank() :][:1]
+    for model in models:
+        model(ids, labels=ids).loss.backward()
+        delayed.update(model)
+    equal = []
+    for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        mean = q.grad.float()
+        distributed.all_reduce(mean)
+        equal.append((name, torch.equal(p.grad.full_tensor(), mean / distributed.get_world_size())))
+    states = [torch.equal(a.scale, b.scale) for (_, a), (_, b) in zip(*map(delayed.states, models), strict=True)]
+    return [name for name, same in equal if not same], states
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_under_fsdp2(recipe):
+    for different, states in run(2, over_ranks, recipe):
+        assert not different
+        assert states == [True] * (36 if recipe == "delayed" else 0)
+
+
+def test_amaxes_of_ranks_are_shared_under_delayed_scaling_alone():
+    with pytest.raises(ValueError, match="experts scale by their own rank's amaxes, except under delayed scaling; got amax_group"):
+        experts.choose(model_of("Mixtral"), RECIPES["rowwise"], [], [], shared=True)
 
 
 def test_in_evaluation_nothing_is_observed():  # H-4
