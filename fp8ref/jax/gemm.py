@@ -208,6 +208,11 @@ def _scaled(
     scale_a = collective.own_rows(scale_a) if collective else scale_a
     if turned:
         scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
+    return finish(acc, scale_a, scale_b, epilogue, out_dtype)
+
+
+def finish(acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype) -> jax.Array:
+    """An accumulator times both scale_inv, which broadcast to it, rounded to out_dtype (G-4, G-5, G-14)."""
     if epilogue == "scale_then_round":
         return ((acc * scale_a) * scale_b).astype(out_dtype)
     if epilogue == "unit_round_scale_round":
