@@ -3,9 +3,9 @@ JAX's autodiff by one custom_vjp.
 
     y, _ = grouped.apply(x, w, group_sizes, recipe="rowwise")  # [M, K] x [E, K, N] -> [M, N]
 
-Read it from top to bottom, as ``linear``. ``grouped_operands`` quantizes and multiplies. On an
-NVIDIA GPU the products are ``lax.ragged_dot`` on FP8 codes; elsewhere they are masked: a loop over
-the groups, each of which multiplies all rows (X-10).
+Read it from top to bottom, as ``linear``. ``grouped_operands`` quantizes and multiplies, block of
+rows after block of rows on FP8 codes (X-10). ``lax.ragged_dot`` itself multiplies all rows by all
+weights.
 """
 
 import functools
@@ -54,7 +54,7 @@ def apply(
               integers [E], of a sum of at most M; output [M, N] of x's dtype.
     Order:    SEMANTICS X-2, X-3, X-7; rows of no group are replaced by zeros first.
     Specials: a row of no group is not read; its output and gradient are +0. grad_weight of a group
-              without rows is +0. On an NVIDIA GPU a NaN of one group may reach others (X-6).
+              without rows is +0. A NaN of one group stays in it, unless a scale is shared (X-6).
     Returns:  (output, seen), as ``linear.apply``: seen merged with what this use observes (X-9).
     Gradient: by x, w and seen; state is a constant, and group_sizes are integers.
     Raises:   ValueError, naming the layer: shapes or dtypes that do not fit; under FP8 K or N that
