@@ -22,7 +22,7 @@ from jax import lax
 from fp8ref.formats import Format
 from fp8ref.granularity import by_name
 from fp8ref.grouped import Amax
-from fp8ref.jax import cast, gemm, scales, scaling
+from fp8ref.jax import attention_inputs, cast, gemm, scales, scaling
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import CastSpec, GemmSpec
 
@@ -199,7 +199,7 @@ def _rows_by_rows(g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Pre
         part = lax.dot_general(rows_x, rows_g, dims, precision=precision, preferred_element_type=jnp.float32)  # [K, R] x [R, N]
         return total.at[e].add(part), None
 
-    begin = jnp.zeros((len(groups.sizes), x.shape[1], g.shape[1]), jnp.float32)
+    begin = attention_inputs.like(jnp.zeros((len(groups.sizes), x.shape[1], g.shape[1]), jnp.float32), g)
     return lax.scan(step, begin, (blocks.of(g), blocks.of(x), blocks.group))[0]
 
 

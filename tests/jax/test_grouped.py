@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_cases import SIZES, integers, simulated, tensors
+from grouped_cases import SIZES, TENSORS_OF_ALL, integers, simulated, tensors
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from fp8ref.formats import FLOAT16, FLOAT32
 from fp8ref.jax import delayed, grouped, grouped_operands
@@ -91,6 +93,54 @@ def test_a_nan_stays_in_its_group(recipe, rng):  # X-6
     assert np.isnan(
         np.asarray(jax.lax.ragged_dot(jnp.asarray(np.nan_to_num(x)), jnp.asarray(np.where(np.isinf(w), np.nan, w)), sizes))[41:]
     ).any()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
+    """Four devices: two parts of the batch, and two experts of four on each. Bits of each device's own groups; gradients of weights summed."""
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.asarray(rng.integers(-7, 8, (4 * 24, 32)), jnp.bfloat16)  # 24 rows a device
+    w = jnp.asarray(rng.integers(-7, 8, (4, 32, 16)), jnp.bfloat16)
+    sizes = jnp.array([[10, 14, 0, 20], [3, 0, 24, 0]])  # of a part of the batch and an expert
+
+    def loss(x, w, product):
+        return (product(x, w).astype(jnp.float32) * jnp.arange(16)).sum()
+
+    def cut(x, w):
+        rows, experts = P(("data", "expert")), P("expert")
+        run = jax.shard_map(
+            lambda x, w, s: grouped.apply(x, w, s[0], recipe=recipe)[0],
+            mesh=mesh,
+            in_specs=(rows, experts, P("data", "expert")),
+            out_specs=rows,
+        )
+        return run(x, w, sizes)
+
+    def by_hand(x, w):
+        parts = x.reshape(2, 2, 24, 32)
+        found = [
+            grouped.apply(parts[d, e], w[2 * e : 2 * e + 2], sizes[d, 2 * e : 2 * e + 2], recipe=recipe)[0] for d in (0, 1) for e in (0, 1)
+        ]
+        return jnp.concatenate(found)
+
+    np.testing.assert_array_equal(jax.jit(cut)(x, w), jax.jit(by_hand)(x, w))
+    ours, expected = (jax.jit(jax.grad(lambda x, w, f=f: loss(x, w, f), argnums=(0, 1)))(x, w) for f in (cut, by_hand))
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", TENSORS_OF_ALL], ids=["delayed", "all"])
+def test_amaxes_of_all_groups_are_of_one_device(recipe, small):
+    x, w, sizes = small
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
+    given = {"state": delayed.init("delayed"), "seen": delayed.unseen("delayed")} if recipe == "delayed" else {}
+    run = jax.shard_map(
+        lambda x, w, s: grouped.apply(x, w, s, recipe=recipe, **given)[0], mesh=mesh, in_specs=(P("expert"),) * 3, out_specs=P("expert")
+    )
+    with pytest.raises(
+        ValueError, match=r"inside shard_map amaxes are of one device's groups; recipe '(delayed|tensorwise)' has amaxes of all"
+    ):
+        run(x, w, sizes)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
