@@ -137,6 +137,13 @@ def test_groups_without_rows(recipe, rng):  # X-4
     assert not empty["grad_weight"].any()
 
 
+def test_no_experts(rng):
+    x, w, g = tensors(rng, m=4, k=32, n=16)
+    got = results(x, w[:0], g, np.zeros(0, int), "rowwise")
+    assert {which: v.shape for which, v in got.items()} == {"output": (4, 16), "grad_input": (4, 32), "grad_weight": (0, 16, 32)}
+    assert not any(v.any() for v in got.values())
+
+
 @pytest.mark.parametrize("multiple", [16, 32])
 @pytest.mark.parametrize("recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all")
 def test_padding_of_groups_changes_no_bit(recipe, multiple, rng):
