@@ -134,7 +134,7 @@ def ends_of(offs, rows: int) -> list[int]:
     """The end of each group as integers; ValueError unless offs are integers [E], ascending, within
     [0, rows] (X-1)."""
     found = np.asarray(offs)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or found.size == 0):
         raise ValueError(
             f"offs are integers [E], the end of each group; got {found.dtype} {found.shape}. Use numpy.cumsum of the groups' sizes."
         )
