@@ -3,9 +3,9 @@ JAX's autodiff by one custom_vjp.
 
     y, _ = grouped.apply(x, w, group_sizes, recipe="rowwise")  # [M, K] x [E, K, N] -> [M, N]
 
-Read it from top to bottom, as ``linear``. ``grouped_operands`` quantizes and multiplies. On an
-NVIDIA GPU the products are ``lax.ragged_dot`` on FP8 codes; elsewhere they are masked: a loop over
-the groups, each of which multiplies all rows (X-10).
+Read it from top to bottom, as ``linear``. ``grouped_operands`` quantizes and multiplies, block of
+rows after block of rows on FP8 codes (X-10). ``lax.ragged_dot`` itself multiplies all rows by all
+weights.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fp8ref import grouped as recipes
 from fp8ref.granularity import by_name
 from fp8ref.grouped import GroupedRecipe
-from fp8ref.jax import delayed, derivatives, gemm, linear
+from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, linear, sharding
 from fp8ref.jax import grouped_operands as operands
 from fp8ref.jax.grouped_operands import Groups, Segmented
 from fp8ref.jax.scaling import Quantized
@@ -48,18 +48,19 @@ def apply(
     the recipe's grouped GEMMs.
 
     Works under jit, grad, vmap and scan; group_sizes may be traced. Under jit on sharded arrays XLA
-    divides it, and amaxes are of whole arrays; inside shard_map everything is of one device.
+    divides it, and amaxes are of whole arrays. Inside shard_map rows and weights are a device's own,
+    as of experts that a mesh axis cuts; gradients of what all devices have are summed.
 
     Shapes:   x [M, K] and w [E, K, N] of one dtype, bfloat16, float16 or float32; group_sizes
               integers [E], of a sum of at most M; output [M, N] of x's dtype.
     Order:    SEMANTICS X-2, X-3, X-7; rows of no group are replaced by zeros first.
     Specials: a row of no group is not read; its output and gradient are +0. grad_weight of a group
-              without rows is +0. On an NVIDIA GPU a NaN of one group may reach others (X-6).
+              without rows is +0. A NaN of one group stays in it, unless a scale is shared (X-6).
     Returns:  (output, seen), as ``linear.apply``: seen merged with what this use observes (X-9).
     Gradient: by x, w and seen; state is a constant, and group_sizes are integers.
     Raises:   ValueError, naming the layer: shapes or dtypes that do not fit; under FP8 K or N that
               is no multiple of 16; a recipe this backend cannot run, a state or seen of another
-              recipe, or none if the recipe needs them.
+              recipe, or none if the recipe needs them; inside shard_map amaxes of all groups.
     """
     recipe = check_recipe(recipe, name)
     _check_arrays(x, w, group_sizes, recipe, name)
@@ -68,6 +69,7 @@ def apply(
     if not len(x) or not len(w):
         # The output depends on nothing. Copies, as what a layer gives back unchanged could seem lost.
         return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen)
+    x, w, group_sizes = _on_one_device(x, w, group_sizes, recipe, name)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known = dict(delayed.scales(state or {}, recipe.recipe))
     y, after = _grouped(x, w, group_sizes, known, dict(seen or {}), use)
@@ -168,6 +170,18 @@ def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, groups
             of_role = delayed.larger(of_role, jnp.where(used, delayed.observe(tensors[role]), 0.0))
         merged[role] = delayed.over_batch(of_role, given[role])
     return merged
+
+
+def _on_one_device(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> tuple[jax.Array, ...]:
+    """The arrays, inside shard_map marked as varying along all axes that one of them varies along: so the gradient of one that
+    does not vary is summed over the devices. ValueError for scales that would be of several devices."""
+    axes = frozenset().union(*map(sharding.varying, (x, w, group_sizes)))
+    if axes and recipe.amax == "all" and recipe.recipe.fp8:
+        raise ValueError(
+            f"{name}: inside shard_map amaxes are of one device's groups; recipe {recipe.name!r} has amaxes of all groups, over "
+            f"{', '.join(sorted(axes))}. Use amaxes of a 'group', or plain jit."
+        )
+    return tuple(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes))
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> None:

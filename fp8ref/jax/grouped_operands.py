@@ -4,6 +4,11 @@
 ``quantize_weights`` cast; ``rows_by_weights`` and ``rows_by_rows`` multiply. Scales of a group are
 kept in a table with a line for each group, or for each block of a group's rows, and a row finds its
 line by ``segment``.
+
+Products are computed by blocks of rows, each of one group, in a loop: E weights cost no more
+multiplications than one, but for what fills the last block of each group. XLA turns ``lax.ragged_dot``
+into one product of all rows with all weights, E times as many, on a CPU and on an NVIDIA GPU (JAX
+0.10.2), in which a NaN of one weight reaches all rows.
 """
 
 import functools
@@ -13,14 +18,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import sequential_vmap
 
 from fp8ref.formats import Format
 from fp8ref.granularity import by_name
 from fp8ref.grouped import Amax
-from fp8ref.jax import cast, gemm, scales, scaling
+from fp8ref.jax import attention_inputs, cast, gemm, scales, scaling
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import CastSpec, GemmSpec
+
+SMALLEST, LARGEST = 16, 512
+"""Rows of a block that is multiplied at once: FP8 kernels take multiples of 16, and more rows than these gain nothing."""
 
 
 class Groups(NamedTuple):
@@ -108,8 +115,8 @@ def rows_by_weights(a: Quantized | Segmented, b: Quantized, spec: GemmSpec, grou
 
     if gemm.dequantizes(b.granularity):
         assert isinstance(a, Quantized)
-        of_weights = jax.vmap(lambda q: scaling.dequantize(q))(b)
-        out = _rows_by_weights(scaling.dequantize(a), of_weights, groups, turned, lax.Precision.HIGHEST).astype(out_dtype)
+        of_rows, of_weights = (v.astype(_exact(spec)) for v in (scaling.dequantize(a), jax.vmap(scaling.dequantize)(b)))
+        out = _rows_by_weights(of_rows, of_weights, groups, turned, lax.Precision.HIGHEST).astype(out_dtype)
     else:
         acc = _rows_by_weights(a.codes, b.codes, groups, turned, gemm.PRECISION[spec.accumulate])
         scale_a = a.of_rows(a.scale_inv) if isinstance(a, Segmented) else a.scale_inv
@@ -121,7 +128,7 @@ def rows_by_rows(a: Quantized | Segmented, b: Quantized | Segmented, spec: GemmS
     """grad_output [M, N] x input [M, K], each group's rows reduced, -> [E, K, N] of out_dtype; +0 of a group without rows (X-2, X-4)."""
     assert spec.accumulate is not None
     if isinstance(a, Segmented) and isinstance(b, Segmented) and len(a.scale_inv) != len(groups.sizes):
-        of_a, of_b = (cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv) for q in (a, b))
+        of_a, of_b = ((cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv)).astype(_exact(spec)) for q in (a, b))
         out = _rows_by_rows(of_a, of_b, groups, lax.Precision.HIGHEST).astype(out_dtype)
     else:
         acc = _rows_by_rows(a.codes, b.codes, groups, gemm.PRECISION[spec.accumulate])
@@ -138,6 +145,12 @@ def rows_by_weights_hp(x: jax.Array, w: jax.Array, groups: Groups, turned: bool,
 def rows_by_rows_hp(g: jax.Array, x: jax.Array, groups: Groups, out_dtype) -> jax.Array:
     """``rows_by_rows`` in high precision (G-9)."""
     return _rows_by_rows(g, x, groups, lax.Precision.DEFAULT).astype(out_dtype)
+
+
+def _exact(spec: GemmSpec):
+    """The dtype of dequantized blocks: bfloat16 holds codes times powers of two (S-14)."""
+    assert spec.a is not None
+    return jnp.bfloat16 if spec.a.granularity == "mx_1x32" else jnp.float32
 
 
 def _by_state(x: jax.Array, spec: CastSpec, axis: int, scale: jax.Array) -> Quantized:
@@ -164,44 +177,65 @@ def _of_lines(table: jax.Array) -> jax.Array:
 
 
 def _rows_by_weights(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision) -> jax.Array:
-    """float32 [M, D] of x [M, C] and w [E, C, D], or [E, D, C] if turned; rows of no group hold anything."""
+    """float32 [M, D] of x [M, C] and w [E, C, D], or [E, D, C] if turned; zeros in rows of no group."""
+    blocks = _row_blocks(groups)
 
-    def masked(x: jax.Array, w: jax.Array, groups: Groups) -> jax.Array:
-        def step(out: jax.Array, of: tuple[jax.Array, jax.Array]):
-            e, matrix = of
-            product = lax.dot_general(
-                x, matrix, (((1,), (1 if turned else 0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-            )  # [M, C] x [C, D] -> [M, D]
-            return jnp.where((groups.group == e)[:, None], product, out), None
+    def step(_, of: tuple[jax.Array, jax.Array]):
+        rows, e = of
+        dims = ((1,), (1 if turned else 0,)), ((), ())
+        return None, lax.dot_general(rows, w[e], dims, precision=precision, preferred_element_type=jnp.float32)  # [R, C] x [C, D]
 
-        begin = jnp.zeros((len(x), w.shape[1 if turned else 2]), jnp.float32)
-        return lax.scan(step, begin, (jnp.arange(len(w)), w))[0]
-
-    @sequential_vmap  # JAX has no batched ragged_dot of sizes that differ
-    def ragged(x: jax.Array, w: jax.Array, groups: Groups) -> jax.Array:
-        w = jnp.swapaxes(w, 1, 2) if turned else w
-        return lax.ragged_dot(x, w, groups.sizes, precision=precision, preferred_element_type=jnp.float32)
-
-    return lax.platform_dependent(x, w, groups, cuda=ragged, default=masked)
+    out = lax.scan(step, None, (blocks.of(x), blocks.group))[1]
+    return jnp.take(out.reshape(-1, out.shape[-1]), blocks.to, axis=0, mode="fill", fill_value=0)
 
 
 def _rows_by_rows(g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision) -> jax.Array:
-    """float32 [E, K, N] of g [M, N] and x [M, K]: the sum over the rows of each group."""
+    """float32 [E, K, N] of g [M, N] and x [M, K]: the sum over the rows of each group, block after block."""
+    blocks = _row_blocks(groups)
 
-    def masked(g: jax.Array, x: jax.Array, groups: Groups) -> jax.Array:
-        def step(_, e: jax.Array):
-            # both sides: zero times another group's NaN would be NaN
-            own_x, own_g = (jnp.where((groups.group == e)[:, None], v, jnp.zeros((), v.dtype)) for v in (x, g))
-            dims = ((0,), (0,)), ((), ())
-            return None, lax.dot_general(own_x, own_g, dims, precision=precision, preferred_element_type=jnp.float32)  # [K, M] x [M, N]
+    def step(total: jax.Array, of: tuple[jax.Array, jax.Array, jax.Array]):
+        rows_g, rows_x, e = of
+        dims = ((0,), (0,)), ((), ())
+        part = lax.dot_general(rows_x, rows_g, dims, precision=precision, preferred_element_type=jnp.float32)  # [K, R] x [R, N]
+        return total.at[e].add(part), None
 
-        return lax.scan(step, None, jnp.arange(len(groups.sizes)))[1]
+    begin = attention_inputs.like(jnp.zeros((len(groups.sizes), x.shape[1], g.shape[1]), jnp.float32), g)
+    return lax.scan(step, begin, (blocks.of(g), blocks.of(x), blocks.group))[0]
 
-    @sequential_vmap  # JAX has no batched ragged_dot of sizes that differ
-    def ragged(g: jax.Array, x: jax.Array, groups: Groups) -> jax.Array:
-        numbers = lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-        )
-        return lax.ragged_dot_general(x, g, groups.sizes, numbers, precision=precision, preferred_element_type=jnp.float32)
 
-    return lax.platform_dependent(g, x, groups, cuda=ragged, default=masked)
+class RowBlocks(NamedTuple):
+    """Rows laid out so that each block of them is of one group: to int32 [M], where each row goes, past the end for a row of
+    none; group int32 [B], that of each block."""
+
+    to: jax.Array
+    group: jax.Array
+    size: int
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """x [M, C] as blocks [B, R, C], with zeros where no row goes."""
+        padded = jnp.zeros((len(self.group) * self.size, x.shape[1]), x.dtype).at[self.to].set(x, mode="drop")
+        return padded.reshape(len(self.group), self.size, x.shape[1])
+
+
+def _row_blocks(groups: Groups) -> RowBlocks:
+    """Blocks of a power of two of rows, as a group has on average or fewer: with what fills the last block of each group, twice
+    the rows at most, or SMALLEST more for each group."""
+    rows, experts = len(groups.group), len(groups.sizes)
+    size = _block_size(rows, experts)
+    segment, count = _blocks(groups, size)
+    ends = jnp.cumsum(-(-groups.sizes // size))  # of groups, in blocks
+    begin = groups.ends - groups.sizes
+    within = (jnp.arange(rows, dtype=jnp.int32) - begin[jnp.minimum(groups.group, experts - 1)]) % size
+    to = jnp.where(segment < count, segment * size + within, count * size)
+    group = (ends <= jnp.arange(count, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32)
+    return RowBlocks(to, jnp.minimum(group, experts - 1), size)
+
+
+def rows_multiplied(rows: int, experts: int) -> int:
+    """How many rows, with what fills blocks, each of the three GEMMs multiplies by a weight."""
+    size = _block_size(rows, experts)
+    return (rows // size + experts) * size
+
+
+def _block_size(rows: int, experts: int) -> int:
+    return min(max(1 << (rows // experts).bit_length() >> 1, SMALLEST), LARGEST)

@@ -134,7 +134,7 @@ def ends_of(offs, rows: int) -> list[int]:
     """The end of each group as integers; ValueError unless offs are integers [E], ascending, within
     [0, rows] (X-1)."""
     found = np.asarray(offs)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or found.size == 0):
         raise ValueError(
             f"offs are integers [E], the end of each group; got {found.dtype} {found.shape}. Use numpy.cumsum of the groups' sizes."
         )
@@ -203,7 +203,7 @@ def _checked(x, w, offs, recipe: GroupedRecipe, scales: Mapping[Role, Scales] | 
     x, w = cast.array(x), cast.array(w)
     if w.ndim != 3 or x.ndim != 2:
         raise ValueError(f"a grouped linear takes x [M, K] and w [E, N, K]; got {x.shape} and {w.shape}. Flatten the tokens.")
-    linear.check_operands(x, w[0] if len(w) else w.reshape(w.shape[1:]), recipe.recipe, scales)
+    linear.check_operands(x, w[0] if len(w) else np.zeros(w.shape[1:], w.dtype), recipe.recipe, scales)
     ends = ends_of(offs, len(x))
     if len(ends) != len(w):
         raise ValueError(f"offs have the end of each of E groups; got {len(ends)} for w of shape {w.shape}.")

@@ -1,9 +1,10 @@
-"""Grouped GEMMs of FP8 operands (SEMANTICS X-2, X-10): one call of torch._scaled_grouped_mm, or one GEMM for each group.
+"""Grouped GEMMs of FP8 operands (SEMANTICS X-2, X-10): by torch's grouped kernels, or one GEMM for each group.
 
-``kernel`` chooses. torch's grouped kernel takes e4m3fn with scales of all of K, on GPUs from compute
-capability 9.0 on, and writes bfloat16. It never waits for the device. The other path reads the
-groups' sizes on the host, and multiplies each group by ``gemm.matmul``. Each is one operator, so
-that a compiled graph does not look into it.
+``kernel`` chooses. On GPUs from compute capability 9.0 on, torch._scaled_grouped_mm takes e4m3fn with
+scales of all of K, and torch._grouped_mm blocks whose scales are powers of two, dequantized to
+bfloat16, which is exact. Both write bfloat16, and never wait for the device. The other path reads the
+groups' sizes on the host, and multiplies each group by ``gemm.matmul``: as one operator, so that a
+compiled graph does not look into it.
 """
 
 import functools
@@ -16,14 +17,18 @@ from torch.nn import functional
 from fp8ref.formats import FORMATS
 from fp8ref.granularity import by_name
 from fp8ref.recipe import Gemm, GemmSpec, Recipe
-from fp8ref.torch import gemm
-from fp8ref.torch.grouped_operands import Groups, Operand
+from fp8ref.torch import gemm, hardware
+from fp8ref.torch.grouped_operands import Groups, Operand, exact_values
 from fp8ref.torch.scaling import Quantized
 
-Kernel = Literal["scaled_grouped_mm", "each_group"]
-"""What multiplies: torch's grouped kernel, or a GEMM for each group."""
+Kernel = Literal["scaled_grouped_mm", "grouped_mm", "each_group"]
+"""What multiplies: torch's grouped kernels, on codes or on bfloat16, or a GEMM for each group."""
 
-NAMES: dict[Kernel, str] = {"scaled_grouped_mm": "torch._scaled_grouped_mm", "each_group": "one GEMM for each group"}
+NAMES: dict[Kernel, str] = {
+    "scaled_grouped_mm": "torch._scaled_grouped_mm",
+    "grouped_mm": "torch._grouped_mm on dequantized codes",
+    "each_group": "one GEMM for each group",
+}
 """Kernels, as reports name them."""
 
 ALIGNMENT = 16
@@ -34,8 +39,12 @@ def kernel(spec: GemmSpec, device: torch.device) -> Kernel:
     """What multiplies the operands of one grouped GEMM on a device."""
     if spec.a is None or spec.b is None:
         return "each_group"
-    plain = all(c.fmt.name == "e4m3fn" and by_name(c.granularity).reduced is None for c in (spec.a, spec.b))
-    return "scaled_grouped_mm" if plain and spec.epilogue == "scale_then_round" and _has_kernel(device) else "each_group"
+    if hardware.active() or spec.epilogue != "scale_then_round" or not _has_kernel(device):
+        return "each_group"  # simulated hardware multiplies one group at a time (G-19)
+    casts = (spec.a, spec.b)
+    if all(by_name(c.granularity).reduced is None for c in casts):
+        return "scaled_grouped_mm" if all(c.fmt.name == "e4m3fn" for c in casts) else "each_group"
+    return "grouped_mm" if all(c.policy.e8m0 is not None for c in casts) else "each_group"
 
 
 def kernels(recipe: Recipe, device: torch.device) -> str:
@@ -50,9 +59,12 @@ def multiply(which: Gemm, a: Operand, b: Operand, groups: Groups, spec: GemmSpec
     Zeros where no group writes (X-4, X-5).
     """
     assert spec.accumulate is not None
-    if kernel(spec, a.codes.device) == "scaled_grouped_mm":
+    chosen = kernel(spec, a.codes.device)
+    if chosen == "scaled_grouped_mm":
         run = _rows_by_rows if which == "grad_weight" else _rows_by_weights
         return run(a, b, groups, fast=spec.accumulate == "fast").to(out_dtype)
+    if chosen == "grouped_mm":
+        return _of_values(which, exact_values(a, groups), exact_values(b, groups), groups).to(out_dtype)
     formats, lines = (f"{a.fmt.name} {b.fmt.name}", f"{a.granularity} {b.granularity}")
     given = a.codes, a.scale_inv, b.codes, b.scale_inv, groups.ends, formats, lines, spec.accumulate, spec.epilogue, out_dtype
     return each_group(which, *given)
@@ -189,26 +201,41 @@ def _rows_by_weights(a: Operand, b: Operand, groups: Groups, *, fast: bool) -> t
 def _rows_by_rows(a: Operand, b: Operand, groups: Groups, *, fast: bool) -> torch.Tensor:
     """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped kernel."""
     experts, rows = len(groups.sizes), len(a.codes)
-    # Each group's rows start at a multiple of 16, with zeros between; the last row is of those of no group.
     to, ends, total = padded_rows(groups, rows)
-    codes_a, codes_b = (
-        torch.zeros(total + 1, q.codes.shape[1], dtype=torch.uint8, device=q.codes.device).index_copy(0, to, q.codes.view(torch.uint8))
-        for q in (a, b)
-    )
+    codes_a, codes_b = (_laid(q.codes.view(torch.uint8), to, total) for q in (a, b))
     scale_a, scale_b = (
         q.scale_inv.reshape(-1, 1).expand(experts, q.codes.shape[1]) if q.granularity == "tensorwise" else q.scale_inv.expand(experts, -1)
         for q in (a, b)
     )
     out = torch._scaled_grouped_mm(  # [N, M] @ [M, K] -> [E, N, K]
-        codes_a[:total].t().contiguous().view(a.codes.dtype),
-        codes_b[:total].t().contiguous().view(b.codes.dtype).t(),
+        codes_a.t().contiguous().view(a.codes.dtype),
+        codes_b.t().contiguous().view(b.codes.dtype).t(),
         scale_a.reshape(-1).contiguous(),
         scale_b.reshape(-1).contiguous(),
         ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
+    return _of_groups_with_rows(out, groups)
+
+
+def _of_values(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """One grouped GEMM of bfloat16 operands by torch's grouped kernel, in bfloat16."""
+    if which != "grad_weight":
+        return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
+    to, ends, total = padded_rows(groups, len(a))
+    of_a, of_b = (_laid(x, to, total) for x in (a, b))
+    return _of_groups_with_rows(torch._grouped_mm(of_a.t().contiguous(), of_b, offs=ends), groups)  # [N, M] @ [M, K]
+
+
+def _of_groups_with_rows(out: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """grad_weight [E, N, K] with zeros of groups without rows (X-4)."""
     return torch.where((groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device))
+
+
+def _laid(x: torch.Tensor, to: torch.Tensor, total: int) -> torch.Tensor:
+    """The rows of x where ``padded_rows`` puts them, with zeros between: [total, C]. Those of no group share a row past the end."""
+    return torch.zeros(total + 1, x.shape[1], dtype=x.dtype, device=x.device).index_copy(0, to, x)[:total]
 
 
 def padded_rows(groups: Groups, rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:

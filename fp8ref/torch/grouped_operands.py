@@ -110,11 +110,31 @@ def quantize_weights(w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, sca
     parts = [n for length, size in zip(magnitudes.shape, sizes, strict=True) for n in (length // size, size)]
     largest = magnitudes.reshape(parts).amax(dim=(1, 3, 5))  # [E, N / bn, K / bk]
     table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
-    of_elements = table.scale
+    codes = scaling.scaled_codes(w, _spread(table.scale, sizes, w.shape), spec.fmt)
+    return Operand(codes, *table, spec.fmt, spec.granularity, axis)
+
+
+def exact_values(q: Operand, groups: Groups) -> torch.Tensor:
+    """Dequantized rows or weights in blocks of scales that are powers of two: bfloat16, which holds them exactly (S-14)."""
+    shape, kind = q.codes.shape, by_name(q.granularity)
+    assert kind.reduced is not None
+    if q.codes.ndim == 3:
+        sizes = (1, *granularities.blocks(q.granularity, tuple(shape[1:]), q.axis))
+        scale = _spread(q.scale_inv, sizes, shape)
+    elif q.axis == -1:
+        scale = _spread(q.scale_inv, (1, kind.reduced), shape)
+    else:
+        segment, _, count = blocks_of(groups, kind.reduced)
+        scale = q.scale_inv[segment.clamp(max=count - 1)]
+    return q.codes.to(torch.bfloat16) * scale.to(torch.bfloat16)
+
+
+def _spread(scale: torch.Tensor, sizes: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
+    """Scales repeated over their blocks, so that they broadcast to a shape."""
     for dim, size in enumerate(sizes):
-        if 1 < size < w.shape[dim]:
-            of_elements = of_elements.repeat_interleave(size, dim=dim).narrow(dim, 0, w.shape[dim])
-    return Operand(scaling.scaled_codes(w, of_elements, spec.fmt), *table, spec.fmt, spec.granularity, axis)
+        if 1 < size < shape[dim]:
+            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, shape[dim])
+    return scale
 
 
 def _by_state(x: torch.Tensor, spec: CastSpec, axis: int, scale: torch.Tensor) -> Operand:

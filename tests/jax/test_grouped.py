@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_cases import SIZES, integers, simulated, tensors
+from grouped_cases import SIZES, TENSORS_OF_ALL, integers, simulated, tensors
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from fp8ref.formats import FLOAT16, FLOAT32
-from fp8ref.jax import delayed, grouped
+from fp8ref.jax import delayed, grouped, grouped_operands
 from fp8ref.recipe import E4M3FN, CastSpec, GemmSpec, Recipe
 
 
@@ -73,7 +75,7 @@ def test_under_vmap(small):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_a_nan_stays_in_its_group(recipe, rng):  # X-6
-    """lax.ragged_dot on a CPU multiplies all rows by all weights, zeros by a NaN too."""
+    """lax.ragged_dot multiplies all rows by all weights, zeros by a NaN too."""
     x, w, g = tensors(rng)
     sizes, w = jnp.array(SIZES), w.swapaxes(1, 2)
 
@@ -91,6 +93,54 @@ def test_a_nan_stays_in_its_group(recipe, rng):  # X-6
     assert np.isnan(
         np.asarray(jax.lax.ragged_dot(jnp.asarray(np.nan_to_num(x)), jnp.asarray(np.where(np.isinf(w), np.nan, w)), sizes))[41:]
     ).any()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
+    """Four devices: two parts of the batch, and two experts of four on each. Bits of each device's own groups; gradients of weights summed."""
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.asarray(rng.integers(-7, 8, (4 * 24, 32)), jnp.bfloat16)  # 24 rows a device
+    w = jnp.asarray(rng.integers(-7, 8, (4, 32, 16)), jnp.bfloat16)
+    sizes = jnp.array([[10, 14, 0, 20], [3, 0, 24, 0]])  # of a part of the batch and an expert
+
+    def loss(x, w, product):
+        return (product(x, w).astype(jnp.float32) * jnp.arange(16)).sum()
+
+    def cut(x, w):
+        rows, experts = P(("data", "expert")), P("expert")
+        run = jax.shard_map(
+            lambda x, w, s: grouped.apply(x, w, s[0], recipe=recipe)[0],
+            mesh=mesh,
+            in_specs=(rows, experts, P("data", "expert")),
+            out_specs=rows,
+        )
+        return run(x, w, sizes)
+
+    def by_hand(x, w):
+        parts = x.reshape(2, 2, 24, 32)
+        found = [
+            grouped.apply(parts[d, e], w[2 * e : 2 * e + 2], sizes[d, 2 * e : 2 * e + 2], recipe=recipe)[0] for d in (0, 1) for e in (0, 1)
+        ]
+        return jnp.concatenate(found)
+
+    np.testing.assert_array_equal(jax.jit(cut)(x, w), jax.jit(by_hand)(x, w))
+    ours, expected = (jax.jit(jax.grad(lambda x, w, f=f: loss(x, w, f), argnums=(0, 1)))(x, w) for f in (cut, by_hand))
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", TENSORS_OF_ALL], ids=["delayed", "all"])
+def test_amaxes_of_all_groups_are_of_one_device(recipe, small):
+    x, w, sizes = small
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
+    given = {"state": delayed.init("delayed"), "seen": delayed.unseen("delayed")} if recipe == "delayed" else {}
+    run = jax.shard_map(
+        lambda x, w, s: grouped.apply(x, w, s, recipe=recipe, **given)[0], mesh=mesh, in_specs=(P("expert"),) * 3, out_specs=P("expert")
+    )
+    with pytest.raises(
+        ValueError, match=r"inside shard_map amaxes are of one device's groups; recipe '(delayed|tensorwise)' has amaxes of all"
+    ):
+        run(x, w, sizes)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -146,8 +196,8 @@ def test_what_is_refused(change, message, small):  # X-1
         grouped.apply(**given)
 
 
-def test_a_gpus_products_are_ragged_and_in_fp8(small):  # X-10
-    """As exported for an NVIDIA GPU: codes go into the products as they are."""
+def test_a_gpus_products_are_in_fp8(small):  # X-10
+    """As exported for an NVIDIA GPU: codes go into the products as they are, a block of 16 rows after another."""
     x, w, sizes = small
 
     def step(x, w, sizes):
@@ -155,11 +205,24 @@ def test_a_gpus_products_are_ragged_and_in_fp8(small):  # X-10
         return y, vjp(y)
 
     text = jax.export.export(jax.jit(step), platforms=["cuda"])(x, w, sizes).mlir_module()
-    lines = [line for line in text.splitlines() if 'composite "chlo.ragged_dot"' in line]
-    types = [re.search(r" : \(tensor<(.*?)>, tensor<(.*?)>", line.partition("version")[2]).groups() for line in lines]
+    types = re.findall(r"stablehlo\.dot_general .* : \(tensor<(.*?)>, tensor<(.*?)>\)", text)
     assert types == [
-        ("24x32xf8E4M3FN", "3x32x16xf8E4M3FN"),
-        ("24x16xf8E4M3FN", "3x16x32xf8E4M3FN"),
-        ("24x32xf8E4M3FN", "24x16xf8E4M3FN"),
+        ("16x32xf8E4M3FN", "32x16xf8E4M3FN"),
+        ("16x16xf8E4M3FN", "32x16xf8E4M3FN"),
+        ("16x32xf8E4M3FN", "16x16xf8E4M3FN"),
     ]
-    assert "stablehlo.while" not in text
+
+
+@pytest.mark.parametrize("rows", [1, 31, 64, 500, 6000])
+def test_blocks_of_rows(rows, rng):  # X-10
+    """Every row of a group is in a block of its group, once; others in none. No more than twice the rows, or 16 more for each group."""
+    sizes = rng.multinomial(rows - rows // 8, [0.5, 0, 0.1, 0.4]).astype(np.int32)
+    groups = grouped_operands.groups_of(jnp.asarray(sizes), rows)
+    blocks = grouped_operands._row_blocks(groups)
+    x = np.arange(1, rows + 1, dtype=np.float32)[:, None]
+    laid = np.asarray(blocks.of(jnp.asarray(x)))[..., 0]
+    assert laid.size <= max(2 * rows, rows + 16 * 4)
+    for e, (begin, size) in enumerate(zip(np.cumsum(sizes) - sizes, sizes, strict=True)):
+        found = laid[np.asarray(blocks.group) == e].reshape(-1)
+        np.testing.assert_array_equal(found[found > 0], x[begin : begin + size, 0])
+    assert (laid > 0).sum() == sizes.sum()

@@ -16,9 +16,11 @@ from fp8ref.jax import grouped_operands as jax_operands
 from fp8ref.recipe import OPERANDS
 from fp8ref.sim import cast, delayed
 from fp8ref.sim import grouped as sim
+from fp8ref.sim import hardware as sim_hardware
 from fp8ref.torch import delayed as torch_delayed
 from fp8ref.torch import grouped as torch_grouped
 from fp8ref.torch import grouped_operands as torch_operands
+from fp8ref.torch import hardware as torch_hardware
 
 every = pytest.mark.parametrize("recipe", EVERY, ids=name_of)
 INTEGERS = [r for r in [*EVERY, "bf16"] if not str(r).startswith("blockwise")]  # of blocks in float32, sums on dequantized operands round
@@ -180,6 +182,18 @@ def test_codes_under_delayed_scales(backend, rng):  # X-9
                     mine, inverse = of_group(codes, table, pair[at], role, which, e)
                     np.testing.assert_array_equal(mine, pair[at].codes)
                     np.testing.assert_array_equal(inverse, pair[at].scale_inv)
+
+
+@pytest.mark.grid(3)
+@every
+def test_on_simulated_hardware(recipe, rng):  # G-19, X-10
+    """PyTorch's, group by group on a simulated Hopper: the simulator's bits."""
+    x, w, g = tensors(rng)
+    with torch_hardware.simulating(sim_hardware.by_name("hopper")):
+        found = torch_results(x, w, g, recipe)
+    for which, expected in simulated(x, w, g, recipe, accumulate="hopper").items():
+        if recipes.by_name(recipe).recipe.gemms[which].fp8:
+            np.testing.assert_array_equal(found[which], expected, err_msg=which)
 
 
 def test_all_recipes_are_compared():

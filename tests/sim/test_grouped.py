@@ -137,6 +137,13 @@ def test_groups_without_rows(recipe, rng):  # X-4
     assert not empty["grad_weight"].any()
 
 
+def test_no_experts(rng):  # X-1
+    x, w, g = tensors(rng, m=4, k=32, n=16)
+    got = results(x, w[:0], g, np.zeros(0, int), "rowwise")
+    assert {which: v.shape for which, v in got.items()} == {"output": (4, 16), "grad_input": (4, 32), "grad_weight": (0, 16, 32)}
+    assert not any(v.any() for v in got.values())
+
+
 @pytest.mark.parametrize("multiple", [16, 32])
 @pytest.mark.parametrize("recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all")
 def test_padding_of_groups_changes_no_bit(recipe, multiple, rng):  # X-6
@@ -217,6 +224,22 @@ def test_delayed_scales_are_those_of_the_states(rng):  # X-9
         a, b = got[e]
         np.testing.assert_array_equal(a.codes, scaling.quantize_with(x[begin:end], scales["input"], E4).codes)
         np.testing.assert_array_equal(b.codes, scaling.quantize_with(w[e], scales["weight"], E4).codes)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "tensorwise"])
+def test_codes_of_rows_move_as_the_rows_do(recipe, rng):  # X-12
+    """Tokens are cast in their own order, then sorted by expert, two of each, one dropped; and cast after that."""
+    x, w, _ = tensors(rng)
+    tokens = x[:70]
+    order = np.delete(rng.permutation(np.repeat(np.arange(70), 2)), 5)[: OFFS[-1]]
+    moved = np.concatenate([tokens[order], np.zeros((M - len(order), K), np.float32)])
+    own = linear.quantize_operands("output", {"input": tokens, "weight": w[0]}, GROUPED_RECIPES[recipe].recipe)[0]
+    pairs = grouped.quantize_operands("output", {"input": moved, "weight": w}, OFFS, recipe)
+    codes = np.concatenate([pair[0].codes for pair in pairs if pair is not None])
+    assert np.array_equal(codes, own.codes[order]) == (recipe != "tensorwise")
+    if recipe != "tensorwise":
+        scales = np.concatenate([pair[0].scale_inv for pair in pairs if pair is not None])
+        np.testing.assert_array_equal(scales, own.scale_inv[order])
 
 
 @pytest.mark.parametrize(

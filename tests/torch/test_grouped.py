@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from grouped_cases import OFFS, integers, name_of, simulated, tensors
+from grouped_cases import GEMMS, OFFS, integers, name_of, operands, parts, simulated, tensors
 
-from fp8ref.formats import E4M3FN, FLOAT16, FLOAT32
+from fp8ref.conformance.gemm import bound
+from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16, FLOAT32
 from fp8ref.grouped import GROUPED_RECIPES, GroupedRecipe
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
-from fp8ref.torch import delayed, grouped, grouped_gemm
+from fp8ref.torch import delayed, gemm, grouped, grouped_gemm
 
 ENDS = torch.tensor(OFFS, dtype=torch.int32)
 E4 = CastSpec(fmt=E4M3FN)
@@ -91,17 +92,34 @@ def test_gradients_in_e5m2_are_multiplied_group_by_group(kernel, rng):  # X-10
     device = torch.device("cpu")
     assert grouped_gemm.kernels(GROUPED_RECIPES["tensorwise"].recipe, device) == "torch._scaled_grouped_mm and one GEMM for each group"
     assert grouped_gemm.kernels(GROUPED_RECIPES["rowwise"].recipe, device) == "torch._scaled_grouped_mm"
-    assert grouped_gemm.kernels(GROUPED_RECIPES["mxfp8"].recipe, device) == "one GEMM for each group"
+    assert grouped_gemm.kernels(GROUPED_RECIPES["mxfp8"].recipe, device) == "torch._grouped_mm on dequantized codes"
+    assert grouped_gemm.kernels(GROUPED_RECIPES["blockwise"].recipe, device) == "one GEMM for each group"
 
 
-def test_a_gpus_path_does_not_read_the_device(kernel, rng):  # X-10
-    """On the meta device there is nothing to read."""
-    torch._scaled_grouped_mm = lambda a, b, *_, out_dtype, **__: torch.empty(
-        (len(a), b.shape[2]) if b.ndim == 3 else (4, len(a), b.shape[1]), dtype=out_dtype, device="meta"
-    )
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise_ue8m0"])
+def test_blocks_of_powers_of_two_are_exact_in_bfloat16(recipe, monkeypatch, rng):  # X-4, X-5, X-7, X-10, B-1
+    """torch._grouped_mm, of which a CPU has a form too, in the place of a GEMM for each group."""
+    x, w, g = tensors(rng)
+    expected, groups = simulated(x, w, g, recipe), operands(x, w, g, recipe)
+    monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(gemm, "matmul", None)
+    found = run(x, w, g, recipe)
+    for which in GEMMS:
+        for e, part in parts(which):
+            out, mine = found[which][part], expected[which][part]
+            assert (np.abs(out - mine) <= bound.bound(*groups[which][e], out, mine, out_dtype=BFLOAT16, epilogue="scale_then_round")).all()
+    assert not found["output"][OFFS[-1] :].view(np.uint32).any()
+    assert not found["grad_input"][OFFS[-1] :].view(np.uint32).any()
+    assert not found["grad_weight"][1].view(np.uint32).any()
+
+
+@pytest.mark.parametrize("recipe", [*ON_GPU, "mxfp8", "blockwise_ue8m0"], ids=name_of)
+def test_a_gpus_path_does_not_read_the_device(recipe, monkeypatch, rng):  # X-10
+    """On the meta device there is nothing to read, and torch's own kernel checks dtypes, strides and the shapes of scales."""
+    monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda device: True)
     x, w, g = (torch.from_numpy(v).bfloat16().to("meta") for v in tensors(rng))
     x, w = x.requires_grad_(), w.requires_grad_()
-    y = grouped.apply(x, w, ENDS.to("meta"), recipe="rowwise")
+    y = grouped.apply(x, w, ENDS.to("meta"), recipe=recipe)
     y.backward(g)
     assert (y.shape, x.grad.shape, w.grad.shape) == (g.shape, x.shape, w.shape)
 
