@@ -22,7 +22,7 @@ except ImportError as error:
 
 from fp8ref.plots.errors import cast_difference, error_histogram, error_lines, number_table, scale_difference, share_by_exponent
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
-from fp8ref.plots.runs import loss_curves, staleness, step_lines, validation_gaps
+from fp8ref.plots.runs import loss_curves, loss_gaps, staleness, step_lines
 from fp8ref.plots.states import health_lines, moment_range, update_ratios
 from fp8ref.plots.style import figure, png
 from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map
@@ -40,6 +40,7 @@ __all__ = [
     "figure",
     "health_lines",
     "loss_curves",
+    "loss_gaps",
     "magnitude_map",
     "moment_range",
     "near_zero",
@@ -54,7 +55,6 @@ __all__ = [
     "staleness",
     "step_lines",
     "update_ratios",
-    "validation_gaps",
     "worst_error",
 ]
 del _matplotlib
