@@ -130,8 +130,7 @@ def _key(run: "Run") -> tuple[str, str]:
 def _gap(verdict: "Verdict") -> str:
     if verdict.compared is None:
         return verdict.kind
-    gap = verdict.compared.gap.last
-    return f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"
+    return f"{verdict.compared.gap.last.mean:+.4f}"
 
 
 def _kept(config: "Config") -> list[str]:

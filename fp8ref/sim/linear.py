@@ -116,6 +116,10 @@ def _gemm(
     roles, axes = OPERANDS[which], recipes.REDUCED_AXES[which]
     a, b = (tensors[role] if axis == 1 else tensors[role].T for role, axis in zip(roles, axes, strict=True))  # reduced axis last
     if spec.a is None or spec.b is None:
+        a, b = (
+            v if cast_spec is None else _dequantized(_quantize(v, cast_spec, role, scales), v)
+            for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1]))
+        )
         return gemm.matmul_hp(a, b, out_dtype=out_dtype)
     if spec.a.granularity in _WHOLE_LINES and spec.b.granularity in _WHOLE_LINES:
         # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and
@@ -150,6 +154,11 @@ def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, S
             "Pass scales={role: delayed.scales(state, config, fmt)}."
         )
     return scaling.quantize_with(x, scales[role], spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
+
+
+def _dequantized(q: Quantized, like: np.ndarray) -> np.ndarray:
+    """The numbers of codes beside an operand in high precision, rounded to the tensor's dtype (L-4)."""
+    return scaling.dequantize(q).astype(like.dtype)
 
 
 def _operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:

@@ -26,8 +26,9 @@ from torch.nn.utils import parametrize
 from torchao.float8 import convert_to_float8_training, float8_linear
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
-from fp8ref import linear_selection
+from fp8ref import linear_rules, linear_selection
 from fp8ref import recipe as recipes
+from fp8ref.linear_rules import Rule
 from fp8ref.recipe import ROLES, Recipe
 from fp8ref.torch import delayed, gemm, torchao_linear
 from fp8ref.torch import report as reports
@@ -81,11 +82,13 @@ def convert(
     *,
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
+    rules: Sequence[Rule] = (),
     amax_group: ProcessGroup | None = None,
 ) -> nn.Module:
     """Replace the chosen linears (SEMANTICS R-2, R-4) by torchao's Float8Linear, or by ``Linear``
     where amax_group is given or torchao cannot express the recipe.
 
+    rules       change casts of single operands, one after the other (R-8).
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
                 (P-2, scope global). Only ``Linear`` shares amaxes. None: every rank uses its own,
                 as torchao does.
@@ -100,7 +103,7 @@ def convert(
               codes there where two scales cast one transposed tensor.
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
-    Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a lazy module, which
+    Raises:   ValueError, and nothing is changed: as ``linear_selection.select`` and ``linear_rules.apply``; a lazy module, which
               has no shape yet; a recipe that neither can run; a model that is compiled, sharded or FP8
               already; a chosen linear of which something would be lost or that its parent does not
               call (R-5), registered under two names, on a GPU without FP8, or on a CPU whose torch
@@ -111,26 +114,28 @@ def convert(
     reports.check_shapes(model)
     linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
-    decisions = _decisions(model, shapes, recipe, filter_fqns, fp8_fqns)
+    decisions = linear_rules.apply(rules, _decisions(model, shapes, recipe, filter_fqns, fp8_fqns))
     chosen = [d.path for d in decisions if d.fp8]
     if not chosen:
         reports.log(model, type(model).__name__, recipe)
         return model
-    config = torchao_linear.torchao_config(recipe) if amax_group is None and torchao_linear.expresses(recipe) else None
-    if config is None:
-        check_recipe(recipe)
+    of_linears = {d.path: d.recipe for d in decisions if d.fp8}
+    taken = {one: torchao_linear.torchao_config(one) for one in set(of_linears.values()) if not amax_group and torchao_linear.expresses(one)}
+    for one in set(of_linears.values()) - set(taken):
+        check_recipe(one)
     check_model(model, "Convert a model first, then {} it")
     for name in chosen:
         check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
     devices = {_device(linears[name].weight).type for name in chosen}
     if "cpu" in devices:
-        gemm.check_cpu(recipe)
+        for one in set(of_linears.values()):
+            gemm.check_cpu(one)
         gemm.use_native_scaled_mm()
-        if recipe.delayed and torch._inductor.config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        if any(one.delayed for one in of_linears.values()) and torch._inductor.config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512":
             # Linears that share an input cast it by a scale each. In one loop over a transposed tile
             # of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
             torch._inductor.config.cpp.simdlen = 256
-    if config is not None and any(spec.rowwise for spec in recipe.gemms.values()) and devices != {"cpu"}:
+    if any(spec.rowwise for one in taken for spec in one.gemms.values()) and devices != {"cpu"}:
         # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
         # not rounded, and casts become NaN (pytorch#150859).
         torch._inductor.config.emulate_precision_casts = True
@@ -139,15 +144,19 @@ def convert(
     convert_to_float8_training(nn.Identity())
     group = None if amax_group is None else amax_group.group_name
 
+    paths = {linear: name for name, linear in linears.items()}
+
     def make(linear: nn.Linear) -> nn.Linear:
-        return Linear.of(linear, recipe, group) if config is None else Float8Linear.from_float(linear, config=config)
+        own = of_linears[paths[linear]]
+        # torchao changes the parts of a config: each linear has a fresh one
+        return Float8Linear.from_float(linear, config=torchao_linear.torchao_config(own)) if own in taken else Linear.of(linear, own, group)
 
     kind = type(model).__name__
     model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
     for name in chosen:
         made = model.get_submodule(name)
         assert isinstance(made, Float8Linear | Linear)
-        made.recipe, made.fqn = recipe, name
+        made.recipe, made.fqn = of_linears[name], name
         _carry(linears[name], made)
         made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
     kept = vars(model).get(reports.REASONS, {})

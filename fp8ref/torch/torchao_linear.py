@@ -111,6 +111,8 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
         if len(formats) > 1:
             raise refuse(f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}")
     for gemm, spec in recipe.gemms.items():
+        if spec.one_sided:
+            raise refuse(f"{gemm} casts one operand alone (L-4)")
         meant = "unit_round_scale_round" if spec.rowwise and spec.accumulate == "slow" else "scale_then_round"
         if spec.fp8 and spec.epilogue != meant:
             raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")
