@@ -113,11 +113,7 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
 
 def casts_of(recipe: Recipe) -> dict[tuple[Gemm, Role], CastSpec | None]:
     """The cast of each of the six operands; None in high precision."""
-    return {
-        (gemm, role): cast
-        for gemm, spec in recipe.gemms.items()
-        for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
-    }
+    return {(gemm, role): cast for gemm, spec in recipe.gemms.items() for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)}
 
 
 def with_casts(base: Recipe, casts: dict[tuple[Gemm, Role], CastSpec | None], name: str, like: Iterable[Recipe] = ()) -> Recipe:
@@ -138,7 +134,9 @@ def to_manifest(decision: Decision) -> dict[str, str]:
     """Each operand of a linear in a few words, by "<gemm>/<role>"."""
 
     def words(cast: CastSpec | None) -> str:
-        return "high precision" if cast is None else f"{cast.fmt.name} {cast.granularity} {cast.policy.name}" + " delayed" * bool(cast.delayed)
+        return (
+            "high precision" if cast is None else f"{cast.fmt.name} {cast.granularity} {cast.policy.name}" + " delayed" * bool(cast.delayed)
+        )
 
     return {f"{gemm}/{role}": words(cast) for (gemm, role), cast in casts_of(decision.recipe).items()}
 

@@ -116,7 +116,9 @@ class ScalePolicy:
         if self.unscaled:
             others = [f.name for f in dataclasses.fields(self) if f.name not in ("name", "ratio") and getattr(self, f.name) != f.default]
             if others:
-                raise ValueError(f"a policy without a scale, ratio 'one', takes no other decision; got {', '.join(others)}. Leave them out.")
+                raise ValueError(
+                    f"a policy without a scale, ratio 'one', takes no other decision; got {', '.join(others)}. Leave them out."
+                )
 
     def _one_of(self, key: str, allowed) -> None:
         if getattr(self, key) not in get_args(allowed):

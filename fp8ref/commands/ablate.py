@@ -21,9 +21,13 @@ def add(commands) -> None:
     made.add_argument("--base", choices=("bf16", "fp8"), default="bf16", help="what all other operands are in (default bf16)")
     made.add_argument("--by", choices=("layer", "linear", "kind", "model"), default="layer", help="how linears are grouped (default layer)")
     made.add_argument("--layers", metavar="PATTERN", nargs="+", default=[], help="linears to study, by patterns (default: all in FP8)")
-    made.add_argument("--gemms", metavar="NAMES", default="output,grad_input,grad_weight", help="GEMMs to study, with commas (default: all)")
+    made.add_argument(
+        "--gemms", metavar="NAMES", default="output,grad_input,grad_weight", help="GEMMs to study, with commas (default: all)"
+    )
     made.add_argument("--roles", metavar="NAMES", default="input,weight,grad_output", help="roles to study, with commas (default: all)")
-    made.add_argument("--steps", type=int, default=0, metavar="N", help="train N steps; 0, the default: forward passes, with GEMM output alone")
+    made.add_argument(
+        "--steps", type=int, default=0, metavar="N", help="train N steps; 0, the default: forward passes, with GEMM output alone"
+    )
     made.add_argument("--seeds", type=int, default=3, metavar="N", help="orders of data to train with, under --steps (default 3)")
     made.add_argument("--batches", type=int, default=8, metavar="N", help="validation batches (default 8)")
     made.add_argument("--learning-rate", type=float, metavar="RATE", help="of --steps (default: the run's at the checkpoint)")

@@ -325,7 +325,7 @@ def _in_high_precision(
     """``_gemm`` without FP8 (SEMANTICS G-9). An operand that is cast beside one that is not is
     dequantized, and rounded to its tensor's dtype (L-4)."""
     spec, roles = use.recipe.gemms[which], OPERANDS[which]
-    axes = tuple(use.axis(which, role) for role in roles)
+    axes = (use.axis(which, roles[0]), use.axis(which, roles[1]))
     operand: list[jax.Array] = []
     measured: stats.Measured = {}
     for role, cast, axis in zip(roles, (spec.a, spec.b), axes, strict=True):

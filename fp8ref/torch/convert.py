@@ -120,7 +120,9 @@ def convert(
         reports.log(model, type(model).__name__, recipe)
         return model
     of_linears = {d.path: d.recipe for d in decisions if d.fp8}
-    taken = {one: torchao_linear.torchao_config(one) for one in set(of_linears.values()) if not amax_group and torchao_linear.expresses(one)}
+    taken = {
+        one: torchao_linear.torchao_config(one) for one in set(of_linears.values()) if not amax_group and torchao_linear.expresses(one)
+    }
     for one in set(of_linears.values()) - set(taken):
         check_recipe(one)
     check_model(model, "Convert a model first, then {} it")
@@ -131,7 +133,11 @@ def convert(
         for one in set(of_linears.values()):
             gemm.check_cpu(one)
         gemm.use_native_scaled_mm()
-        if any(one.delayed for one in of_linears.values()) and torch._inductor.config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        if (
+            any(one.delayed for one in of_linears.values())
+            and torch._inductor.config.cpp.simdlen is None
+            and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        ):
             # Linears that share an input cast it by a scale each. In one loop over a transposed tile
             # of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
             torch._inductor.config.cpp.simdlen = 256

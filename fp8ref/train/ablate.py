@@ -9,9 +9,8 @@ is in high precision, and all else is as the recipe has it. Both are rules of th
 either backend runs. The cost is the loss with the cast minus the loss without, on the same batches.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,15 +18,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from fp8ref import console as consoles
-from fp8ref import linear_rules
 from fp8ref.errors import ConfigError
-from fp8ref.linear_rules import GEMMS, Rule
+from fp8ref.linear_rules import GEMMS
 from fp8ref.linear_selection import matches
-from fp8ref.recipe import OPERANDS, RECIPES, ROLES, Gemm, Role
+from fp8ref.recipe import OPERANDS, ROLES, Gemm, Role
 from fp8ref.result import Result
-from fp8ref.train import checkpoint, log, loop
 from fp8ref.train import config as configs
-from fp8ref.train.checkpoint import Checkpoint
+from fp8ref.train import variants
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.report import gap as gaps
@@ -40,9 +37,6 @@ By = Literal["layer", "linear", "kind", "model"]
 
 Base = Literal["bf16", "fp8"]
 """What all other operands are in."""
-
-LOSSES = "losses.jsonl"
-"""The file of an ablation's directory with the losses of each variant, so that it can be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,22 +97,30 @@ class Ablation(Result):
 
     def to_dict(self) -> dict:
         """The fields; a row has its rank, layer group, gemm, role and linears."""
-        rows = [{"rank": i, **asdict(row.operand), **{k: v for k, v in asdict(row).items() if k != "operand"}} for i, row in enumerate(self.rows, 1)]
+        rows = [
+            {"rank": i, **asdict(row.operand), **{k: v for k, v in asdict(row).items() if k != "operand"}}
+            for i, row in enumerate(self.rows, 1)
+        ]
         return {"ok": True, **{key: value for key, value in vars(self).items() if key != "rows"}, "rows": rows}
 
     def render(self, console: "Console") -> None:
         """Print the table, and how to read it."""
-        table = consoles.table(">rank", "layers", "GEMM", "role", ">cost, nats", f">{self.confidence:.0%} interval", ">SQNR, dB", ">underflow", ">saturated")
+        table = consoles.table(
+            ">rank", "layers", "GEMM", "role", ">cost, nats", f">{self.confidence:.0%} interval", ">SQNR, dB", ">underflow", ">saturated"
+        )
         for rank, row in enumerate(self.rows, 1):
             of = row.operand
             cost = ("not finite", "-") if row.cost is None else (f"{row.cost:+.5f}", f"{row.low:+.5f} to {row.high:+.5f}")
             shares = ("-" if share is None else f"{share:.2%}" for share in (row.underflow, row.saturation))
             style = "bold" if row.real else None
-            table.add_row(str(rank), of.group, of.gemm, of.role, *cost, "-" if row.sqnr is None else f"{row.sqnr:.1f}", *shares, style=style)
+            table.add_row(
+                str(rank), of.group, of.gemm, of.role, *cost, "-" if row.sqnr is None else f"{row.sqnr:.1f}", *shares, style=style
+            )
         console.print(table)
         what = f"after {self.steps} steps, over {self.samples} orders of data" if self.steps else f"over {self.samples} validation batches"
         alone = "it alone is cast" if self.base == "bf16" else "it alone is not cast"
-        said = f"{self.run}, step {self.step}, {self.backend}, {self.recipe}: an operand's cost is the loss with its cast minus that without, where {alone}; {what}."
+        said = f"{self.run}, step {self.step}, {self.backend}, {self.recipe}: an operand's cost is the loss with its cast minus that without, where "
+        said += f"{alone}; {what}."
         real = sum(row.real for row in self.rows)
         said += f" The intervals of {real} of {len(self.rows)} leave out 0. Loss with none changed: {self.baseline:.4f}."
         console.print(said, markup=False, highlight=False, soft_wrap=True)
@@ -157,7 +159,7 @@ def ablate(
                 holds another ablation.
     """
     out = run / "ablation" if out is None else out
-    last, config = _begin(run, recipe)
+    last, config = variants.begin(run, recipe)
     if steps == 0:
         gemms = [gemm for gemm in gemms if gemm == "output"]
     rate = config.optimizer.learning_rate_at(max(last.step - 1, 0), config.run.steps) if learning_rate is None else learning_rate
@@ -169,26 +171,33 @@ def ablate(
     if (steps and seeds < 2) or batches < 2:
         raise ConfigError(f"an interval takes 2 or more seeds, and 2 or more batches; got {seeds} and {batches}. Raise them.")
     backend = last.manifest["backend"]
-    about = {"backend": backend, "config": configs.to_dict(config), "step": last.step, "base": base, "steps": steps, "seeds": seeds * bool(steps)}
+    about = {
+        "backend": backend,
+        "config": configs.to_dict(config),
+        "step": last.step,
+        "base": base,
+        "steps": steps,
+        "seeds": seeds * bool(steps),
+    }
     text = loader.open_batches(config)
-    kept = _kept(out, about | {"sha256": text.description["sha256"]})
+    kept = variants.keeping(out, about | {"sha256": text.description["sha256"]})
 
     def losses(one: Config) -> list[float | None]:
-        return _losses(one, backend, last, text, steps=steps, seeds=seeds)
+        return variants.losses(one, backend, last, text, steps=steps, seeds=seeds)
 
-    none = _off(config, [(path, gemm, role) for path, gemm, role in _all(config)]) if base == "bf16" else config
+    none = variants.without(config, variants.cast_operands(config)) if base == "bf16" else config
     with consoles.bar(f"ablate {run.name}", len(operands) + 2) as advance:
         baseline = kept("baseline", lambda: losses(none))
         if None in baseline:
             raise ConfigError(f"{run} is not finite without any change, at a learning rate of {rate:.3g}. Lower --learning-rate.")
         advance("baseline")
-        measured = kept("statistics", lambda: _statistics(config, backend, last, text))
+        measured = kept("statistics", lambda: variants.statistics(config, backend, last, text))
         advance("statistics")
         costs: dict[str, list[float | None]] = {}
         for operand in operands:
             inside = {(path, operand.gemm, operand.role) for path in operand.linears}
-            off = inside if base == "fp8" else {one for one in _all(config) if one not in inside}
-            changed = _off(config, sorted(off))
+            off = inside if base == "fp8" else {one for one in variants.cast_operands(config) if one not in inside}
+            changed = variants.without(config, sorted(off))
             costs[operand.name] = kept(operand.name, lambda one=changed: losses(one))
             advance(operand.name)
     rows = [_row(operand, costs[operand.name], baseline, base, measured, confidence) for operand in operands]
@@ -215,7 +224,7 @@ def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[Gemm],
 
     Raises:   ConfigError: a pattern that names no linear; none is left.
     """
-    paths = dict.fromkeys(path for path, _, _ in _all(config))
+    paths = dict.fromkeys(path for path, _, _ in variants.cast_operands(config))
     for pattern in layers:
         if not any(matches(pattern, path) for path in paths):
             raise ConfigError(f"--layers {pattern!r} names no linear in FP8; there are {', '.join(paths)}.")
@@ -223,7 +232,7 @@ def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[Gemm],
     for path in paths:
         if not layers or any(matches(pattern, path) for pattern in layers):
             groups.setdefault(_group(path, by), []).append(path)
-    cast = set(_all(config))
+    cast = set(variants.cast_operands(config))
     found = [
         Operand(group=group, gemm=gemm, role=role, linears=tuple(path for path in inside if (path, gemm, role) in cast))
         for group, inside in groups.items()
@@ -232,7 +241,9 @@ def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[Gemm],
         if gemm in gemms and role in roles and any((path, gemm, role) in cast for path in inside)
     ]
     if not found:
-        raise ConfigError("no operand in FP8 is left. Without --steps there are those of GEMM output alone; name other --layers, --gemms or --roles.")
+        raise ConfigError(
+            "no operand in FP8 is left. Without --steps there are those of GEMM output alone; name other --layers, --gemms or --roles."
+        )
     return found
 
 
@@ -244,85 +255,30 @@ def draw(found: Ablation, path: Path) -> None:
     columns = [(g, r) for g in GEMMS for r in OPERANDS[g] if any((row.operand.gemm, row.operand.role) == (g, r) for row in found.rows)]
     costs = np.full((len(groups), len(columns)), np.nan)
     for row in found.rows:
-        costs[groups.index(row.operand.group), columns.index((row.operand.gemm, row.operand.role))] = math.nan if row.cost is None else row.cost
+        costs[groups.index(row.operand.group), columns.index((row.operand.gemm, row.operand.role))] = (
+            math.nan if row.cost is None else row.cost
+        )
     figure, (ax,) = plots.figure(1, width=2 + 1.3 * len(columns), height=1.6 + 0.35 * len(groups))
     plots.cost_map(ax, costs, groups, [f"{gemm}\n{role}" for gemm, role in columns])
     figure.savefig(path)
-
-
-def _begin(run: Path, recipe: str | None) -> tuple[Checkpoint, Config]:
-    """The last checkpoint of a run, and its config in the recipe that is studied."""
-    log.read_manifest(run)
-    config = configs.load(run / "config.toml")
-    if config.parallel.devices > 1:
-        raise ConfigError(f"an ablation takes a run on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
-    last = checkpoint.latest(run, consoles.say, aside=False)
-    if last is None:
-        raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
-    trained = config.recipes
-    recipe = recipe or (config.numerics.recipe if RECIPES[config.numerics.recipe].fp8 else "tensorwise")
-    if recipe not in RECIPES or not RECIPES[recipe].fp8:
-        raise ConfigError(f"--recipe is one with FP8: {', '.join(name for name, one in RECIPES.items() if one.fp8)}; got {recipe!r}.")
-    for name in (*trained, recipe):
-        if RECIPES[name].delayed:
-            raise ConfigError(f"an ablation takes recipes that scale by a tensor's own amax; {name!r} has states. Use tensorwise or rowwise.")
-    rules = config.numerics.rules if recipe in trained else None
-    return last, config.replace(
-        numerics={"recipe": recipe, "rules": rules, "schedule": None, "accumulate": None},
-        parallel={"scan": False},
-        statistics={"every": 0},
-    )
-
-
-def _all(config: Config) -> list[tuple[str, Gemm, Role]]:
-    """Every operand that a config casts: (linear, GEMM, role)."""
-    return [(d.path, *key) for d in config.decisions() for key, cast in linear_rules.casts_of(d.recipe).items() if cast is not None]
-
-
-def _off(config: Config, operands: Sequence[tuple[str, Gemm, Role]]) -> Config:
-    """The config with these operands in high precision."""
-    rules = list(config.numerics.rules or ())
-    for gemm in GEMMS:
-        for role in OPERANDS[gemm]:
-            if paths := tuple(path for path, *key in operands if key == [gemm, role]):
-                rules.append(Rule(layers=paths, gemms=(gemm,), roles=(role,), recipe="bf16"))
-    return config.replace(numerics={"rules": tuple(rules) or None})
-
-
-def _losses(config: Config, backend: str, last: Checkpoint, batches: loader.Batches, *, steps: int, seeds: int) -> list[float | None]:
-    """Validation losses: of each batch, or, after training, their mean for each order of data; None if one was not finite."""
-    trainer = loop.trainer(backend, config)
-    held_out = [batches.held_out(i) for i in range(config.run.eval_batches)]
-    found: list[float] = []
-    for seed in range(seeds if steps else 1):
-        trainer.load(last.state, last.step)
-        finite = True
-        for step in range(steps):  # steps that the run has not seen, other ones for each seed
-            finite &= all(map(math.isfinite, trainer.step(batches.step(last.step + seed * steps + step)).values()))
-        losses = [trainer.evaluate(tokens) for tokens in held_out]
-        found += [float(np.mean(losses)) if finite else math.nan] if steps else losses
-    return [loss if math.isfinite(loss) else None for loss in found]
-
-
-def _statistics(config: Config, backend: str, last: Checkpoint, batches: loader.Batches) -> dict[str, dict]:
-    """The quantization statistics of every operand, under the recipe, of the batch after the checkpoint (Q-8)."""
-    trainer = loop.trainer(backend, config)
-    trainer.load(last.state, last.step)
-    return trainer.statistics(batches.step(last.step))
 
 
 def _row(operand: Operand, losses: list, baseline: list, base: Base, measured: dict[str, dict], confidence: float) -> Row:
     sign = 1 if base == "bf16" else -1
     differences = sign * (np.array(losses, np.float64) - np.array(baseline, np.float64))  # NaN of None
     gap = gaps.matched(differences, confidence=confidence) if np.isfinite(differences).all() else None
-    numbers = {"cost": None, "low": None, "high": None} if gap is None else {"cost": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
+    numbers = (
+        {"cost": None, "low": None, "high": None}
+        if gap is None
+        else {"cost": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
+    )
     of = [measured.get(f"{path}/{operand.gemm}/{operand.role}", {}) for path in operand.linears]
 
     def worst(key: str, by: Callable) -> float | None:
         return by((one[key] for one in of if one.get(key) is not None), default=None)
 
     shares = {"underflow": worst("underflow_rate", max), "saturation": worst("saturation_rate", max)}
-    return Row(operand=operand, **numbers, sqnr=worst("sqnr", min), **shares)  # type: ignore[arg-type]
+    return Row(operand=operand, **numbers, sqnr=worst("sqnr", min), **shares)
 
 
 def _group(path: str, by: By) -> str:
@@ -331,43 +287,3 @@ def _group(path: str, by: By) -> str:
         number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
         return ".".join(parts[max(0, number - 1) : number + 1])
     return {"linear": path, "kind": parts[-1], "model": "model"}[by]
-
-
-def _kept(out: Path, about: dict) -> Callable:
-    """A function (name, measure) -> the value in ``out``, or else the measured one, which it writes there.
-
-    Raises:   ConfigError: another ablation is there; it cannot be written.
-    """
-    path = out / LOSSES
-    lines = list(_lines(path))
-    if lines and lines[0] != json.loads(json.dumps(about)):
-        differ = next(iter(configs.differences(lines[0], json.loads(json.dumps(about)))))
-        raise ConfigError(f"{path} is of another ablation: it differs in {differ}. Name another directory with --out, or remove it.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not lines:
-            path.write_text(json.dumps(about) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written ({error.strerror}). Name another directory.") from error
-    known = {name: value for line in lines[1:] for name, value in line.items()}
-
-    def value(name: str, measure: Callable):
-        if name not in known:
-            known[name] = measure()
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({name: known[name]}) + "\n")
-        return known[name]
-
-    return value
-
-
-def _lines(path: Path) -> Iterator[dict]:
-    """The objects of the file; a torn last line, of an ablation that was killed, is cut off."""
-    if not path.exists():
-        return
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    for line in whole.splitlines():
-        yield json.loads(line)

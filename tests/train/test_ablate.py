@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import Rule
-from fp8ref.train import ablate, loop
+from fp8ref.train import ablate, loop, variants
 from fp8ref.train import config as configs
 
 PLANTED = Rule(layers=("layers.1",), roles=("grad_output",), format="e4m3fn", policy="unscaled")
@@ -49,7 +49,7 @@ class Fake:
 
     def __init__(self, config):
         Fake.made += 1
-        casts = ablate._all(config)
+        casts = variants.cast_operands(config)
         self.loss = 2 + 0.1 * sum("layers.1" in path for path, *_ in casts) / 7 + 0.001 * len(casts)
         self.steps = 0
 
@@ -84,8 +84,8 @@ def test_operands_are_ranked_with_their_statistics_and_resumed(run, tmp_path):
     assert (found.rows[0].sqnr, found.rows[0].underflow, found.rows[0].saturation) == (20.0, 0.25, 0.5)
     assert (found.steps, found.samples, len(found.rows)) == (0, 3, 4)
     assert Fake.made == 2 + 4
-    lines = (run / "ablation" / ablate.LOSSES).read_text().splitlines(keepends=True)
-    (run / "ablation" / ablate.LOSSES).write_text("".join(lines[:-1]) + lines[-1][:5])  # killed while it wrote the last
+    lines = (run / "ablation" / variants.LOSSES).read_text().splitlines(keepends=True)
+    (run / "ablation" / variants.LOSSES).write_text("".join(lines[:-1]) + lines[-1][:5])  # killed while it wrote the last
     assert ablate.ablate(run, batches=3).to_dict() == found.to_dict()
     assert Fake.made == 2 + 4 + 1
     with pytest.raises(ConfigError, match=r"is of another ablation: it differs in base\. Name another directory"):

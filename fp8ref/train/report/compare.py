@@ -92,8 +92,10 @@ def compare(
     Raises:   ConfigError: the losses are not comparable: another text; fewer than 5 common steps;
               ``more`` of neither config.
     """
+    settings, versions = {}, {}
     known = isinstance(a, Run) and isinstance(b, Run)
-    settings, versions = (configs.differences(a.settings, b.settings), configs.differences(a.versions, b.versions)) if known else ({}, {})
+    if isinstance(a, Run) and isinstance(b, Run):
+        settings, versions = configs.differences(a.settings, b.settings), configs.differences(a.versions, b.versions)
     for key in ("data.sequence_length", "text"):
         if key in settings:
             raise ConfigError(
@@ -136,16 +138,17 @@ def _end(run: Run | Log) -> str:
 
 def _sides(a: Run | Log, b: Run | Log, more: Sequence[Run | Log]) -> tuple[list, list]:
     """(runs of B's side, runs of A's), each with the first of every pair of seeds."""
-    mine, others = [b], [a]
-    if any(isinstance(run, Log) for run in (a, b, *more)):
+    mine: list[Run | Log] = [b]
+    others: list[Run | Log] = [a]
+    of_ours = [run for run in more if isinstance(run, Run)]
+    if not isinstance(a, Run) or not isinstance(b, Run) or len(of_ours) < len(more):
         if len(more) % 2:
             raise ConfigError(
                 f"--seeds takes logs in pairs, one like A and one like B; got {len(more)}. Leave one out, or add its partner."
             )
         return [*mine, *more[1::2]], [*others, *more[::2]]
-    for run in more:
-        assert isinstance(run, Run)
-        near = [configs.differences(verdict.of_arm(side[0]), verdict.of_arm(run)) for side in (others, mine)]
+    for run in of_ours:
+        near = [configs.differences(verdict.of_arm(first), verdict.of_arm(run)) for first in (a, b)]
         if all(near):
             what = min(near, key=len)
             raise ConfigError(

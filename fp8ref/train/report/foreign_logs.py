@@ -147,7 +147,7 @@ def _named(columns: Iterable[str], names: Iterable[str]) -> str | None:
 def _events(path: Path) -> Iterator[tuple[str, int, float]]:
     """(tag, step, value) of every scalar in a file of events, up to a torn last record."""
     extras.require("test", "reading TensorBoard events", "tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
     data, at = path.read_bytes(), 0
     while at + 12 <= len(data):  # length (8), its CRC (4), the event, its CRC (4)

@@ -7,17 +7,23 @@ import pytest
 from fp8ref.errors import ConfigError
 from fp8ref.train.report import foreign_logs
 
-TITAN = """\
-[rank0]:[titan] 2025-06-10 14:01:22,123 - root - INFO - Training starts at step 1
-[rank0]:[titan] 2025-06-10 14:01:25,456 - root - INFO - \x1b[31mstep:  1  \x1b[32mloss:  8.1387  \x1b[38;2;180;60;0mgrad_norm:  1.2345  \x1b[34mmemory:  1.37GiB(1.44%)  tps: 5,031
-[rank0]:[titan] 2025-06-10 14:01:26,789 - root - INFO - step: 10  loss:  7.9000  grad_norm:  1.1  memory:  1.37GiB(1.44%)  tps: 5,031
-[rank0]:[titan] 2025-06-10 14:01:27,000 - root - INFO - validate step: 10  loss:  8.0000  memory:  1.37GiB(1.44%)
-"""
-MEGATRON = """\
- [2025-06-10 14:01:22] iteration        1/     500 | consumed samples:          256 | elapsed time per iteration (ms): 3123.4 | learning rate: 1.5E-05 | global batch size:   256 | lm loss: 1.089876E+01 | loss scale: 1.0 | grad norm: 23.4 |
- validation loss at iteration 1 | lm loss value: 1.08E+01 | lm loss PPL: 4.9E+04 |
- [2025-06-10 14:01:25] iteration        2/     500 | consumed samples:          512 | elapsed time per iteration (ms): 512.4 | learning rate: 1.5E-05 | global batch size:   256 | lm loss: 1.072000E+01 | loss scale: 1.0 | grad norm: 23.4 |
-"""
+_AT = "[rank0]:[titan] 2025-06-10 14:01:22,123 - root - INFO - "
+_COLORED = "\x1b[31mstep:  1  \x1b[32mloss:  8.1387  \x1b[38;2;180;60;0mgrad_norm:  1.2345  \x1b[34mmemory:  1.37GiB(1.44%)  tps: 5,031"
+TITAN = "".join(
+    f"{_AT}{line}\n"
+    for line in (
+        "Training starts at step 1",
+        _COLORED,
+        "step: 10  loss:  7.9000  grad_norm:  1.1  memory:  1.37GiB(1.44%)  tps: 5,031",
+        "validate step: 10  loss:  8.0000  memory:  1.37GiB(1.44%)",
+    )
+)
+_REST = "learning rate: 1.5E-05 | global batch size:   256 | lm loss: {} | loss scale: 1.0 | grad norm: 23.4 |"
+MEGATRON = (
+    " [2025-06-10 14:01:22] iteration        1/     500 | consumed samples:          256 | " + _REST.format("1.089876E+01") + "\n"
+    " validation loss at iteration 1 | lm loss value: 1.08E+01 | lm loss PPL: 4.9E+04 |\n"
+    " [2025-06-10 14:01:25] iteration        2/     500 | consumed samples:          512 | " + _REST.format("1.072000E+01") + "\n"
+)
 
 
 def read(path, text: str, **keys) -> dict[int, float]:
