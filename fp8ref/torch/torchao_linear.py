@@ -100,6 +100,8 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     for c in present:
         if c.delayed is not None:
             raise refuse("it scales dynamically, and this recipe is delayed")
+        if c.policy.unscaled:
+            raise refuse(f"it scales every cast, and policy {c.policy.name!r} none")
         if c.granularity not in GRANULARITIES:
             raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
         try:

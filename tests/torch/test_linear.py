@@ -6,7 +6,7 @@ from torch import nn
 
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import E4M3FN, E5M2, FLOAT16
-from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.policy import POLICIES, UNSCALED, ScalePolicy
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import linear as sim
 from fp8ref.sim import scaling as sim_scaling
@@ -66,6 +66,11 @@ def test_an_operand_cast_alone_equals_the_simulator_on_integers(recipe, rng):  #
     found = run(layer_of(w, recipe), torch.from_numpy(x).bfloat16(), torch.from_numpy(g).bfloat16())
     for ours, theirs in zip(found, (sim.forward(x, w, recipe), *sim.backward(g, x, w, recipe)), strict=True):
         np.testing.assert_array_equal(ours.float(), theirs)
+
+
+def test_a_cast_without_a_scale_is_not_torchaos():  # S-20
+    cast = CastSpec(fmt=E4M3FN, policy=UNSCALED)
+    assert not torchao_linear.expresses(Recipe(name="bare", output=GemmSpec(a=cast, b=cast, accumulate="fast")))
 
 
 @pytest.mark.parametrize("size", [2.0**-16, 1.0, 2.0**8])
