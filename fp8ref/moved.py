@@ -58,7 +58,7 @@ MOVED = {
     "fp8ref.torch.layer": "fp8ref.torch.linear",
     "fp8ref.torch.simulated": "fp8ref.torch.hardware",
     "fp8ref.torch.tensor": "fp8ref.torch.tensor_parallel",
-    "fp8ref.torch.gather": "fp8ref.torch.fsdp",
+    "fp8ref.torch.gather": "fp8ref.torch.fp8_gather",
     "fp8ref.torch.traced": "fp8ref.torch.compiled_fsdp",
     "fp8ref.torch.model": "fp8ref.train.torch.llama",
     "fp8ref.torch.step": "fp8ref.train.torch.step",

@@ -66,6 +66,7 @@ class Finding:
     words     the value for a reader, if str(value) does not say it.
     witness   a simplest input that shows it, compared with the specification.
     others    values that explain all outputs as well.
+    unasked   what could not be asked for this property, in words.
     """
 
     what: str
@@ -74,6 +75,7 @@ class Finding:
     words: str = ""
     witness: Counterexample | None = None
     others: tuple = ()
+    unasked: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -106,7 +108,13 @@ def strides_finding(taken: list[str], refused: list[str], found: list[Counterexa
     text = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not tested"
     evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax arrays have no strides"
     evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
-    return Finding(what="strides", value=not found, words=text, evidence=str(found[0]) if found else evidence)
+    unasked = (f"strides {', '.join(refused)}, for which it raises",) if refused else ()
+    return Finding(what="strides", value=not found, words=text, evidence=str(found[0]) if found else evidence, unasked=unasked)
+
+
+def other_devices(framework: str, device: str) -> list[str]:
+    """What is not asked of a function of one device: the others, as a list; empty for NumPy's arrays, which have none."""
+    return [] if framework == "numpy" else [f"devices other than {device}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +129,7 @@ class Outcome(Result):
     unlike       the simplest inputs that it does not explain.
     expected     the name that it should have, if any.
     differences  the simplest inputs on which it differs from that, one of each kind.
+    limits       what was not asked, besides that of the findings.
     """
 
     name: str
@@ -135,6 +144,12 @@ class Outcome(Result):
     unlike: Sequence[Counterexample] = field(default=())
     expected: str | None = None
     differences: Sequence[Counterexample] = field(default=())
+    limits: Sequence[str] = field(default=())
+
+    @property
+    def unasked(self) -> list[str]:
+        """What was not asked, and what the verdict so does not cover, in words."""
+        return list(dict.fromkeys([*(one for finding in self.findings for one in finding.unasked), *self.limits]))
 
     @property
     def ok(self) -> bool:
@@ -145,14 +160,14 @@ class Outcome(Result):
 
     @property
     def message(self) -> str:
-        """The summary, and the counterexamples to what was expected."""
+        """The summary, the counterexamples to what was expected, and what was not asked."""
         if self.expected is None:
-            return self.summary + ("" if self.named or not self.identified else ". It matches no known name")
-        if self.ok:
-            return f"{self.name} is {self.expected!r}: {self.summary}"
-        return "\n".join(
-            [f"{self.name} is not {self.expected!r}, but {self.summary}", *(f"  {w}" for w in self.differences or self.unlike)]
-        )
+            lines = [self.summary + ("" if self.named or not self.identified else ". It matches no known name")]
+        elif self.ok:
+            lines = [f"{self.name} is {self.expected!r}: {self.summary}"]
+        else:
+            lines = [f"{self.name} is not {self.expected!r}, but {self.summary}", *(f"  {w}" for w in self.differences or self.unlike)]
+        return "\n".join([*lines, *([f"  not asked: {'; '.join(self.unasked)}"] if self.unasked else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
@@ -170,6 +185,7 @@ class Outcome(Result):
             "unlike": [witness.to_dict() for witness in self.unlike],
             "expected": self.expected,
             "differences": [witness.to_dict() for witness in self.differences],
+            "unasked": self.unasked,
         }
 
     def render(self, console: "Console") -> None:

@@ -283,8 +283,8 @@ def _gemm(
 
     quantized  operands that are quantized already; the others are quantized here, from tensors.
 
-    Order:     quantize, gather, multiply and sum over devices, round as G-8 says, cast to the
-               result's dtype.
+    Order:     quantize, gather, multiply, round as G-8 says, sum over devices, cast to the
+               result's dtype; accumulators are summed before they are rounded (P-9).
     Returns:   the result, and measurements of the operands that no earlier GEMM has measured.
     """
     spec, roles = use.recipe.gemms[which], OPERANDS[which]

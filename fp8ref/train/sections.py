@@ -173,11 +173,13 @@ class ParallelConfig:
     data: int = 1
     """Data-parallel devices: each has a part of the batch and a copy of the weights."""
     fsdp: int = 1
-    """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8."""
+    """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8; in PyTorch those
+    with one scale."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False
-    """Sequence parallelism: also shard the tokens between those linears. Inputs are gathered in FP8."""
+    """Sequence parallelism: also shard the tokens between those linears. Inputs are gathered in FP8; in PyTorch under
+    tensorwise scaling (P-15)."""
     amax_scope: Literal["global", "local"] = "global"
     """Amax of input and grad_output: over all devices (global), or for each device's part of the batch (local)."""
     through: Literal["shard_map", "jit"] = "shard_map"

@@ -17,7 +17,7 @@ from fp8ref.conformance.cast import behavior, decisions, describe, layout_invari
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, show
+from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
@@ -85,6 +85,7 @@ def identify_cast(
             value=right,
             evidence=f"of {total:,} are those of this{'' if exhaustive else '; --exhaustive asks all of float32'}",
             words=f"{right:,}",
+            unasked=() if exhaustive else (f"all but {first.x.size:,} of the {source} inputs",),
         )
     )
     if exhaustive:
@@ -116,6 +117,7 @@ def identify_cast(
         unlike=unexplained,
         expected=expect,
         differences=differences,
+        limits=other_devices(subject.framework, subject.device),
     )
 
 
@@ -130,7 +132,10 @@ def _other_dtypes(
         try:
             subject.ask(np.ones(16), other)
         except RefusedError as error:
-            findings.append(Finding(what=f"double_rounding of {other}", value=None, words="not tested", evidence=str(error)))
+            unasked = (f"{other}, for which it raises",) if other != "float64" else ()
+            findings.append(
+                Finding(what=f"double_rounding of {other}", value=None, words="not tested", evidence=str(error), unasked=unasked)
+            )
             continue
         responses[other] = _deterministic(subject, other, found_fmt)
         finding, through = decisions.double_rounding(responses[other], found, found.double_rounding.get(source))

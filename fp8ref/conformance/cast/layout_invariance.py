@@ -32,7 +32,10 @@ def check_shapes(subject: Subject, a: Responses, found: Behavior) -> tuple[Findi
         wrong = wrong or _counterexample(a, at.reshape(shape), output, found)
     evidence = f"{_listed(taken)}: the same codes" + (f"; it raises for {_listed(refused)}" if refused else "")
     evidence = str(wrong[0]) if wrong else evidence
-    return Finding(what="shapes", value=not wrong, words="not all alike" if wrong else "all alike", evidence=evidence), wrong
+    unasked = [f"shapes {_listed(refused)}, for which it raises"] if refused else []
+    unasked += [f"more than {max(int(np.prod(shape)) for shape in taken):,} elements"] if taken else []
+    text = "not all alike" if wrong else "all alike"
+    return Finding(what="shapes", value=not wrong, words=text, evidence=evidence, unasked=tuple(unasked)), wrong
 
 
 def check_strides(subject: Subject, a: Responses, found: Behavior) -> tuple[Finding, list[Counterexample]]:

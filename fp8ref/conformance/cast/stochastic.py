@@ -15,7 +15,7 @@ from fp8ref.conformance.cast import behavior, decisions, describe, outputs
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.outputs import Output, Responses
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, show
+from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.subject import ConformanceError, Subject
@@ -153,6 +153,7 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
         summary=_summary(rates, fmt, decided, names, names_but_for_nan),
         unlike=[*([how.witness] if how.witness else []), *unexplained],
         expected=expect, differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
+        limits=["other dtypes, shapes and strides", *other_devices(subject.framework, subject.device)],
     )  # fmt: skip
 
 

@@ -1,13 +1,11 @@
 """Candidate quantizers: a policy, as it is or with one known deviation.
 
-``DEVIATIONS`` are the mistakes that have a name, such as an amax without abs. ``agreement`` tells
-for which groups a quantizer's scales and codes are those of a candidate.
+``agreement`` tells for which groups a quantizer's scales and codes are those of a candidate.
+``deviations`` has the mistakes that have a name.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,122 +13,12 @@ from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.quantizer import outputs
+from fp8ref.conformance.quantizer.deviations import NO_DEVIATION, Deviation
 from fp8ref.conformance.quantizer.outputs import QuantizerOutput, Response, ScaleLayout
-from fp8ref.formats import BFLOAT16, FLOAT16, Format
+from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, scaling
-from fp8ref.sim.scales import Scales, scale_inv_from_scale, scales_from_amax
-
-Amax = Callable[..., np.ndarray]
-"""A function of x, granularity and axis, as ``scaling.amax``."""
-
-ChangeScales = Callable[[Scales, np.ndarray, Format], Scales]
-"""A function of a policy's scales, the amax and the format, which returns other scales."""
-
-
-def _own_scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
-    """The policy's scales, unchanged."""
-    return scales
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deviation:
-    """One way to depart from a policy.
-
-    text     completes "policy torchao, but".
-    changes  fields of the policy, with other values.
-    amax     replaces scaling.amax.
-    scales   (policy's scales, amax, format whose max is scaled to) -> scales.
-    ordinary whether it shows at ordinary amaxes.
-    """
-
-    text: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    amax: Amax = scaling.amax
-    scales: ChangeScales = _own_scales
-    ordinary: bool = True
-
-    def applied_to(self, policy: ScalePolicy) -> ScalePolicy:
-        """The policy with the changed fields."""
-        return dataclasses.replace(policy, **self.changes) if self.changes else policy
-
-    def applies_to(self, policy: ScalePolicy) -> bool:
-        """Whether it changes the policy. One of e8m0 scales has no eps, and its own ratio (S-14)."""
-        return not self.changes or (policy.e8m0 is None and any(getattr(policy, key) != value for key, value in self.changes.items()))
-
-
-def _rounded_amax(fmt: Format) -> Amax:
-    return lambda x, granularity, axis: cast.round_to(scaling.amax(x, granularity, axis=axis), fmt)
-
-
-def _rounded_scale(fmt: Format, rounding: cast.Rounding = "nearest_even") -> ChangeScales:
-    def scales(scales: Scales, amax: np.ndarray, of: Format) -> Scales:
-        scale = cast.round_to(scales.scale, fmt, rounding=rounding)
-        return Scales(scale, scale_inv_from_scale(scale))
-
-    return scales
-
-
-def _one_where(condition: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
-    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
-        return Scales(*(np.where(condition(amax), np.float32(1), s)[()] for s in scales))
-
-    return scales
-
-
-def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
-    """scale_inv = amax / max, by a float64 quotient rounded once."""
-    return Scales(scales.scale, (amax.astype(np.float64) / fmt.max).astype(np.float32))
-
-
-def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
-    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
-        # log2 is rounded to float32, as that of libraries is.
-        scale = np.exp2(rounding(np.log2(scales.scale.astype(np.float64)).astype(np.float32)).astype(np.float64)).astype(np.float32)
-        return Scales(scale, scale_inv_from_scale(scale))
-
-    return scales
-
-
-def scale_times(factor: float) -> Deviation:
-    """The deviation of a scale that is ``factor`` times the policy's."""
-
-    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
-        scale = scales.scale * np.float32(factor)
-        return Scales(scale, scale_inv_from_scale(scale))
-
-    return Deviation(text=f"its scale is {factor:g} times that policy's", scales=scales)
-
-
-def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
-    return lambda x, granularity, axis: scaling.amax(part(x, np.float32(0)), granularity, axis=axis)
-
-
-# The eps of libraries: none, powers of ten, the smallest normal number, and two epsilons
-_EPS = (0.0, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15, 1e-20, 1e-30, 2.0**-126, 2.0**-23, 2.0**-7)
-
-DEVIATIONS = (
-    Deviation(text="its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
-    Deviation(text="its amax is the smallest element's magnitude, not the largest magnitude", amax=_without_abs(np.minimum)),
-    Deviation(text="its amax is rounded to bfloat16", amax=_rounded_amax(BFLOAT16)),
-    Deviation(text="its amax is rounded to float16", amax=_rounded_amax(FLOAT16)),
-    Deviation(text="its scale is max * (1 / amax), of two roundings, not max / amax", changes={"ratio": "max*(1/amax)"}),
-    Deviation(text="an amax of 0 has scale 1", scales=_one_where(lambda amax: amax == 0), ordinary=False),
-    Deviation(text="an infinite amax has scale 1", scales=_one_where(np.isinf), ordinary=False),
-    Deviation(text="an amax of NaN has scale 1", scales=_one_where(np.isnan), ordinary=False),
-    Deviation(text="an amax that is not finite has scale 1", scales=_one_where(lambda amax: ~np.isfinite(amax)), ordinary=False),
-    *(Deviation(text=f"its eps is {eps:.9g}", changes={"eps": eps}, ordinary=False) for eps in _EPS),
-    Deviation(text="its scale is rounded to bfloat16", scales=_rounded_scale(BFLOAT16)),
-    Deviation(text="its scale is cut to bfloat16, not rounded", scales=_rounded_scale(BFLOAT16, "toward_zero")),
-    Deviation(text="its scale is rounded to float16", scales=_rounded_scale(FLOAT16)),
-    Deviation(text="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone),
-    Deviation(text="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
-    Deviation(text="its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)),
-)
-"""The mistakes that have a name."""
-
-NO_DEVIATION = Deviation(text="")
-"""No mistake: the policy as it is."""
+from fp8ref.sim.scales import Scales, scales_from_amax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,27 +39,35 @@ class Candidate:
     source: str = "float32"
 
     def scales(self, x: np.ndarray, scale_layout: ScaleLayout) -> Scales:
-        """The scales of x [M, K]."""
+        """The scales of x [M, K] that are returned."""
+        return self._returned(self._applied(x, scale_layout))
+
+    def _applied(self, x: np.ndarray, scale_layout: ScaleLayout) -> Scales:
+        """The scales by which codes are made."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
         # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
         given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
-        amax = self.deviation.amax(given, granularity, axis=axis)
+        policy = self.deviation.applied_to(self.policy)
         with np.errstate(all="ignore"):
-            scales = self.deviation.scales(
-                scales_from_amax(amax, self.scale_fmt, self.deviation.applied_to(self.policy)), amax, self.scale_fmt
-            )
+            amax = self.deviation.amax(given, granularity, axis=axis)
+            scales = self.deviation.scales(scales_from_amax(amax, self.scale_fmt, policy), amax, self.scale_fmt, policy)
         if self.flushes and self.policy.e8m0 is None:  # an e8m0 scale is no float, and so never flushed
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         return scales
 
+    def _returned(self, scales: Scales) -> Scales:
+        with np.errstate(all="ignore"):
+            return scales if self.deviation.returned is None else self.deviation.returned(scales)
+
     def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
         """x [M, K] as this candidate quantizes it."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
-        scales = self.scales(x, scale_layout)
+        scales = self._applied(x, scale_layout)
         x = _flushed(x) if self.flushes else x
         q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
-        return q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
+        q = q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
+        return q._replace(**self._returned(scales)._asdict())
 
     def _codes(self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behavior) -> np.ndarray:
         by = scales.scale if self.policy.stored == "scale" else scales.scale_inv

@@ -13,8 +13,8 @@ import numpy as np
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Counterexample, bits_of, show
 from fp8ref.conformance.inputs.dtypes import rounded
-from fp8ref.conformance.inputs.kinds import AMAX_RANGES
-from fp8ref.conformance.quantizer import candidates, outputs, policy_match
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
+from fp8ref.conformance.quantizer import candidates, outputs, policy_match, shrinking
 from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout
@@ -25,8 +25,6 @@ from fp8ref.sim import cast, scaling
 
 SHAPES = ((1, 1), (1, 32), (32, 1), (1, 128), (128, 1), (4, 4), (16, 16), (32, 32), (128, 128), (256, 384))
 """The shapes of counterexamples, in the order in which they are tried."""
-
-_EXPONENTS = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32)
 
 
 def smallest_for_policy(
@@ -111,23 +109,13 @@ def _first_difference(
 
 
 def _simplest_value(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray) -> float:
-    """The number of fewest bits, then nearest to 1, for which x, scaled with it, still differs."""
+    """The most ordinary number for which x, scaled with it, still differs."""
     largest = float(x.flat[0])
-    fraction, own = np.frexp(largest)
-    mantissa = float(fraction) * 2
-    # Cut and rounded up to each count of bits, times each power of two, simplest first.
-    for bits in range(24):
-        kept = sorted({np.floor(mantissa * 2**bits) / 2**bits, np.ceil(mantissa * 2**bits) / 2**bits})
-        for exponent in (*_EXPONENTS, int(own) - 1):
-            for m in kept:
-                with np.errstate(over="ignore", under="ignore"):
-                    number = np.float32(m * 2.0**exponent)
-                if not np.isfinite(number) or number == 0:
-                    continue
-                tried = rounded((x.astype(np.float64) * (float(number) / largest)).astype(np.float32), quantizer.dtype)
-                tried.flat[0] = rounded(np.array([number], np.float32), quantizer.dtype)[0]
-                if _first_difference(quantizer, candidate, scale_layout, tried) is not None:
-                    return float(tried.flat[0])
+    for number in shrinking.numbers(largest):
+        tried = rounded((x.astype(np.float64) * (float(number) / largest)).astype(np.float32), quantizer.dtype)
+        tried.flat[0] = rounded(np.array([number], np.float32), quantizer.dtype)[0]
+        if _first_difference(quantizer, candidate, scale_layout, tried) is not None:
+            return float(tried.flat[0])
     return largest
 
 
@@ -245,14 +233,17 @@ def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> lis
 def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout) -> list[Counterexample]:
     """A counterexample for each kind of amax with a wrong group.
 
-    Of kinds that the same deviation explains, only the first: one cause is shown once.
+    Of kinds that the same deviation explains, only the first: one cause is shown once. So it is of
+    finite amaxes above zero where no deviation is found.
     """
     largest, kind = (np.concatenate([getattr(a, key) for a in matched.responses]) for key in ("largest", "kind"))
     wrong = matched.mismatches(agreed)
+    unnamed = not matched.agreements and not matched.deviation
     found: list[Counterexample] = []
     for k, a in simplest_by_kind(kind, wrong, largest):
-        # Shown already: the same policy and deviation explain these groups too.
-        if found and matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all():
+        # Shown already: the same policy and deviation explain these groups too. Without a deviation,
+        # what is wrong at an ordinary amax is not told from what is wrong at other finite ones.
+        if found and (matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all() or (unnamed and k in NONZERO_RANGES)):
             continue
         shown = smallest_for_policy(quantizer, agreed.candidate, scale_layout, a, k)
         found += [shown] if shown is not None and shown not in found else []

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.finding import Counterexample, Finding, Outcome
+from fp8ref.conformance.finding import Counterexample, Finding, Outcome, other_devices
 from fp8ref.conformance.quantizer import counterexamples, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
@@ -129,6 +129,12 @@ def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Find
     return Finding(what="returns", value=value, words=text or "neither scale nor scale_inv", evidence=evidence)
 
 
+def limits(quantizer: Quantizer) -> list[str]:
+    """What no quantizer, or none like this one, is asked."""
+    kept = ["what it keeps after zero, infinite and NaN amaxes: one call cannot show it"] if quantizer.memory else []
+    return [*kept, *other_devices(quantizer.subject.framework, quantizer.subject.device)]
+
+
 def without_granularity(
     quantizer: Quantizer, fmt: Format, found_fmt: Format, findings: list[Finding], expect: str | None, finding: Finding
 ) -> Outcome:
@@ -140,6 +146,7 @@ def without_granularity(
         name=quantizer.subject.name, kind="quantizer", fmt=fmt, framework=quantizer.subject.framework, findings=findings, identified=False,
         found={"format": found_fmt.name, "granularity": None, "axis": None, "policy": None, "memory": quantizer.memory},
         summary=f"a quantizer with {finding.text}", unlike=[witness], expected=expect, differences=[witness] if expect else [],
+        limits=["policy, rounding, other shapes, strides and dtypes: its granularity is unknown", *limits(quantizer)],
     )  # fmt: skip
 
 

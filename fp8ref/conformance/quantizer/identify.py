@@ -99,10 +99,14 @@ def identify_quantizer(
     misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
     unexplained = [*unexplained, *misnamed]
     beyond: list[Counterexample] = []
-    if matched.agreements and not unexplained and not different:
+    limits = describe.limits(quantizer)
+    if not matched.agreements or unexplained or different:
+        limits.append("other shapes, ragged blocks, strides and dtypes: the first tensors are not explained")
+    else:
         more, beyond = _other_tensors(quantizer, matched, wanted, scale_layout, shape)
         findings += more
         unexplained = list(beyond)
+        limits += ["shapes, ragged blocks and strides of the dtypes after the first difference"] if beyond else []
     # What was expected is compared separately: the function may be identified as something else.
     differences = []
     if wanted is not None:
@@ -116,14 +120,14 @@ def identify_quantizer(
         differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
         differences += [w for w in misnamed if w not in differences]
     identified = bool(matched.agreements) and not unexplained
-    untaken = [f.what.removeprefix("from ") for f in findings if f.text == "not taken"]
+    untaken = [f.what.removeprefix("from ") for f in findings if f.text == "not taken" and f.what.startswith("from ")]
     found = describe.result_dict(matched, chosen, group, scale_layout, rounding, quantizer, output, found_fmt, identified)
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, found=found, findings=findings, identified=identified,
         summary=describe.summary(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
         + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
         named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
-        unlike=unexplained, expected=expect, differences=differences,
+        unlike=unexplained, expected=expect, differences=differences, limits=limits,
     )  # fmt: skip
 
 

@@ -27,6 +27,10 @@ _CODES = ("codes", "_data", "qdata", "qvalue", "data", "quantized")
 _SCALES = ("scale", "_scale", "scale_inv", "_scale_inv", "scales", "scale_inverse", "scaling_factor")
 
 
+class WrongShapeError(ConformanceError):
+    """No part of what was returned is an array of the shape of x."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizerOutput:
     """What one call returned.
@@ -78,7 +82,7 @@ class Quantizer:
         try:
             return read(found, x)
         except Exception as error:  # lazy arrays, such as those of a GPU, may raise only here
-            raise ConformanceError(
+            raise (WrongShapeError if isinstance(error, WrongShapeError) else ConformanceError)(
                 f"{self.subject.name} for {subjects.describe(x, self.dtype, self.subject.framework)}: {error}"
             ) from error
 
@@ -91,7 +95,7 @@ def arrays_of(found: Any) -> list[np.ndarray]:
 def read(found: Any, x: np.ndarray) -> QuantizerOutput:
     """What a quantizer returned for x, taken apart.
 
-    Raises:   ConformanceError: no part is an array of x's shape that holds codes or values.
+    Raises:   WrongShapeError: no part is an array of x's shape that holds codes or values.
     """
     parts = _parts(found)
     arrays = {name: made for name, part in parts.items() if (made := _array(part)) is not None}
@@ -100,7 +104,7 @@ def read(found: Any, x: np.ndarray) -> QuantizerOutput:
     main = codes_first[0] if codes_first else None
     if main is None:
         given = ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values()) or type(found).__name__
-        raise ConformanceError(
+        raise WrongShapeError(
             f"it gives {given}; a quantizer gives codes (uint8 or float8) or values of the shape {list(x.shape)}, alone or with scales. "
             "Return (codes, scale)."
         )

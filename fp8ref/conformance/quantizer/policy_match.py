@@ -13,7 +13,8 @@ from fp8ref import policy as policy_data
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.quantizer import candidates, outputs
-from fp8ref.conformance.quantizer.candidates import DEVIATIONS, NO_DEVIATION, Agreement, Candidate, Deviation, scale_times
+from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
+from fp8ref.conformance.quantizer.deviations import DEVIATIONS, NO_DEVIATION, Deviation, pairs, scale_times
 from fp8ref.conformance.quantizer.outputs import Quantizer, Response, ScaleLayout
 from fp8ref.formats import Format
 from fp8ref.granularity import by_name
@@ -88,9 +89,9 @@ def match_policies(
     deviating = match_deviation(rows, sample, of_rows, found_fmt)
     # A deviation must explain more than the best policy does as it is.
     if deviating is None or score(deviating, considered) <= score(best, considered):
-        nearest, text = match_ratio(best, rows, of_rows)
+        nearest, text, explained = match_ratio(best, rows, of_rows)
         return PolicyMatch(
-            agreements=[], nearest=nearest, responses=responses, considered=considered, deviation=text, explained=nearest.both
+            agreements=[], nearest=nearest, responses=responses, considered=considered, deviation=text, explained=explained | nearest.both
         )
     plain = candidates.agreement(dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, of_rows)
     text = deviating.candidate.deviation.text
@@ -105,13 +106,30 @@ def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
 def match_deviation(
     responses: Sequence[Response], sample: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format
 ) -> Agreement | None:
-    """The policy with one deviation that agrees at all ordinary amaxes and at most others."""
+    """The policy with one deviation, else with a pair, that agrees at all ordinary amaxes and at most others."""
+    found = _deviating(responses, sample, scale_layout, found_fmt, DEVIATIONS, factors=True)
+    # Pairs are many, and without scales each costs a cast of the sample.
+    if not found and scale_layout.scale is not None:
+        found = _deviating(responses, sample, scale_layout, found_fmt, tuple(pairs()), factors=False)
+    return max(found, key=lambda a: int(a.both.sum())) if found else None
+
+
+def _deviating(
+    responses: Sequence[Response],
+    sample: Sequence[Response],
+    scale_layout: ScaleLayout,
+    found_fmt: Format,
+    deviations: Sequence[Deviation],
+    *,
+    factors: bool,
+) -> list[Agreement]:
+    """The policies with one of these deviations, or with a power of two as a factor, that agree at all ordinary amaxes."""
     found = []
     for policy in policy_data.POLICIES.values():
         plain = Candidate(policy=policy, scale_fmt=found_fmt, fmt=found_fmt)
         # If the policy agrees at ordinary amaxes as it is, only deviations at the others are left.
         as_is = candidates.agrees_at_ordinary(plain, sample, scale_layout)
-        for deviation in (*DEVIATIONS, *_power_of_two_factor(plain, sample, scale_layout)):
+        for deviation in (*deviations, *(_power_of_two_factor(plain, sample, scale_layout) if factors else ())):
             candidate = dataclasses.replace(plain, deviation=deviation)
             if (
                 deviation.applies_to(policy)
@@ -121,25 +139,29 @@ def match_deviation(
                 agreed = candidates.agreement(candidate, responses, scale_layout)
                 if agreed.both[ordinary(responses)].all():
                     found.append(agreed)
-    return max(found, key=lambda a: int(a.both.sum())) if found else None
+    return found
 
 
 def _power_of_two_factor(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> list[Deviation]:
     """The deviation of scales that are all one power of two times the candidate's, if they are."""
     ratios = _ratios(candidate, sample, scale_layout)
+    ratios = ratios[ordinary(sample)] if ratios.size else ratios
     exact = ratios.size > 0 and np.all(ratios == ratios[0]) and ratios[0] != 1 and np.frexp(ratios[0])[0] == 0.5
     return [scale_times(float(ratios[0]))] if exact else []
 
 
-def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Agreement, str]:
-    """The policy whose scales differ by one factor, and the factor in words; else the best, and "".
+def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Agreement, str, np.ndarray]:
+    """The policy whose scales differ by one factor, the factor in words, and for each group whether its scale has it.
 
-    The factor may vary by rounding: a ratio of scales, or of their reciprocals, has four roundings
-    to float32, each within 2^-24, so that two ratios are within 2^-21.
+    Without such a policy: the best, "", and no group. The factor may vary by rounding: a ratio of
+    scales, or of their reciprocals, has four roundings to float32, each within 2^-24, so that two
+    ratios are within 2^-21.
     """
     for policy in policy_data.POLICIES.values():
         candidate = dataclasses.replace(best.candidate, policy=policy)
-        ratios = _ratios(candidate, responses, scale_layout)
+        every = _ratios(candidate, responses, scale_layout)
+        ratios = every[ordinary(responses)] if every.size else every
+        ratios = ratios if np.all((ratios > 0) & (ratios < np.inf)) else np.zeros(0)
         # Within 2^-20 of 1 the factor may be rounding alone.
         if ratios.size and ratios.max() / ratios.min() < 1 + 2.0**-21 and abs(np.log2(ratios[0])) > 2.0**-20:
             ratio = float(np.median(ratios))
@@ -152,26 +174,24 @@ def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: Sc
                 "",
             )
             text = f"its scale is about {ratio:.6g} times that policy's{other}"
-            return candidates.agreement(candidate, responses, scale_layout), text
-    return best, ""
+            with np.errstate(invalid="ignore"):
+                explained = np.abs(every / ratio - 1) < 2.0**-20
+            return candidates.agreement(candidate, responses, scale_layout), text, explained
+    return best, "", np.zeros(best.both.size, bool)
 
 
 def _ratios(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
-    """The quantizer's scales divided by the candidate's, at ordinary amaxes.
-
-    Empty without scales, or if a ratio is 0, infinite or NaN.
-    """
+    """For each group, the quantizer's scale divided by the candidate's; empty without scales."""
     name = scale_layout.scale
     if name is None:
         return np.zeros(0)
     found = []
     for a in sample:
-        expected = np.reshape(getattr(candidate.quantize(a.x, scale_layout), scale_layout.kinds[name]), -1)
+        expected = np.reshape(getattr(candidate.scales(a.x, scale_layout), scale_layout.kinds[name]), -1)
         with np.errstate(all="ignore"):
             ratio = outputs.per_group(a, name, scale_layout).astype(np.float64) / expected
-            found.append((ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)[a.ordinary])
-    ratios = np.concatenate(found)
-    return ratios if np.all((ratios > 0) & (ratios < np.inf)) else np.zeros(0)
+            found.append(ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)
+    return np.concatenate(found)
 
 
 def considered(quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
