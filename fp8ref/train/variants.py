@@ -23,7 +23,10 @@ LOSSES = "losses.jsonl"
 
 
 def begin(run: Path, recipe: str | None) -> tuple[Checkpoint, Config]:
-    """The last checkpoint of a run, and its config in the recipe that is studied."""
+    """The last checkpoint of a run, and its config in the recipe that is studied.
+
+    Raises:   ConfigError: no run or checkpoint; several devices; a recipe without FP8, or with delayed scaling.
+    """
     log.read_manifest(run)
     config = configs.load(run / "config.toml")
     if config.parallel.devices > 1:
