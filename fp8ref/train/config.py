@@ -211,6 +211,10 @@ INSTEAD = {
 """Values that a key does not take, and what to use instead."""
 
 
+TABLES = ("numerics.rules",)
+"""Keys that are tables of a file, and no options."""
+
+
 def load(path: str | Path) -> Config:
     """The configuration in a TOML file, or the package's of that name (``fp8ref.configs``).
 
@@ -271,6 +275,8 @@ def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
         key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
         if option.startswith("--") and key not in (*known, "help", "recipe"):
             raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, known)}")
+        if option.startswith("--") and key in TABLES:
+            raise ConfigError(f"{key} are tables of a config file, [[{key}]], and no option. Write them in CONFIG.")
         if instead := INSTEAD.get((key, option.partition("=")[2] or following)):
             raise ConfigError(instead)
     return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)

@@ -91,7 +91,7 @@ class NumericsConfig:
     always kept."""
     fp8_fqns: tuple[str, ...] = ()
     """Modules to convert even if filter_fqns names them; lm_head too."""
-    rules: Annotated[tuple[Rule, ...] | None, tyro.conf.Fixed] = None
+    rules: Annotated[tuple[Rule, ...] | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
     """Tables [[numerics.rules]] that change casts of single operands: layers, gemms and roles, and the recipe, or the format, granularity or policy,
     that they take. In a file alone; on one device."""
     accumulate: str | None = None
