@@ -14,8 +14,8 @@ from typing import Literal, get_args
 from fp8ref import registry
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 
-Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents"]
-"""What a policy computes first: a scale, or with the last three a scale_inv."""
+Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents", "one"]
+"""What a policy computes first: a scale, or with the next three a scale_inv; ``one`` computes nothing (S-21)."""
 
 Special = Literal["compute", "one", "keep", "keep_inverse"]
 """The scale of a zero, infinite or NaN amax.
@@ -61,7 +61,7 @@ class ScalePolicy:
     ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 /
                   amax)). The next three make scale_inv: ``amax/max``: RN32(amax / fmt.max);
                   ``amax*(1/max)``: RN32(amax * RN32(1 / fmt.max)); ``exponents``: 2^(floor(log2
-                  amax) - floor(log2 fmt.max)).
+                  amax) - floor(log2 fmt.max)). ``one``: scale 1 for every amax (S-21).
     power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the
                   same by way of RN32(log2). Where the ratio makes scale_inv, scale_inv is rounded
                   up instead, which rounds the scale down.
@@ -113,6 +113,12 @@ class ScalePolicy:
             raise ValueError(f"e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or 'exponents' and with no other; got {self.ratio!r}.")
         if self.makes_scale_inv:
             self._check_scale_inv()
+        if self.unscaled:
+            others = [f.name for f in dataclasses.fields(self) if f.name not in ("name", "ratio") and getattr(self, f.name) != f.default]
+            if others:
+                raise ValueError(
+                    f"a policy without a scale, ratio 'one', takes no other decision; got {', '.join(others)}. Leave them out."
+                )
 
     def _one_of(self, key: str, allowed) -> None:
         if getattr(self, key) not in get_args(allowed):
@@ -142,6 +148,11 @@ class ScalePolicy:
         return self.ratio in ("amax/max", "amax*(1/max)", "exponents")
 
     @property
+    def unscaled(self) -> bool:
+        """Whether every scale is 1 (S-21)."""
+        return self.ratio == "one"
+
+    @property
     def keeps(self) -> bool:
         """True if the policy needs the previous scale, because it keeps it for some amax (S-11)."""
         return any(special in ("keep", "keep_inverse") for special in (self.zero, self.infinite, self.nan))
@@ -150,6 +161,8 @@ class ScalePolicy:
     def clause(self) -> str:
         """The clause of SEMANTICS that decides its scales; S-9, the general one, unless a narrower
         clause does."""
+        if self.unscaled:
+            return "S-21"
         if self.e8m0 is not None:
             return "S-14"
         if self.makes_scale_inv:
@@ -235,6 +248,11 @@ POLICIES = {
     )
 }
 """The scale policies by name (S-3, S-4, S-9 to S-15, S-17)."""
+
+
+UNSCALED = ScalePolicy(name="unscaled", ratio="one")
+"""A cast without a scale (S-21): what a rule of a config names to show why scales are needed. Not among
+``POLICIES``, which are those of libraries."""
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:

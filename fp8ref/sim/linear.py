@@ -122,7 +122,7 @@ def quantize_operands(
     which: Gemm, tensors: Mapping[Role, np.ndarray], recipe: Recipe, scales: Mapping[Role, Scales] | None = None
 ) -> tuple[Operand, Operand]:
     """The operands a and b of one GEMM, each with its reduced axis last, and quantized along it by
-    its own cast; as they are in high precision (L-2, L-3).
+    its own cast; as they are in high precision, and dequantized if cast beside one that is (L-2 to L-4).
 
     tensors   input [M, K], weight [N, K], grad_output [M, N]: those that the GEMM takes.
     scales    of roles that are not scaled by their own amax, of their granularity's shape.
@@ -131,6 +131,10 @@ def quantize_operands(
     spec, roles, axes = recipe.gemms[which], OPERANDS[which], recipes.REDUCED_AXES[which]
     a, b = (tensors[role] if axis == 1 else tensors[role].T for role, axis in zip(roles, axes, strict=True))  # reduced axis last
     if spec.a is None or spec.b is None:
+        a, b = (
+            v if cast_spec is None else _dequantized(_quantize(v, cast_spec, role, scales), v)
+            for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1]))
+        )
         return a, b
     return _quantize(a, spec.a, roles[0], scales), _quantize(b, spec.b, roles[1], scales)
 
@@ -174,6 +178,11 @@ def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, S
             "Pass scales={role: delayed.scales(state, config, fmt)}."
         )
     return scaling.quantize_with(x, scales[role], spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
+
+
+def _dequantized(q: Quantized, like: np.ndarray) -> np.ndarray:
+    """The numbers of codes beside an operand in high precision, rounded to the tensor's dtype (L-4)."""
+    return scaling.dequantize(q).astype(like.dtype)
 
 
 def check_operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:

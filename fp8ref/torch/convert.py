@@ -26,8 +26,9 @@ from torch.nn.utils import parametrize
 from torchao.float8 import convert_to_float8_training, float8_linear
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
-from fp8ref import linear_selection
+from fp8ref import linear_rules, linear_selection
 from fp8ref import recipe as recipes
+from fp8ref.linear_rules import Rule
 from fp8ref.recipe import ROLES, Recipe
 from fp8ref.torch import delayed, gemm, torchao_linear
 from fp8ref.torch import experts as experts_of
@@ -82,12 +83,14 @@ def convert(
     *,
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
+    rules: Sequence[Rule] = (),
     amax_group: ProcessGroup | None = None,
     experts: bool = False,
 ) -> nn.Module:
     """Replace the chosen linears (SEMANTICS R-2, R-4) by torchao's Float8Linear, or by ``Linear``
     where amax_group is given or torchao cannot express the recipe.
 
+    rules       change casts of single operands, one after the other (R-8).
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
                 (P-2, scope global). Only ``Linear`` shares amaxes. None: every rank uses its own,
                 as torchao does.
@@ -105,7 +108,7 @@ def convert(
               codes there where two scales cast one transposed tensor.
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
-    Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a lazy module, which
+    Raises:   ValueError, and nothing is changed: as ``linear_selection.select`` and ``linear_rules.apply``; a lazy module, which
               has no shape yet; a recipe that neither can run; a model that is compiled, sharded or FP8
               already; a chosen linear of which something would be lost or that its parent does not
               call (R-5), registered under two names, on a GPU without FP8, or on a CPU whose torch
@@ -120,14 +123,18 @@ def convert(
     mixtures: dict[str, nn.Module] = {}
     if experts and recipe.fp8:
         mixtures, filter_fqns = experts_of.choose(model, recipe, filter_fqns, shapes, shared=amax_group is not None)
-    decisions = experts_of.without_routers(_decisions(model, shapes, recipe, filter_fqns, fp8_fqns), mixtures, fp8_fqns)
+    decisions = linear_rules.apply(
+        rules, experts_of.without_routers(_decisions(model, shapes, recipe, filter_fqns, fp8_fqns), mixtures, fp8_fqns)
+    )
     chosen = [d.path for d in decisions if d.fp8]
     if not chosen and not mixtures:
         reports.log(model, type(model).__name__, recipe)
         return model
-    config = torchao_linear.torchao_config(recipe) if amax_group is None and torchao_linear.expresses(recipe) else None
-    if config is None:
-        check_recipe(recipe)
+    of_linears = {d.path: d.recipe for d in decisions if d.fp8}
+    used = {*of_linears.values(), *([recipe] if mixtures else [])}
+    taken = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
+    for one in used - taken:
+        check_recipe(one)
     check_model(model, "Convert a model first, then {} it")
     for name in chosen:
         check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
@@ -136,13 +143,18 @@ def convert(
     weights_of = [linears[name].weight for name in chosen] + [next(m.parameters(recurse=False)) for m in mixtures.values()]
     devices = {_device(weight).type for weight in weights_of}
     if "cpu" in devices:
-        gemm.check_cpu(recipe)
+        for one in used:
+            gemm.check_cpu(one)
         gemm.use_native_scaled_mm()
-        if recipe.delayed and torch._inductor.config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        if (
+            any(one.delayed for one in used)
+            and torch._inductor.config.cpp.simdlen is None
+            and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        ):
             # Linears that share an input cast it by a scale each. In one loop over a transposed tile
             # of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
             torch._inductor.config.cpp.simdlen = 256
-    if config is not None and any(spec.rowwise for spec in recipe.gemms.values()) and devices != {"cpu"}:
+    if any(spec.rowwise for one in taken for spec in one.gemms.values()) and devices != {"cpu"}:
         # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
         # not rounded, and casts become NaN (pytorch#150859).
         torch._inductor.config.emulate_precision_casts = True
@@ -151,15 +163,19 @@ def convert(
     convert_to_float8_training(nn.Identity())
     group = None if amax_group is None else amax_group.group_name
 
+    paths = {linear: name for name, linear in linears.items()}
+
     def make(linear: nn.Linear) -> nn.Linear:
-        return Linear.of(linear, recipe, group) if config is None else Float8Linear.from_float(linear, config=config)
+        own = of_linears[paths[linear]]
+        # torchao changes the parts of a config: each linear has a fresh one
+        return Float8Linear.from_float(linear, config=torchao_linear.torchao_config(own)) if own in taken else Linear.of(linear, own, group)
 
     kind = type(model).__name__
     model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
     for name in chosen:
         made = model.get_submodule(name)
         assert isinstance(made, Float8Linear | Linear)
-        made.recipe, made.fqn = recipe, name
+        made.recipe, made.fqn = of_linears[name], name
         _carry(linears[name], made)
         made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
     experts_of.convert(mixtures, experts_of.by_name(recipe), group)

@@ -69,6 +69,7 @@ class Step:
             keep_dtype=[] if keys.compile == "model" else [model.model.embed_tokens],  # P-19
             filter_fqns=config.filter_fqns,
             fp8_fqns=config.numerics.fp8_fqns,
+            rules=config.numerics.rules or (),
             amax_scope=keys.amax_scope,
             sequence=keys.sequence,
             checkpointing=keys.checkpointing,
