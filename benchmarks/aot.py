@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8ref.jax as fj
-from fp8ref.jax import proof, states
+from fp8ref.jax import grouped_operands, proof, states
 from fp8ref.jax.proof import hlo
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES
@@ -98,6 +98,17 @@ block's amax is made of.
 
 | AdamW | bytes a parameter, in kernels | must move | ratio |
 |---|---|---|---|"""
+EXPERTS = """\
+## Experts
+
+The three grouped GEMMs of one weight of Qwen3-30B-A3B's experts, 128 of 2048 to 1536 features, of 32,768 rows: 4,096 tokens that 8 experts
+take; forward and backward. XLA makes of `lax.ragged_dot` one product of all rows with all weights. `fp8ref.jax.grouped` multiplies blocks of
+rows in loops. Rows are those that are multiplied by a weight in each of the three.
+
+| | GEMMs take | rows | temporary, MiB |
+|---|---|---|---|"""
+EXPERT = {"experts": 128, "rows": 32768, "inputs": 2048, "outputs": 1536}
+RAGGED = "`lax.ragged_dot`, bfloat16"
 BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # others, a byte
 FSDP, CUBE = {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
 NARROW = {"reduce_dtype": "bfloat16"}
@@ -125,7 +136,7 @@ LARGE = [
     ("llama-70b", 8, 64, "tensorwise", "full"),
     ("llama-70b", 80, 64, "tensorwise", "full"),
 ]
-PARTS = ("rows", "layers", "models", "states")
+PARTS = ("rows", "layers", "models", "states", "experts")
 NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
 MOVING = {"parameter", "transpose", "copy", "bitcast", "reshape", "concatenate", "slice", "pad", "tuple", "get-tuple-element"}
 
@@ -317,6 +328,35 @@ def of_states(layout: str, target: str) -> dict:
     return {"layout": layout, "kernels": len(moved), "bytes": sum(moved) / p.size, "must_move": least}
 
 
+def of_experts(name: str, target: str) -> dict:
+    """Products and temporary memory of a grouped linear, forward and backward; name: of a grouped recipe, or RAGGED."""
+    [h200] = _h200s(1, target)
+    placed = SingleDeviceSharding(h200)
+    rows, experts = EXPERT["rows"], EXPERT["experts"]
+    x = jax.ShapeDtypeStruct((rows, EXPERT["inputs"]), jnp.bfloat16, sharding=placed)
+    w = jax.ShapeDtypeStruct((experts, EXPERT["inputs"], EXPERT["outputs"]), jnp.bfloat16, sharding=placed)
+    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32, sharding=placed)
+
+    def step(x, w, sizes):
+        def product(x, w):
+            return jax.lax.ragged_dot(x, w, sizes) if name == RAGGED else fj.grouped.apply(x, w, sizes, recipe=name)[0]
+
+        y, vjp = jax.vjp(product, x, w)
+        return y, vjp(y)
+
+    compiled = jax.jit(step).lower(x, w, sizes).compile()
+    text = compiled.as_text()
+    types = {one.name: one.types[0][0] for one in hlo.instructions(text)}
+    taken = collections.Counter(" x ".join(types[name] for name in one.operands[:2]) for one in hlo.instructions(text) if one.kind == "dot")
+    multiplied = rows * experts if name == RAGGED else grouped_operands.rows_multiplied(rows, experts)
+    return {
+        "of": name,
+        "taken": dict(taken),
+        "rows": multiplied,
+        "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / MEBIBYTE),
+    }
+
+
 def collectives(text: str) -> dict[str, float]:
     """MiB that a device's collectives move, by kind and dtype: the larger of operands and results."""
     types: dict[str, tuple[hlo.Typed, ...]] = {}
@@ -359,6 +399,10 @@ def markdown(found: dict) -> str:
     for row in found["states"]:
         ratio = row["bytes"] / row["must_move"]
         lines.append(f"| {row['layout']} | {row['bytes']:.2f} in {row['kernels']} | {row['must_move']:.2f} | {ratio:.2f} |")
+    lines += ["", EXPERTS]
+    for row in found["experts"]:
+        taken = ", ".join(f"{types} {count}" for types, count in row["taken"].items())
+        lines.append(f"| {row['of']} | {taken} | {row['rows']:,} | {row['temporary_mib']:,} |")
     return "\n".join(lines) + "\n"
 
 
@@ -413,6 +457,7 @@ def main() -> None:
             "layers": (flax_layers, [(name, devices) for devices, name in itertools.product((1, 8), HOOKS)]),
             "models": (large, LARGE),
             "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS, *WITH_MASTERS)]),
+            "experts": (of_experts, [(name,) for name in (RAGGED, "rowwise", "tensorwise", "blockwise", "mxfp8")]),
         }
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         for part in arguments.parts:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import fp8ref
 from fp8ref import extras, specification
-from fp8ref.commands import certify, conform, crosscheck, data, demo, estimate, probe, runs, train, vectors
+from fp8ref.commands import ablate, certify, conform, crosscheck, data, demo, estimate, probe, runs, sweep, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for kind in (train, demo, estimate, crosscheck, certify, conform, probe, vectors, runs, data):
+    for kind in (train, sweep, ablate, demo, estimate, crosscheck, certify, conform, probe, vectors, runs, data):
         kind.add(commands)
     return parser
 

@@ -92,6 +92,15 @@ def select(
     return decisions
 
 
+def check_shape(name: str, shape: tuple[int, int], recipe: Recipe) -> None:
+    """ValueError unless [N, K] are multiples of what a recipe's casts take (L-5, S-6)."""
+    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]  # which reduce N and K
+    if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
+        raise ValueError(
+            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); {name} is {list(shape)}. Leave it out."
+        )
+
+
 def _small(recipe: Recipe) -> Sequence[tuple[float, float]]:
     """The thresholds of AUTO_FILTER; ValueError for an FP8 recipe that has none."""
     if not recipe.fp8:

@@ -74,12 +74,13 @@ class CastSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
-    """One GEMM: both operands FP8, or neither (high precision, the default).
+    """One GEMM: both operands FP8, or neither (high precision, the default); or one, for studies: it is cast and dequantized, and the GEMM
+    is in high precision (SEMANTICS L-4).
 
-    accumulate  ``fast`` or ``slow`` tensor-core accumulation (SEMANTICS G-7); required with FP8 operands, None without.
+    accumulate  ``fast`` or ``slow`` tensor-core accumulation (SEMANTICS G-7); required with two FP8 operands, None without.
     epilogue    the name of one of ``epilogue.EPILOGUES`` that takes no bias.
 
-    Raises:     ValueError: one FP8 operand next to a high-precision one (L-4), accumulate or epilogue that do not go with the operands.
+    Raises:     ValueError: accumulate or epilogue that do not go with the operands.
     """
 
     a: CastSpec | None = None
@@ -88,21 +89,24 @@ class GemmSpec:
     epilogue: str = "scale_then_round"
 
     def __post_init__(self) -> None:
-        if (self.a is None) != (self.b is None):
-            raise ValueError(f"a GEMM is FP8 on both operands or on neither (L-4); got a={self.a}, b={self.b}.")
-        allowed = (None,) if self.a is None else ("fast", "slow")
+        allowed = ("fast", "slow") if self.fp8 else (None,)
         if self.accumulate not in allowed:
-            kind = "a high-precision" if self.a is None else "an FP8"
+            kind = "an FP8" if self.fp8 else "a high-precision"
             raise ValueError(f"accumulate of {kind} GEMM is one of {allowed}; got {self.accumulate!r}.")
         if epilogue.by_name(self.epilogue).bias is not None:
             raise ValueError(f"a linear's GEMMs have no bias, and epilogue {self.epilogue!r} takes one. Use 'scale_then_round'.")
-        if self.a is None and self.epilogue != "scale_then_round":
+        if not self.fp8 and self.epilogue != "scale_then_round":
             raise ValueError(f"a high-precision GEMM has no scales, so no epilogue {self.epilogue!r}. Leave it out.")
 
     @property
     def fp8(self) -> bool:
-        """Whether its operands are FP8."""
-        return self.a is not None
+        """Whether its operands are FP8, so that tensor cores can multiply their codes."""
+        return self.a is not None and self.b is not None
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether one operand alone is cast to FP8 (SEMANTICS L-4)."""
+        return (self.a is None) != (self.b is None)
 
     @property
     def powers_of_two(self) -> bool:
@@ -136,8 +140,8 @@ class Recipe:
 
     @property
     def fp8(self) -> bool:
-        """Whether any of its GEMMs is FP8."""
-        return any(spec.fp8 for spec in self.gemms.values())
+        """Whether any operand of its GEMMs is cast to FP8."""
+        return bool(self.casts)
 
     @property
     def casts(self) -> tuple[CastSpec, ...]:

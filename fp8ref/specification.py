@@ -9,7 +9,7 @@ import importlib.metadata
 import re
 
 # Clauses as messages cite them: "(S-9)", "(C-1, C-2)", "SEMANTICS L-5".
-_CLAUSE = re.compile(r"(?<![\w-])([ABCDEFGHKLMOPQRST])-(\d{1,2})(?![\w-])")
+_CLAUSE = re.compile(r"(?<![\w-])([ABCDEFGHKLMOPQRSTX])-(\d{1,2})(?![\w-])")
 
 
 @functools.cache

@@ -49,13 +49,13 @@ class Operand(NamedTuple):
 
 
 def planned(decisions: Iterable[Decision]) -> list[Operand]:
-    """Every FP8 operand of a plan of linears, in its order."""
+    """Every operand of the FP8 GEMMs of a plan of linears, in its order."""
     return [
         Operand(d.path, gemm, role, cast)
         for d in decisions
         for gemm, spec in d.recipe.gemms.items()
         for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
-        if d.fp8 and cast is not None
+        if spec.fp8 and cast is not None
     ]
 
 

@@ -207,6 +207,13 @@ def test_what_is_compiled_for_an_h200():
         assert moved <= (0.85 * bf16 if planned else bf16)
     for row in kept["models"]:
         assert row["most_gib"] <= 74, row  # of an H100's 80 GB
+    ragged, *ours = kept["experts"]
+    for row in ours:
+        assert row["rows"] * 64 == ragged["rows"]
+        assert sum(row["taken"].values()) == 3
+        assert all(dtype.startswith("f8") for pair in row["taken"] for dtype in pair.split(" x ")) == (
+            row["of"] in ("rowwise", "tensorwise")
+        )
 
 
 @pytest.mark.slow

@@ -541,28 +541,36 @@ def runs(tmp_path, small, monkeypatch):
 def test_report_writes_a_page_and_says_the_verdict(runs, run, tmp_path):
     code, out, err = run("report", *runs, "--out", "page.html")
     assert (code, err) == (0, "")
-    assert out.splitlines()[0].startswith("off: outside noise: +1.0000 nats from bf16-0 at step 59")
+    assert out.splitlines()[0].startswith("off: worse: +1.0000 nats [+1.0000, +1.0000] from bf16-0 over the last 5 of 60 steps")
     assert out.splitlines()[-1] == "wrote page.html and 5 PNGs next to it"
-    assert "outside noise" in (tmp_path / "page.html").read_text()
+    assert "worse" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("seeds", "code", "said"),
-    [([], 1, "outside noise: the loss of off is +1.0000"), (["--seeds", "bf16-0", "bf16-1", "bf16-2"], 1, "(from 3 runs)")],
-    ids=["steps", "seeds"],
-)
-def test_compare_exits_with_1_beyond_noise(runs, run, seeds, code, said):
-    shown = run("compare", "bf16-0", "off", *seeds, "--json", "found.json")
-    assert (shown[0], shown[2]) == (code, "")
-    assert said in shown[1]
+def test_report_takes_a_directory_of_runs(runs, run, tmp_path):
+    assert run("report", ".", "--out", "page.html")[:2] == run("report", *runs, "--out", "page.html")[:2]
+
+
+@pytest.mark.parametrize("more", [[], ["--seeds", "bf16-1"], ["--margin", "0.5"]], ids=["steps", "seeds", "margin"])
+def test_compare_exits_with_1_where_it_is_worse(runs, run, more):
+    code, out, err = run("compare", "bf16-0", "off", *more, "--json", "found.json")
+    assert (code, err) == (1, "")
+    assert "worse: the loss of off is +1.0000" in out
     with open("found.json") as file:
         assert json.load(file)["ok"] is False
 
 
-def test_compare_exits_with_0_within_noise(runs, run):
-    code, out, _ = run("compare", "bf16-0", "bf16-1", "--seeds", "bf16-0", "bf16-1", "bf16-2")
-    assert (code, "within noise" in out) == (0, True)
+def test_compare_exits_with_0_where_it_is_equivalent(runs, run):
+    code, out, _ = run("compare", "bf16-0", "off", "--margin", "1.5")
+    assert (code, "equivalent" in out) == (0, True)
     assert run("compare", "bf16-0", "./bf16-0")[0] == 0
+
+
+def test_compare_reads_the_log_of_another_trainer(runs, run, tmp_path):
+    (tmp_path / "theirs.csv").write_text("Step,my loss\n" + "".join(f"{i},{3 / (i + 1)}\n" for i in range(60)))
+    code, out, err = run("compare", "theirs.csv", "theirs.csv", "--loss", "my loss")
+    assert (code, err) == (0, "")
+    assert "identical: loss of all 60 steps" in out
+    assert "Name the loss with --loss" in run("compare", "bf16-0", "theirs.csv")[2]
 
 
 @pytest.mark.parametrize(
@@ -576,7 +584,8 @@ def test_compare_exits_with_0_within_noise(runs, run):
         (["report", "bf16-0", "--ouT", "x"], "--ouT"),
         (["compare", "bf16-0"], "B"),
         (["compare", "bf16-0", "absent"], "absent is not a directory"),
-        (["compare", "bf16-0", "bf16-1"], "Give --seeds"),
+        (["compare", "bf16-0", "bf16-1"], "Train both with the same seeds"),
+        (["compare", "bf16-0", "off", "--margin", "0"], "--margin is a number of nats above 0; got 0.0"),
         (["compare", "bf16-0", "off", "--json", "absent/x.json"], "in a directory that exists"),
         (["compare", "bf16-0", "off", "--stray"], "--stray"),
     ],

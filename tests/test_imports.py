@@ -73,6 +73,7 @@ def test_a_module_that_moved_says_where():
         assert now in line, statement
 
 
+@pytest.mark.slow
 def test_every_moved_name_is_gone_and_what_it_became_is_there():
     program = """
 import importlib, importlib.util, re

@@ -20,6 +20,7 @@ HEALTH = [health.of(np.arange(1.0, 1 + len(health.FIELDS)), 2.06)] * 3
 LINES = [{"step": step, "loss": 3.0 - step} for step in range(3)]
 FIGURES = {
     "cast_curve": lambda ax: plots.cast_curve(ax, np.linspace(1, 2, 9), E4M3FN, label="mine", color="black"),
+    "cost_map": lambda ax: plots.cost_map(ax, [[0.5, np.nan], [-0.25, 0.0]], ["layers.0", "layers.1"], ["output\ninput", "output\nweight"]),
     "cast_difference": lambda ax: plots.cast_difference(ax, X[0], Q.codes[0], E4M3FN),
     "code_difference": lambda ax: plots.code_difference(ax, Q, Q),
     "code_map": lambda ax: plots.code_map(ax, E5M2),
@@ -29,6 +30,7 @@ FIGURES = {
     "exponent_histogram": lambda ax: plots.exponent_histogram(ax, X, Q),
     "fate_map": lambda ax: plots.fate_map(ax, X, Q),
     "health_lines": lambda ax: plots.health_lines(ax, {"te": HEALTH, "coat": HEALTH}, "stalled_v"),
+    "loss_gaps": lambda ax: plots.loss_gaps(ax, {"jax rowwise": (0.5, 0.25, 0.75)}, margin=0.1),
     "loss_curves": lambda ax: plots.loss_curves(ax, {("jax", "bf16"): LINES}),
     "magnitude_map": lambda ax: plots.magnitude_map(ax, X),
     "moment_range": lambda ax: plots.moment_range(ax, {"v": X, "sqrt(v)": np.sqrt(X)}, E4M3FN),
@@ -43,10 +45,9 @@ FIGURES = {
     "staleness": lambda ax: plots.staleness(ax, [1.0, 2.0], {"history of 1": [1.0, 448.0]}, E4M3FN),
     "step_lines": lambda ax: plots.step_lines(ax, {"one": [3.0, 2.0], "other": [3.0, 1.0]}, ylabel="nats"),
     "update_ratios": lambda ax: plots.update_ratios(ax, {"te": X, "coat": X / 2}, bound=1.2),
-    "validation_gaps": lambda ax: plots.validation_gaps(ax, {("jax", "bf16"): 2.0, ("jax", "rowwise"): 2.5}, seeds=[2.0, 2.5]),
     "worst_error": lambda ax: plots.worst_error(ax, [E4M3FN, E5M2]),
 }
-MAPS = {"code_difference", "error_map", "fate_map", "magnitude_map", "number_table"}  # the reader's own rows and columns
+MAPS = {"code_difference", "cost_map", "error_map", "fate_map", "magnitude_map", "number_table"}  # the reader's own rows and columns
 every_figure = pytest.mark.parametrize("name", FIGURES)
 
 
@@ -70,7 +71,7 @@ def test_it_returns_the_axes_it_was_given_and_draws_without_a_warning(ax, name):
 @every_figure
 def test_its_axes_are_named(ax, name):
     FIGURES[name](ax)
-    if name not in MAPS and name != "validation_gaps":
+    if name not in MAPS and name != "loss_gaps":
         assert ax.get_xlabel()
     assert ax.get_ylabel() or name in MAPS or [tick.get_text() for tick in ax.get_yticklabels()] == ["e4m3fn", "e5m2"]
     for bar in ax.figure.axes[1:]:

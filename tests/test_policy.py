@@ -138,3 +138,26 @@ def test_policies_are_frozen():
 def test_policies_are_keyword_only():
     with pytest.raises(TypeError, match="positional"):
         ScalePolicy("mine", 1e-12)
+
+
+def test_without_a_scale_every_scale_is_1():  # S-21
+    import jax.numpy as jnp
+    import numpy as np
+    import torch
+
+    from fp8ref.formats import E4M3FN
+    from fp8ref.jax import scales as of_jax
+    from fp8ref.sim import scales as of_sim
+    from fp8ref.torch import scales as of_torch
+
+    amax = np.float32([0, 1e-30, 3.5, np.inf, np.nan])
+    for found in (
+        of_sim.scales_from_amax(amax, E4M3FN, policy.UNSCALED),
+        of_jax.scales_from_amax(jnp.asarray(amax), E4M3FN, policy.UNSCALED),
+        of_torch.scales_from_amax(torch.from_numpy(amax), E4M3FN, policy.UNSCALED),
+    ):
+        np.testing.assert_array_equal(np.asarray(found), np.ones((2, 5), np.float32))
+    assert policy.UNSCALED.name not in POLICIES
+    assert policy.UNSCALED.clause == "S-21"
+    with pytest.raises(ValueError, match="takes no other decision; got eps, margin"):
+        ScalePolicy(name="mine", ratio="one", eps=1e-6, margin=1)

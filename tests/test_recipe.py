@@ -7,6 +7,7 @@ from fp8ref import recipe
 from fp8ref.delayed import DELAYED
 from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16, FP8_FORMATS
+from fp8ref.grouped import GroupedRecipe
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 
 
@@ -111,11 +112,15 @@ def test_operands_reduced_along_their_axes_give_the_result(gemm):  # L-2
     assert np.tensordot(a, b, axes=recipe.REDUCED_AXES[gemm]).shape == results[gemm]
 
 
-def test_a_gemm_is_fp8_on_both_operands_or_neither():  # L-4
-    with pytest.raises(ValueError, match="both operands or on neither"):
-        GemmSpec(a=CastSpec(fmt=E4M3FN), accumulate="fast")
-    with pytest.raises(ValueError, match="both operands or on neither"):
-        GemmSpec(b=CastSpec(fmt=E4M3FN), accumulate="fast")
+def test_a_gemm_of_one_cast_is_in_high_precision():  # L-4
+    cast = CastSpec(fmt=E4M3FN)
+    for spec in (GemmSpec(a=cast), GemmSpec(b=cast)):
+        assert (spec.fp8, spec.one_sided) == (False, True)
+        assert Recipe(name="one", output=spec).fp8
+    with pytest.raises(ValueError, match="accumulate of a high-precision GEMM"):
+        GemmSpec(a=cast, accumulate="fast")
+    with pytest.raises(ValueError, match="no epilogue"):
+        GemmSpec(b=cast, epilogue="unit_round_scale_round")
 
 
 @pytest.mark.parametrize("accumulate", [None, "exact", "FAST"])
@@ -198,3 +203,8 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'rowwize'") as error:
         recipe.by_name("rowwize")
     assert all(name in str(error.value) for name in RECIPES)
+
+
+def test_a_grouped_gemm_has_both_operands_in_fp8_or_none():  # L-4
+    with pytest.raises(ValueError, match="got one in output of recipe 'one'"):
+        GroupedRecipe(recipe=Recipe(name="one", output=GemmSpec(a=CastSpec(fmt=E4M3FN))))

@@ -39,6 +39,6 @@ def test_with_an_address_it_is_a_page_of_the_site(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("message", ["no clause", "Llama-3", "utf-8 or X-1", "gpt-2's N-1", "e4m3-2"])
+@pytest.mark.parametrize("message", ["no clause", "Llama-3", "utf-8 or Z-1", "gpt-2's N-1", "e4m3-2"])
 def test_other_words_are_no_clauses(message):
     assert addresses(message) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "docs" / "spec"
 PAGE = SPEC / "tests.md"
-LETTERS = "FCSHOGALRMTDKPQBE"  # in the order of the pages
+LETTERS = "FCSHOGALXRMTDKPQBE"  # in the order of the pages
 CLAUSE = re.compile(r"\b([A-Z]-\d+)\b")
 _HEADING = re.compile(r"^### ([A-Z]-\d+) .*\{ #([a-z]-\d+) \}$", re.MULTILINE)
 

@@ -1,6 +1,7 @@
 """fp8ref demo: train one config in bf16 and FP8 with both backends, cross-check, and draw losses."""
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from fp8ref.commands.shared import FAILED, check_whole
 
 if TYPE_CHECKING:
     from fp8ref.train.config import Config
+    from fp8ref.train.report.runs import Run
+    from fp8ref.train.report.verdict import Verdict
 
 RECIPES = ("bf16", "tensorwise", "rowwise")
 """The recipes that the demo trains with."""
@@ -22,9 +25,8 @@ KEPT = ("gate_proj", "down_proj")
 They have the widest gradient, and the input with the most exponents.
 """
 
-SEEDS = 3
-"""bf16 runs, each with its own seeds of weights and data, whose range is the noise that FP8 is
-judged by."""
+SEEDS = {"jax": 3, "torch": 1}
+"""How many seeds each recipe is trained with: FP8 is judged by the bf16 run of equal seeds."""
 
 
 def add(commands) -> None:
@@ -56,6 +58,8 @@ def demo(config: "Config", out: Path) -> bool:
     from fp8ref.crosscheck.one_device import crosscheck
     from fp8ref.train import loop, tensors
     from fp8ref.train.data import loader
+    from fp8ref.train.report import verdict as verdicts
+    from fp8ref.train.report.runs import read_all
 
     console = consoles.console()
     runs = {
@@ -63,18 +67,21 @@ def demo(config: "Config", out: Path) -> bool:
         for backend in loop.BACKENDS
         for recipe in RECIPES
     }
+    made = [out / f"{backend}-{recipe}" for backend, recipe in runs]
+    for backend, count in SEEDS.items():
+        for i, recipe in itertools.product(range(1, count), RECIPES):
+            keys = {"run": {"seed": config.run.seed + i}, "data": {"seed": config.data.seed + i}}
+            made.append(out / f"{backend}-{recipe}-seed{config.run.seed + i}")
+            _train(_config(config, backend, recipe).replace(**keys), backend, made[-1])
     final = {key: lines[-1]["val_loss"] for key, lines in runs.items()}
-    seeds = [final["jax", "bf16"]]
-    for i in range(1, SEEDS):
-        other = _config(config, "jax", "bf16").replace(run={"seed": config.run.seed + i}, data={"seed": config.data.seed + i})
-        seeds.append(_train(other, "jax", out / f"jax-bf16-seed{i}")[-1]["val_loss"])
     reports = {recipe: crosscheck(_config(config, "jax", recipe)) for recipe in RECIPES[1:]}
     for recipe, report in reports.items():
         report.write(out / f"crosscheck-{recipe}.json")
     entropy = loader.open_batches(config).description.get("validation_unigram_entropy")  # of shards nobody counts it
 
-    spread = max(seeds) - min(seeds)
-    table = Table("backend", "recipe", "final loss", "val loss", "minus bf16", "codes equal", "scales equal", "cross-check")
+    (group,) = verdicts.groups(read_all(made))
+    judged = {_key(arm.runs[0]): verdicts.verdict(arm, group) for arm in verdicts.judged(group)}
+    table = Table("backend", "recipe", "final loss", "val loss", "gap to bf16", "codes equal", "scales equal", "cross-check")
     for (backend, recipe), lines in runs.items():
         bits, verdict = ["-", "-"], "-"
         if recipe in reports:
@@ -84,28 +91,27 @@ def demo(config: "Config", out: Path) -> bool:
                 compared, equal = map(sum, zip(*counts, strict=True))
                 bits[i] = f"all {compared:,}" if equal == compared else f"all but {compared - equal:,} of {compared:,}"
             verdict = "holds" if reports[recipe].ok else "FAILS"
-        gap = final[backend, recipe] - final[backend, "bf16"]
-        table.add_row(backend, recipe, f"{lines[-1]['loss']:.4f}", f"{final[backend, recipe]:.4f}", f"{gap:+.4f}", *bits, verdict)
+        gap = _gap(judged[backend, recipe]) if recipe != "bf16" else "-"
+        table.add_row(backend, recipe, f"{lines[-1]['loss']:.4f}", f"{final[backend, recipe]:.4f}", gap, *bits, verdict)
     console.print(table)
     reference = "" if entropy is None else f"; unigram entropy of the validation text {entropy:.3f} nats"
     console.print(f"highest validation loss {max(final.values()):.3f}{reference}")
-    gaps = {key: abs(value - final[key[0], "bf16"]) for key, value in final.items() if key[1] != "bf16"}
-    worst = max(gaps, key=gaps.get)  # type: ignore[arg-type]
-    console.print(
-        f"bf16 over {SEEDS} seeds: {', '.join(f'{v:.4f}' for v in seeds)}, spread {spread:.4f}\n"
-        f"largest gap between FP8 and bf16 {gaps[worst]:.4f} ({' '.join(worst)}): {'within' if gaps[worst] <= spread else 'outside'} the spread"
-    )
+    for (backend, recipe), one in judged.items():
+        if recipe != "bf16":
+            console.print(f"{backend} {recipe}: {one.said}", markup=False, highlight=False, soft_wrap=True)
     for report in reports.values():
         for failure in report.failures[:5]:
             console.print(failure.detail, markup=False)
 
     picture, axes = plots.figure(2)
     plots.loss_curves(axes[0], runs, entropy=entropy)
-    plots.validation_gaps(axes[1], final, seeds=seeds)
+    shown = {" ".join(key): one.compared.gap.last for key, one in judged.items() if one.compared and key[1] != "bf16"}
+    margin = max((one.margin for one in judged.values() if one.margin), default=0.0)
+    plots.loss_gaps(axes[1], {name: (float(gap.mean), float(gap.low), float(gap.high)) for name, gap in shown.items()}, margin=margin)
     picture.savefig(out / "loss.png")
     tensors.write(out / tensors.FILE, tensors.of_run(out / "-".join(OBSERVED), _kept(config)))
     console.print(
-        f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and {len(runs) + SEEDS - 1} runs in {out}/",
+        f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and {len(made)} runs in {out}/",
         soft_wrap=True,
     )
     return all(report.ok for report in reports.values())
@@ -115,6 +121,16 @@ def _config(config: "Config", backend: str, recipe: str) -> "Config":
     every = 1 if (backend, recipe) == OBSERVED else config.statistics.every
     plan = {"accumulate": None} if recipe == "bf16" else {}  # bf16 has no FP8 GEMM to run under simulated hardware
     return config.replace(numerics={"recipe": recipe} | plan, statistics={"every": every})
+
+
+def _key(run: "Run") -> tuple[str, str]:
+    return run.manifest["backend"], run.key("numerics.recipe")
+
+
+def _gap(verdict: "Verdict") -> str:
+    if verdict.compared is None:
+        return verdict.kind
+    return f"{verdict.compared.gap.last.mean:+.4f}"
 
 
 def _kept(config: "Config") -> list[str]:

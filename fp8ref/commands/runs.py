@@ -18,11 +18,15 @@ def add(commands) -> None:
         "report",
         _report,
         "Write a page on runs: is this FP8 loss normal?",
-        "Write one HTML page, and its figures as PNGs. It shows losses next to the noise of "
-        "bf16 seeds, the linears that ran in FP8, speed and statistics.",
+        "Write one HTML page, and its figures as PNGs. It shows the gap to bf16 with its interval and "
+        "a verdict, losses, the linears that ran in FP8, speed and statistics.",
     )
     report.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="a run directory; a verdict needs two or more bf16 runs of different seeds"
+        "runs",
+        metavar="RUN",
+        type=Path,
+        nargs="+",
+        help="a run directory, or a directory of runs; runs of equal seeds, in bf16 and FP8, give the verdict",
     )
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default report.html)")
     compare = shared.plain(
@@ -30,16 +34,24 @@ def add(commands) -> None:
         "compare",
         _compare,
         "Compare two runs' configs and losses.",
-        "Compare two runs' configs and losses. Exits with 1 if the losses differ by more than noise.",
+        "Compare two runs' configs and losses. Exits with 0 if the losses are identical, or shown to be equivalent; else with 1.",
     )
-    compare.add_argument("a", metavar="A", type=Path, help="a run directory")
-    compare.add_argument("b", metavar="B", type=Path, help="another")
     compare.add_argument(
-        "--seeds", metavar="RUN", type=Path, nargs="+", default=[], help="bf16 runs of different seeds, which measure the noise"
+        "a", metavar="A", type=Path, help="a run directory, or another trainer's log: CSV, JSON Lines, console, TensorBoard"
     )
+    compare.add_argument("b", metavar="B", type=Path, help="another, whose loss minus A's is judged")
+    compare.add_argument(
+        "--seeds",
+        metavar="RUN",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="runs of A's and of B's config with other seeds, matched by their seeds; of logs, pairs in the order A B",
+    )
+    compare.add_argument("--loss", metavar="NAME", help="the column or tag of the losses in a log (default: loss, train/loss, ...)")
     compare.add_argument("--json", type=Path, metavar="FILE", help="write the comparison to FILE")
     for one in (report, compare):
-        one.add_argument("--confidence", type=float, default=0.95, help="confidence of the noise limits (default 0.95)")
+        shared.add_judging(one)
     replay = shared.plain(
         commands,
         "replay",
@@ -66,22 +78,16 @@ def _export(known: argparse.Namespace) -> int:
 def _report(known: argparse.Namespace) -> int:
     from fp8ref.train.report import page, runs
 
-    print(page.write(runs.read_all(known.runs), known.out, confidence=_confidence(known)))
+    print(page.write(runs.read_all(known.runs), known.out, confidence=shared.confidence(known), margin=shared.margin(known)))
     return 0
 
 
 def _compare(known: argparse.Namespace) -> int:
     check_json(known.json)
-    from fp8ref.train.report import compare, runs
+    from fp8ref.train.report import compare
 
-    found = compare.compare(runs.read(known.a), runs.read(known.b), runs.read_all(known.seeds), confidence=_confidence(known))
-    return conclude(found, known.json)
-
-
-def _confidence(known: argparse.Namespace) -> float:
-    if not 0.5 < known.confidence < 1:
-        raise ValueError(f"--confidence must be between 0.5 and 1; got {known.confidence}.")
-    return known.confidence
+    a, b, *more = (compare.read(path, loss=known.loss) for path in (known.a, known.b, *known.seeds))
+    return conclude(compare.compare(a, b, more, confidence=shared.confidence(known), margin=shared.margin(known)), known.json)
 
 
 def _replay(known: argparse.Namespace) -> int:

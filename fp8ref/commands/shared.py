@@ -1,6 +1,7 @@
 """Shared by all commands: argument parsers, exit codes, reading a config, printing results."""
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,26 @@ def config(known: argparse.Namespace, options: list[str]):
             f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys, such as {prog} tiny --run.steps 20."
         )
     return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
+
+
+def add_judging(command: argparse.ArgumentParser) -> None:
+    """Add the options of a verdict on losses, which ``confidence`` and ``margin`` read."""
+    command.add_argument("--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)")
+    command.add_argument("--margin", type=float, metavar="NATS", help="losses closer than this are equivalent (default: 0.25 %% of bf16's)")
+
+
+def confidence(known: argparse.Namespace) -> float:
+    """--confidence; ValueError unless it is between 0.5 and 1."""
+    if not 0.5 < known.confidence < 1:
+        raise ValueError(f"--confidence must be between 0.5 and 1; got {known.confidence}.")
+    return known.confidence
+
+
+def margin(known: argparse.Namespace) -> float | None:
+    """--margin; ValueError unless it is positive and finite."""
+    if known.margin is not None and not 0 < known.margin < math.inf:
+        raise ValueError(f"--margin is a number of nats above 0; got {known.margin}.")
+    return known.margin
 
 
 def conclude(found: Result, json: Path | None) -> int:

@@ -13,7 +13,6 @@ from multiprocessing import get_context
 from typing import TypeVar
 
 import numpy as np
-from numba import njit
 
 from fp8ref import console
 from fp8ref.conformance import libraries
@@ -22,6 +21,7 @@ from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.kinds import CAST_RANGES
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.sim import cast, scales, threads
+from fp8ref.sim.kernels.compiled import compiled
 
 _Description = TypeVar("_Description")
 
@@ -154,7 +154,7 @@ def _examine_casts(bits: np.ndarray, fmt: Format) -> Tally:
     return tally
 
 
-@njit(cache=True)
+@compiled
 def _classify(bits, unsaturated, max_code, kind):
     """Write each input's index of CAST_RANGES to kind [n]; return how many there are of each."""
     counts = np.zeros(4, np.int64)
@@ -167,7 +167,7 @@ def _classify(bits, unsaturated, max_code, kind):
     return counts
 
 
-@njit(cache=True)
+@compiled
 def _run_lengths(kind, expected, found):
     """Runs of neighbors that differ in one way: rows of (kind, expected code, found code, how
     many, index of the first).

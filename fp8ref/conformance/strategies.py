@@ -7,6 +7,7 @@ element that matters.
 
 import functools
 import math
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,11 +27,14 @@ from fp8ref.sim import cast
 from fp8ref.sim.scales import scales_from_amax
 
 try:
+    import hypothesis
     from hypothesis import strategies as st
     from hypothesis.extra import numpy as hnp
 except ImportError:
     extras.require("conformance", "fp8ref.conformance.strategies", "hypothesis")
     raise
+
+_T = TypeVar("_T")
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that numbers and tensors are drawn in."""
@@ -157,6 +161,26 @@ def tensors(
         # may keep one.
         x[tuple(-1 - draw(st.integers(0, n - 1)) for n in shape)] = draw(st.sampled_from([np.inf, np.nan, -np.inf, np.nan, np.nan]))
     return _as(x, dtype)
+
+
+def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
+    """At most so many examples of a strategy, the same in every call."""
+    found: list[_T] = []
+
+    @hypothesis.settings(
+        max_examples=most,
+        phases=[hypothesis.Phase.generate],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(strategy)
+    def collect(example: _T) -> None:
+        found.append(example)
+
+    collect()
+    return found
 
 
 def _unscaled(points: np.ndarray, amax: float, fmt: Format, policy: str) -> np.ndarray:

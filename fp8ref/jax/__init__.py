@@ -3,6 +3,8 @@ FP8 into an existing model.
 
     linear        one layer, forward and backward; ``operands`` quantizes and gathers for it
     contraction   dot_general and einsum by a recipe
+    grouped       a linear for each group of rows, for experts; ``grouped_operands`` quantizes and
+                  multiplies for it
     attention     attention by a variant, a tile of keys at a time; ``attention_inputs`` and ``attention_operands``
                   check and cut, ``online_softmax`` and ``probability_value`` are a tile's steps,
                   ``attention_gradients`` and ``attention_gradients_mx`` the backward pass, ``attention_real``
@@ -38,6 +40,7 @@ from fp8ref.jax import (
     flax,
     gemm,
     gradients,
+    grouped,
     hardware,
     health,
     linear,
@@ -56,6 +59,7 @@ __all__ = [
     "flax",
     "gemm",
     "gradients",
+    "grouped",
     "hardware",
     "health",
     "linear",

@@ -79,7 +79,7 @@ def matmul(
     if multiply is not None and early is None:
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
     elif early is None and not in_steps and not dequantizes(a.granularity):
-        out = _on_one_device(a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two)
+        out = _multiplied(a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two)
     else:
         acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
         out = acc.astype(out_dtype) if dequantizes(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
@@ -124,10 +124,10 @@ def dequantizes(granularity: str) -> bool:
     return by_name(granularity).reduced is not None
 
 
-def _on_one_device(
+def _multiplied(
     a: Quantized, b: Quantized, axes: tuple[int, int], accumulate: str, epilogue: str, out_dtype, turned: bool, powers_of_two: bool
 ) -> jax.Array:
-    """The GEMM and its epilogue where nothing is summed over devices.
+    """The GEMM of a device's operands and its epilogue, where no accumulators are summed over devices.
 
     On an NVIDIA GPU the GEMM writes out_dtype, and no kernel rescales a float32 result (G-22):
     tensorwise operands are written as dequantized ones, a pattern in which XLA finds cuBLASLt's FP8
@@ -208,6 +208,11 @@ def _scaled(
     scale_a = collective.own_rows(scale_a) if collective else scale_a
     if turned:
         scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
+    return finish(acc, scale_a, scale_b, epilogue, out_dtype)
+
+
+def finish(acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype) -> jax.Array:
+    """An accumulator times both scale_inv, which broadcast to it, rounded to out_dtype (G-4, G-5, G-14)."""
     if epilogue == "scale_then_round":
         return ((acc * scale_a) * scale_b).astype(out_dtype)
     if epilogue == "unit_round_scale_round":

@@ -24,7 +24,7 @@ from fp8ref import recipe as recipes
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, hardware, operands, scales, sharding, stats
 from fp8ref.jax.operands import Scales, Use
-from fp8ref.jax.scaling import Quantized
+from fp8ref.jax.scaling import Quantized, dequantize
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 
@@ -283,19 +283,17 @@ def _gemm(
 
     quantized  operands that are quantized already; the others are quantized here, from tensors.
 
-    Order:     quantize, gather, multiply and sum over devices, round as G-8 says, cast to the
-               result's dtype.
+    Order:     quantize, gather, multiply, round as G-8 says, sum over devices, cast to the
+               result's dtype; accumulators are summed before they are rounded (P-9).
     Returns:   the result, and measurements of the operands that no earlier GEMM has measured.
     """
     spec, roles = use.recipe.gemms[which], OPERANDS[which]
+    if spec.a is None or spec.b is None or spec.accumulate is None:
+        return _in_high_precision(which, tensors, quantized, state_scales, use)
     collective, in_steps = use.collective(which), use.summed_by_compiler(which)
     axis_a, axis_b = (use.axis(which, role) for role in roles)
     turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
     dtype = use.dtypes[list(OPERANDS).index(which)]
-    if spec.a is None or spec.b is None or spec.accumulate is None:
-        a, b = (operands.gathered(tensors[role], role, use) for role in roles)
-        how = {"axes": (axis_a, axis_b), "out_dtype": dtype, "turned": turned}
-        return gemm.matmul_hp(a, b, **how, collective=collective, in_steps=in_steps), {}
     # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs.
     own = [
         quantized[role] if role in quantized else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
@@ -319,6 +317,36 @@ def _gemm(
         new = [role for role in roles if which == "output" or role not in quantized or (which, role) == ("grad_input", "grad_output")]
         measured = {(which, role): stats.measure(tensors[role], q) for role, q in zip(roles, own, strict=True) if role in new}
     return out.astype(dtype), measured
+
+
+def _in_high_precision(
+    which: Gemm, tensors: Mapping[Role, jax.Array], quantized: Mapping[Role, Quantized], state_scales: Scales, use: Use
+) -> tuple[jax.Array, stats.Measured]:
+    """``_gemm`` without FP8 (SEMANTICS G-9). An operand that is cast beside one that is not is
+    dequantized, and rounded to its tensor's dtype (L-4)."""
+    spec, roles = use.recipe.gemms[which], OPERANDS[which]
+    axes = (use.axis(which, roles[0]), use.axis(which, roles[1]))
+    operand: list[jax.Array] = []
+    measured: stats.Measured = {}
+    for role, cast, axis in zip(roles, (spec.a, spec.b), axes, strict=True):
+        if cast is None:
+            operand.append(operands.gathered(tensors[role], role, use))
+            continue
+        known = quantized.get(role)
+        q = operands.quantize(tensors[role], role, cast, axis, state_scales, use) if known is None else known
+        if use.measures and (which == "output" or known is None or (which, role) == ("grad_input", "grad_output")):
+            measured[which, role] = stats.measure(tensors[role], q)
+        numbers = dequantize(q).astype(use.dtypes[{"grad_output": 0, "input": 1, "weight": 2}[role]])
+        operand.append(operands.gathered(numbers if role not in tensors else numbers.reshape(tensors[role].shape), role, use))
+    out = gemm.matmul_hp(
+        *operand,
+        axes=axes,
+        out_dtype=use.dtypes[list(OPERANDS).index(which)],
+        turned=use.turned and which == "grad_weight",  # a weight [K, N] has a gradient [K, N]
+        collective=use.collective(which),
+        in_steps=use.summed_by_compiler(which),
+    )
+    return out, measured
 
 
 def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:

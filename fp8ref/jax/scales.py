@@ -42,6 +42,8 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
     """
     policy = implemented(policy)
     formats.check(fmt)
+    if policy.unscaled:
+        return Scales(jnp.ones_like(amax, jnp.float32), jnp.ones_like(amax, jnp.float32))
     if policy.e8m0:
         return _e8m0_scales(amax, fmt, policy)
     if policy.makes_scale_inv:
@@ -92,6 +94,8 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
               2^-18, and with it no format shows one (S-3).
     """
     policy = policies.by_name(policy)
+    if policy.unscaled:
+        return policy
     if not policy.in_backends:
         known = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
         raise ValueError(f"fp8ref.jax scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}.")

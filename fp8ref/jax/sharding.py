@@ -1,8 +1,8 @@
 """The placement of one linear on a mesh (SEMANTICS P): amax scopes, FP8 gathers and reductions.
 
 A ``Placement`` says which mesh axes cut the linear's three dims. All else follows from it: over
-which axes an amax is reduced (P-2), what is gathered in FP8, and what is summed before it is scaled
-(``Reduction``, P-7). Inside shard_map these become collectives of our own. Under plain jit they
+which axes an amax is reduced (P-2), what is gathered in FP8, and what is summed, as results or as
+accumulators (``Reduction``, P-7, P-8). Inside shard_map these become collectives of our own. Under plain jit they
 become constraints that keep XLA from gathering anything wider than FP8 (``Layout``). On Explicit
 axes ``explicit_sharding`` reads the layout from the types of the operands.
 """

@@ -20,9 +20,9 @@ try:
 except ImportError as error:
     raise ImportError(f"fp8ref.plots needs matplotlib; {error.name} is missing. Install it with: pip install 'fp8ref[train]'") from error
 
-from fp8ref.plots.errors import cast_difference, error_histogram, error_lines, number_table, scale_difference, share_by_exponent
+from fp8ref.plots.errors import cast_difference, cost_map, error_histogram, error_lines, number_table, scale_difference, share_by_exponent
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
-from fp8ref.plots.runs import loss_curves, staleness, step_lines, validation_gaps
+from fp8ref.plots.runs import loss_curves, loss_gaps, staleness, step_lines
 from fp8ref.plots.states import health_lines, moment_range, update_ratios
 from fp8ref.plots.style import figure, png
 from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map
@@ -32,6 +32,7 @@ __all__ = [
     "cast_difference",
     "code_difference",
     "code_map",
+    "cost_map",
     "error_histogram",
     "error_lines",
     "error_map",
@@ -40,6 +41,7 @@ __all__ = [
     "figure",
     "health_lines",
     "loss_curves",
+    "loss_gaps",
     "magnitude_map",
     "moment_range",
     "near_zero",
@@ -54,7 +56,6 @@ __all__ = [
     "staleness",
     "step_lines",
     "update_ratios",
-    "validation_gaps",
     "worst_error",
 ]
 del _matplotlib

@@ -164,5 +164,23 @@ def number_table(ax: Axes, values, rows: Sequence[str], columns: Sequence[str], 
     return style.plain_map(ax)
 
 
+def cost_map(ax: Axes, costs, rows: Sequence[str], columns: Sequence[str]) -> Axes:
+    """A table of costs in nats: red above 0, blue below, on one scale about 0; a NaN is an empty cell.
+
+    Shapes:   costs [rows, columns].
+    Raises:   ValueError: costs of another shape.
+    """
+    costs = np.asarray(costs, np.float64)
+    number_table(ax, costs, rows, columns, text="{:+.4f}", cmap="RdBu_r")
+    most = float(np.nanmax(np.abs(costs), initial=0.0)) or 1.0
+    (image,) = ax.images
+    image.set_clim(-most, most)
+    for text in ax.texts:
+        x, y = (int(at) for at in text.get_position())
+        text.set_color("white" if abs(costs[y, x]) > 0.6 * most else "black")
+    ax.set(title="cost of a cast, nats")
+    return style.plain_map(ax)
+
+
 def _finite(values: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(values), values, np.nan)

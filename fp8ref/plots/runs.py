@@ -58,27 +58,22 @@ def step_lines(ax: Axes, curves: Mapping[str, Sequence[float]], *, ylabel: str, 
     return style.plain(ax)
 
 
-def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds: Sequence[float]) -> Axes:
-    """Final validation loss of each (backend, recipe) minus bf16's of that backend, over the
-    seed-to-seed spread.
+def loss_gaps(ax: Axes, gaps: Mapping[str, tuple[float, float, float]], *, margin: float | None = None) -> Axes:
+    """Each gap of a loss to another, in nats, with its interval, over the margin of equivalence.
 
-    losses    in nats; (backend, "bf16") is among them for each backend.
-    seeds     final validation losses of bf16 runs that differ only in their seed; the first is the
-              seed of ``losses``.
+    gaps: by name, (mean, low, high). A name's words are stacked.
     """
-    spread = max(seeds) - min(seeds)
-    ax.axhspan(-spread, spread, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"spread of {len(seeds)} bf16 seeds")
-    points = {key: loss - losses[key[0], "bf16"] for key, loss in losses.items() if key[1] != "bf16"}
-    for i, ((backend, recipe), gap) in enumerate(points.items()):
-        ax.plot(i, gap, "o" if backend == "jax" else "s", color=COLORS.get(recipe), markersize=7)
-    for i, loss in enumerate(seeds[1:]):
-        ax.plot(len(points), loss - seeds[0], "x", color=COLORS["bf16"], label="bf16, other seeds" if i == 0 else None)
+    if margin:
+        ax.axhspan(-margin, margin, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"margin {margin:.2g}")
+    for i, (name, (mean, low, high)) in enumerate(gaps.items()):
+        color = COLORS.get(name.split()[-1], style.CYCLE[i % len(style.CYCLE)])
+        ax.errorbar(i, mean, [[mean - low], [high - mean]], fmt="s" if "torch" in name else "o", color=color, capsize=4)
     ax.axhline(0, color="#000000", linewidth=0.8)
-    names = [f"{backend}\n{recipe}" for backend, recipe in points] + ["bf16\nother seeds"]
-    ax.set_xticks(range(len(names)), names, fontsize=8)
-    ax.set(ylabel="nats", title="final validation loss minus bf16's")
-    ax.margins(x=0.1, y=0.25)
-    style.legend(ax)
+    ax.set_xticks(range(len(gaps)), [name.replace(" ", "\n") for name in gaps], fontsize=8)
+    ax.set(ylabel="nats", title="training loss minus bf16's, with its interval")
+    ax.margins(x=0.15, y=0.25)
+    if margin:
+        style.legend(ax)
     return style.plain(ax)
 
 

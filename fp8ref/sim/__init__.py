@@ -13,6 +13,7 @@ Read it in this order; each module cites its clauses of docs/spec:
     accumulate    sum over K: exact, float32 in order, plans of tensor-core steps (G)
     gemm          accumulate, then the epilogue (G)
     linear        the three GEMMs of a layer (L)
+    grouped       the same for each group of rows, with a weight of its own (X)
     attention     forward, over tiles of keys (A): ``head_scaling`` quantizes, ``hadamard`` rotates,
                   ``online_softmax`` and ``probability_value`` are its two halves, ``elementary`` its
                   exponentials; ``attention_gradients`` is the backward pass, ``..._mx`` that of MX blocks
@@ -38,6 +39,7 @@ from fp8ref.sim import (
     delayed,
     gemm,
     gradients,
+    grouped,
     health,
     linear,
     llama,
@@ -56,6 +58,7 @@ __all__ = [
     "delayed",
     "gemm",
     "gradients",
+    "grouped",
     "health",
     "linear",
     "llama",

@@ -26,6 +26,9 @@ from fp8ref.sim.tensor_core import K_STEP
 Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
 """How GEMMs accumulate: one plan or its name for all, or one for each GEMM by the GEMM's name."""
 
+Operand = np.ndarray | Quantized
+"""An operand of a GEMM: in high precision, or quantized."""
+
 _WHOLE_LINES = ("tensorwise", "rowwise")  # granularities whose scales do not change when K is padded with zeros
 
 
@@ -54,7 +57,7 @@ def forward(
     Source:   SEMANTICS L-1 to L-6.
     """
     recipe = recipes.by_name(recipe)
-    x, w = _operands(x, w, recipe, scales)
+    x, w = check_operands(x, w, recipe, scales)
     tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w}
     y = _gemm("output", tensors, recipe, accumulate, out_dtype, scales)  # [M, K] x [N, K] -> [M, N]
     return y.reshape(*x.shape[:-1], len(w))
@@ -83,7 +86,7 @@ def backward(
     Source:   SEMANTICS L-2 to L-6.
     """
     recipe = recipes.by_name(recipe)
-    x, w = _operands(x, w, recipe, scales)
+    x, w = check_operands(x, w, recipe, scales)
     g = cast.array(g)
     if g.shape != (*x.shape[:-1], len(w)):
         raise ValueError(f"grad_output has the output's shape {(*x.shape[:-1], len(w))}; got {g.shape}.")
@@ -112,17 +115,42 @@ def _gemm(
     [M, K] x [N, K] -> [M, N], with M, N and K of that GEMM.
     """
     gemm.check_out_dtype(out_dtype)
-    spec, how = recipe.gemms[which], _rule(which, recipe.gemms[which], accumulate)
-    roles, axes = OPERANDS[which], recipes.REDUCED_AXES[which]
+    return multiply(which, *quantize_operands(which, tensors, recipe, scales), recipe, accumulate=accumulate, out_dtype=out_dtype)
+
+
+def quantize_operands(
+    which: Gemm, tensors: Mapping[Role, np.ndarray], recipe: Recipe, scales: Mapping[Role, Scales] | None = None
+) -> tuple[Operand, Operand]:
+    """The operands a and b of one GEMM, each with its reduced axis last, and quantized along it by
+    its own cast; as they are in high precision, and dequantized if cast beside one that is (L-2 to L-4).
+
+    tensors   input [M, K], weight [N, K], grad_output [M, N]: those that the GEMM takes.
+    scales    of roles that are not scaled by their own amax, of their granularity's shape.
+    Raises:   ValueError: as ``scaling.quantize``; a role with delayed scaling that has no scales.
+    """
+    spec, roles, axes = recipe.gemms[which], OPERANDS[which], recipes.REDUCED_AXES[which]
     a, b = (tensors[role] if axis == 1 else tensors[role].T for role, axis in zip(roles, axes, strict=True))  # reduced axis last
     if spec.a is None or spec.b is None:
+        a, b = (
+            v if cast_spec is None else _dequantized(_quantize(v, cast_spec, role, scales), v)
+            for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1]))
+        )
+        return a, b
+    return _quantize(a, spec.a, roles[0], scales), _quantize(b, spec.b, roles[1], scales)
+
+
+def multiply(which: Gemm, a: Operand, b: Operand, recipe: Recipe, *, accumulate: Accumulate, out_dtype: Format) -> np.ndarray:
+    """The product of what ``quantize_operands`` gives, [M, K] x [N, K] -> [M, N], by the recipe's
+    accumulation and epilogue (L-6, G-8). Raises as ``gemm.matmul``."""
+    spec = recipe.gemms[which]
+    how = _rule(which, spec, accumulate)
+    if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         return gemm.matmul_hp(a, b, out_dtype=out_dtype)
-    if spec.a.granularity in _WHOLE_LINES and spec.b.granularity in _WHOLE_LINES:
+    if a.granularity in _WHOLE_LINES and b.granularity in _WHOLE_LINES:
         # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and
         # zeros change no bit (G-12).
-        a, b = (np.pad(v, ((0, 0), (0, -v.shape[1] % K_STEP))) for v in (a, b))
-    qa, qb = (_quantize(v, cast_spec, role, scales) for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1])))
-    out = gemm.matmul(qa, qb, accumulate=how, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
+        a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, -q.codes.shape[1] % K_STEP)))) for q in (a, b))
+    out = gemm.matmul(a, b, accumulate=how, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
     return cast.round_to(out, out_dtype) if spec.rowwise else out
 
 
@@ -141,8 +169,8 @@ def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumula
 
 
 def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None) -> Quantized:
-    """An operand by its cast: dynamically, or by the scales of its role's state."""
-    if spec.delayed is None:
+    """An operand by its cast: dynamically, or by the scales of its role."""
+    if spec.delayed is None and role not in (scales or ()):
         return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
     if scales is None or role not in scales:
         raise ValueError(
@@ -152,7 +180,12 @@ def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, S
     return scaling.quantize_with(x, scales[role], spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
 
 
-def _operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:
+def _dequantized(q: Quantized, like: np.ndarray) -> np.ndarray:
+    """The numbers of codes beside an operand in high precision, rounded to the tensor's dtype (L-4)."""
+    return scaling.dequantize(q).astype(like.dtype)
+
+
+def check_operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:
     """x and w as arrays; ValueError for shapes, dtypes or scales that do not fit the recipe."""
     x, w = cast.array(x), cast.array(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:

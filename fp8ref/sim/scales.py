@@ -49,6 +49,8 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
     if previous.shape not in ((), amax.shape):
         raise ValueError(f"previous has the shape of amax, {amax.shape}, or (); got {previous.shape}. Keep a scale for each amax.")
     previous = np.broadcast_to(previous, amax.shape)
+    if policy.unscaled:
+        return Scales(np.ones_like(amax)[()], np.ones_like(amax)[()])
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if policy.e8m0 is not None:
             return _e8m0_scales(amax, fmt, policy)

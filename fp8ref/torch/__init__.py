@@ -23,6 +23,8 @@ compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and group
 gathers on a model, and reduces gradients in rank order if asked (off by default); ``gradients``
 reduces them in FP8 if asked. ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
+``grouped`` is a linear for each group of rows, by ``grouped_operands`` and ``grouped_gemm``; ``experts`` puts it in
+a model.
 ``attention`` is attention in FP8, a tile of keys after another, forward and backward.
 ``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears, and ``linear_cut`` is how
 ranks share one. ``switch`` changes the recipe of a model between two steps. ``compiled_fsdp`` shards
@@ -55,9 +57,11 @@ from fp8ref.torch import (
     convert,
     copies,
     delayed,
+    experts,
     fsdp,
     gemm,
     gradients,
+    grouped,
     hardware,
     health,
     linear,
@@ -80,9 +84,11 @@ __all__ = [
     "convert",
     "copies",
     "delayed",
+    "experts",
     "fsdp",
     "gemm",
     "gradients",
+    "grouped",
     "hardware",
     "health",
     "linear",

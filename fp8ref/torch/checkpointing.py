@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives  # defines the operators of _c1
 from torch._higher_order_ops import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fp8ref.torch import block_gemm, hardware
+from fp8ref.torch import block_gemm, grouped_gemm, hardware
 
 Checkpointing = Literal["none", "selective", "full"]
 """What a block keeps for the backward pass.
@@ -44,6 +44,7 @@ OPERATORS: dict[Operation, frozenset] = {
         {
             *_found("mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"),
             block_gemm.OPERATOR,
+            *grouped_gemm.OPERATORS,
             hardware.OPERATOR,
             torch.ops._c10d_functional.reduce_scatter_tensor.default,
         }

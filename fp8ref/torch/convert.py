@@ -26,10 +26,12 @@ from torch.nn.utils import parametrize
 from torchao.float8 import convert_to_float8_training, float8_linear
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
-from fp8ref import linear_selection
+from fp8ref import linear_rules, linear_selection
 from fp8ref import recipe as recipes
+from fp8ref.linear_rules import Rule
 from fp8ref.recipe import ROLES, Recipe
 from fp8ref.torch import delayed, gemm, torchao_linear
+from fp8ref.torch import experts as experts_of
 from fp8ref.torch import report as reports
 from fp8ref.torch.linear import Linear, check_recipe
 from fp8ref.torch.model_checks import check_model
@@ -81,14 +83,20 @@ def convert(
     *,
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
+    rules: Sequence[Rule] = (),
     amax_group: ProcessGroup | None = None,
+    experts: bool = False,
 ) -> nn.Module:
     """Replace the chosen linears (SEMANTICS R-2, R-4) by torchao's Float8Linear, or by ``Linear``
     where amax_group is given or torchao cannot express the recipe.
 
+    rules       change casts of single operands, one after the other (R-8).
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
                 (P-2, scope global). Only ``Linear`` shares amaxes. None: every rank uses its own,
                 as torchao does.
+    experts     convert modules of experts too (X-11): those of transformers and torchtitan, of which
+                filter_fqns may leave some out. A router stays in high precision: a linear below a name
+                "router" or "gate" with an output for each expert, unless fp8_fqns names it.
     Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also
               attributes that were added to a linear (R-5).
     Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
@@ -100,37 +108,53 @@ def convert(
               codes there where two scales cast one transposed tensor.
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
-    Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a lazy module, which
+    Raises:   ValueError, and nothing is changed: as ``linear_selection.select`` and ``linear_rules.apply``; a lazy module, which
               has no shape yet; a recipe that neither can run; a model that is compiled, sharded or FP8
               already; a chosen linear of which something would be lost or that its parent does not
               call (R-5), registered under two names, on a GPU without FP8, or on a CPU whose torch
-              lacks the recipe's GEMMs.
+              lacks the recipe's GEMMs. With ``experts``: none that can be converted, or amax_group with
+              dynamic scaling, in which experts scale by their own rank's amaxes.
     """
     recipe = recipes.by_name(recipe)
     _check_module(model)
     reports.check_shapes(model)
     linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
-    decisions = _decisions(model, shapes, recipe, filter_fqns, fp8_fqns)
+    mixtures: dict[str, nn.Module] = {}
+    if experts and recipe.fp8:
+        mixtures, filter_fqns = experts_of.choose(model, recipe, filter_fqns, shapes, shared=amax_group is not None)
+    decisions = linear_rules.apply(
+        rules, experts_of.without_routers(_decisions(model, shapes, recipe, filter_fqns, fp8_fqns), mixtures, fp8_fqns)
+    )
     chosen = [d.path for d in decisions if d.fp8]
-    if not chosen:
+    if not chosen and not mixtures:
         reports.log(model, type(model).__name__, recipe)
         return model
-    config = torchao_linear.torchao_config(recipe) if amax_group is None and torchao_linear.expresses(recipe) else None
-    if config is None:
-        check_recipe(recipe)
+    of_linears = {d.path: d.recipe for d in decisions if d.fp8}
+    used = {*of_linears.values(), *([recipe] if mixtures else [])}
+    taken = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
+    for one in used - taken:
+        check_recipe(one)
     check_model(model, "Convert a model first, then {} it")
     for name in chosen:
         check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
-    devices = {_device(linears[name].weight).type for name in chosen}
+    for name, module in mixtures.items():
+        experts_of.check(name, module)
+    weights_of = [linears[name].weight for name in chosen] + [next(m.parameters(recurse=False)) for m in mixtures.values()]
+    devices = {_device(weight).type for weight in weights_of}
     if "cpu" in devices:
-        gemm.check_cpu(recipe)
+        for one in used:
+            gemm.check_cpu(one)
         gemm.use_native_scaled_mm()
-        if recipe.delayed and torch._inductor.config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        if (
+            any(one.delayed for one in used)
+            and torch._inductor.config.cpp.simdlen is None
+            and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        ):
             # Linears that share an input cast it by a scale each. In one loop over a transposed tile
             # of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
             torch._inductor.config.cpp.simdlen = 256
-    if config is not None and any(spec.rowwise for spec in recipe.gemms.values()) and devices != {"cpu"}:
+    if any(spec.rowwise for one in taken for spec in one.gemms.values()) and devices != {"cpu"}:
         # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
         # not rounded, and casts become NaN (pytorch#150859).
         torch._inductor.config.emulate_precision_casts = True
@@ -139,17 +163,22 @@ def convert(
     convert_to_float8_training(nn.Identity())
     group = None if amax_group is None else amax_group.group_name
 
+    paths = {linear: name for name, linear in linears.items()}
+
     def make(linear: nn.Linear) -> nn.Linear:
-        return Linear.of(linear, recipe, group) if config is None else Float8Linear.from_float(linear, config=config)
+        own = of_linears[paths[linear]]
+        # torchao changes the parts of a config: each linear has a fresh one
+        return Float8Linear.from_float(linear, config=torchao_linear.torchao_config(own)) if own in taken else Linear.of(linear, own, group)
 
     kind = type(model).__name__
     model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
     for name in chosen:
         made = model.get_submodule(name)
         assert isinstance(made, Float8Linear | Linear)
-        made.recipe, made.fqn = recipe, name
+        made.recipe, made.fqn = of_linears[name], name
         _carry(linears[name], made)
         made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
+    experts_of.convert(mixtures, experts_of.by_name(recipe), group)
     kept = vars(model).get(reports.REASONS, {})
     # of a linear that was converted before, the reason of then
     vars(model)[reports.REASONS] = {d.path: d.reason for d in decisions} | {key: why for key, why in kept.items() if key not in chosen}
@@ -173,7 +202,8 @@ def _decisions(
 
 
 def deconvert(model: nn.Module) -> nn.Module:
-    """Undo ``convert``: replace every FP8 linear by an nn.Linear of the same Parameters.
+    """Undo ``convert``: replace every FP8 linear by an nn.Linear of the same Parameters, and every
+    FP8 module of experts by what it was.
 
     States of delayed scaling are dropped.
 
@@ -184,7 +214,8 @@ def deconvert(model: nn.Module) -> nn.Module:
     """
     _check_module(model)
     fp8 = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FP8_LINEARS)}
-    if fp8:
+    mixtures = [m for m in model.modules() if isinstance(m, experts_of.Experts)]
+    if fp8 or mixtures:
         check_model(model, "Deconvert a model before you {} it, or save weights(model)")
     for name, linear in fp8.items():
         what = name or "the model"
@@ -194,6 +225,7 @@ def deconvert(model: nn.Module) -> nn.Module:
             raise ValueError(f"{what} {unusual}. Deconvert a model before you shard it.")
     for module in model.modules():
         vars(module).pop(reports.REASONS, None)
+    experts_of.deconvert(mixtures)
     made = {linear: _plain(linear) for linear in fp8.values()}
     for name, linear in fp8.items():
         if not name:

@@ -297,8 +297,8 @@ def _gemm(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) 
         for observer in observers:
             observer(which, a, b, out)
         return out
-    assert isinstance(a, torch.Tensor)
-    assert isinstance(b, torch.Tensor)
+    # One operand beside another in high precision: its numbers, in that one's dtype (L-4).
+    a, b = (scaling.dequantize(v).to(dtype) if isinstance(v, Quantized) else v for v in (a, b))
     first, second = (axis - 2 for axis in REDUCED_AXES[which])
     return gemm.matmul_hp(a, b, axes=(first, second))
 

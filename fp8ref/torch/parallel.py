@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8ref import recipe as recipes
+from fp8ref.linear_rules import Rule
 from fp8ref.recipe import Recipe, Style
 from fp8ref.torch import checkpointing as checkpoints
 from fp8ref.torch import convert, fsdp, gradients, tensor_parallel
@@ -52,6 +53,7 @@ def parallelize(
     blocks: Iterable[nn.Module] = (),
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
+    rules: Sequence[Rule] = (),
     amax_scope: Scope = "local",
     sequence: bool = False,
     tensor_plan: Mapping[str, Style] | None = None,
@@ -75,8 +77,8 @@ def parallelize(
     model       may be on the meta device: give it memory (``to_empty``) and load its weights
                 afterwards.
     blocks      its modules that are checkpointed, compiled and gathered one at a time.
-    filter_fqns, fp8_fqns
-                as ``convert.convert``.
+    filter_fqns, fp8_fqns, rules
+                as ``convert.convert``; rules on one device alone.
     amax_scope  whose amaxes scale input and grad_output: each rank's own, as in torchao (local), or
                 all ranks' (global, P-2; the trainer's default). Under global every converted linear
                 is fp8ref's own ``linear.Linear``. Delayed scaling keeps one state for all ranks, and
@@ -139,6 +141,8 @@ def parallelize(
             "Use checkpointing 'selective' or 'none'."
         )
     if mesh is not None:
+        if rules:
+            raise ValueError(f"rules are for one device; got a mesh of {mesh.size()}. Leave them out, or give mesh None.")
         check_no_optimizer(model)
     if batch is not None:
         _check_batch(recipe, batch, amax_scope, ordered_reduction)
@@ -147,7 +151,7 @@ def parallelize(
 
     # 1 convert
     group = amax_group(mesh, amax_scope) if recipe.fp8 else None
-    model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
+    model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, amax_group=group)
     # 2 tensor parallelism, of whole linears
     if by_tensor is not None:
         assert mesh is not None

@@ -24,7 +24,8 @@ from torchao.float8 import float8_linear
 from fp8ref import fp8_report
 from fp8ref.fp8_report import Row
 from fp8ref.recipe import Recipe
-from fp8ref.torch import block_gemm, gemm, hardware
+from fp8ref.torch import block_gemm, gemm, grouped_gemm, hardware
+from fp8ref.torch.experts import ROUTER, Experts
 from fp8ref.torch.linear import Linear
 from fp8ref.torch.torchao_linear import Float8Linear
 
@@ -149,6 +150,8 @@ class _Products(TorchDispatchMode):
 
 def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
     """M N K of a product; 0 of any other operator."""
+    if func in grouped_gemm.OPERATORS:  # (which, a [M, K], ...), of a forward pass
+        return out.numel() * args[1].shape[1]
     if func is block_gemm.OPERATOR or func is hardware.OPERATOR:
         return out.numel() * args[0].shape[1]
     if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:  # torch's registry lacks it
@@ -166,7 +169,7 @@ def _counted(model: nn.Module, inputs: tuple) -> _Products:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as entered:
         for module in model.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | Experts):
                 for handle in (module.register_forward_pre_hook(counted.begin), module.register_forward_hook(counted.end)):
                     entered.callback(handle.remove)
         for context in (torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"), counted):
@@ -229,7 +232,7 @@ def _row(name: str, module: nn.Module, shapes: Mapping, sizes: Mapping, reason: 
         kernel=kernel,
         reason="never called" if isinstance(module, nn.Linear) and count == 0 else why,
         parameters=sum(sizes.values()),
-        in_fp8=sizes.get("weight", 0) if recipe else 0,
+        in_fp8=0 if not recipe else module.in_fp8 if isinstance(module, Experts) else sizes.get("weight", 0),
         multiplications=count,
     )
 
@@ -240,7 +243,9 @@ def _dims(linear: nn.Linear, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int
 
 
 def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
-    """The recipe's name and the kernel of an FP8 linear; None of any other module."""
+    """The recipe's name and the kernel of an FP8 linear or of experts; None of any other module."""
+    if isinstance(module, Experts):
+        return module.recipe.name, module.kernels()
     if isinstance(module, Float8Linear | Linear):
         return module.recipe.name, gemm.kernel(module.recipe, module.weight.device, (module.out_features, module.in_features))
     if isinstance(module, float8_linear.Float8Linear):
@@ -257,6 +262,8 @@ def _why_not(module: nn.Module, shape: tuple[int, ...]) -> str:
         return TABLE
     if kind == "Conv1D":
         return CONV1D
+    if kind.endswith("Router"):
+        return ROUTER
     if isinstance(module, _ConvNd):
         return "convolutions stay in high precision"
     if isinstance(module, nn.RNNBase | nn.Bilinear | nn.MultiheadAttention):

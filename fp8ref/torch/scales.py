@@ -32,6 +32,8 @@ def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy 
     Source:   torchao's amax_to_scale, except ``mask`` and policies that make scale_inv.
     """
     policy, dtype = implemented(policy), cast.native(fmt)
+    if policy.unscaled:
+        return Scales(torch.ones_like(amax, dtype=torch.float32), torch.ones_like(amax, dtype=torch.float32))
     if policy.e8m0:
         return _e8m0_scales(amax, fmt, policy)
     if policy.makes_scale_inv:
@@ -55,6 +57,8 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     Raises:   ValueError: any other.
     """
     policy = policies.by_name(policy)
+    if policy.unscaled:
+        return policy
     if not policy.in_backends:
         known = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
         raise ValueError(

@@ -169,9 +169,13 @@ def dequantize(q: Quantized) -> torch.Tensor:
 
 
 def _quantized(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format, granularity: str, axis: int) -> Quantized:
-    of_elements = spread(scale, tuple(x.shape), granularity, axis)
-    codes = hp_tensor_and_scale_to_float8(x.detach(), of_elements, cast.native(fmt))._data
+    codes = scaled_codes(x, spread(scale, tuple(x.shape), granularity, axis), fmt)
     return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
+
+
+def scaled_codes(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The codes of x times a scale that broadcasts to it: RN32(f32(x) * scale), clipped, rounded (S-5)."""
+    return hp_tensor_and_scale_to_float8(x.detach(), scale, cast.native(fmt))._data
 
 
 def spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 
 from fp8ref.torch import delayed, delayed_checks
 from fp8ref.torch.delayed import RoleState
+from fp8ref.torch.experts import Experts
 from fp8ref.torch.linear import Linear
 
 
@@ -30,7 +31,8 @@ class Switch:
 
         twins     by further recipe, the same model on the meta device, converted and nothing else. Their
                   linears are taken.
-        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first recipe.
+        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first recipe;
+                  experts in FP8.
         """
         self.model, self.recipe = model, recipe
         mine = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -41,6 +43,8 @@ class Switch:
                 f"FSDP2 gathers weights in one way for all recipes of a model; {gathered[0]} is gathered in FP8. Parallelize with "
                 "gather_fp8=False, which gives the same bits."
             )
+        if twins and (mixed := [name for name, m in model.named_modules() if isinstance(m, Experts)]):
+            raise ValueError(f"a switch changes linears, and {mixed[0]} is experts in FP8. Convert without experts=True.")
         for other, twin in twins.items():
             self._linears[other] = {name: self._sharing(name, twin.get_submodule(name), linear) for name, linear in mine.items()}
 

@@ -100,6 +100,8 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     for c in present:
         if c.delayed is not None:
             raise refuse("it scales dynamically, and this recipe is delayed")
+        if c.policy.unscaled:
+            raise refuse(f"it scales every cast, and policy {c.policy.name!r} none")
         if c.granularity not in GRANULARITIES:
             raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
         try:
@@ -111,6 +113,8 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
         if len(formats) > 1:
             raise refuse(f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}")
     for gemm, spec in recipe.gemms.items():
+        if spec.one_sided:
+            raise refuse(f"{gemm} casts one operand alone (L-4)")
         meant = "unit_round_scale_round" if spec.rowwise and spec.accumulate == "slow" else "scale_then_round"
         if spec.fp8 and spec.epilogue != meant:
             raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")

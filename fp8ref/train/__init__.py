@@ -4,14 +4,14 @@
     loop.train(config, "jax", Path("runs/tiny"))  # batches, steps, checkpoints, logs
     export.export(Path("runs/tiny"), Path("hf"))  # weights for transformers
 
-To follow one training step, read four files in this order:
+The files of one training step, in order; docs/concepts/step-in-code.md goes on into a linear:
 
     loop.py             calls ``model.step`` of a trainer for each batch; defines the ``Trainer`` protocol
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
     {jax,torch}/step.py     forward, backward and update (SEMANTICS T)
     {jax,torch}/llama.py    the model (SEMANTICS M)
 
-The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
+Paths without fp8ref/ are below this folder. The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
 puts in place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear, or
 ``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
 share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulation a recipe has. Within

@@ -18,8 +18,9 @@ import pydantic
 import tyro
 
 from fp8ref import configs as shipped
-from fp8ref import linear_selection, llama
+from fp8ref import linear_rules, linear_selection, llama
 from fp8ref.errors import ConfigError
+from fp8ref.linear_rules import Rule
 from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES, Recipe
@@ -58,6 +59,10 @@ class Config:
         require(
             self.parallel.accumulate_dtype == "float32" or self.data.microbatches > 1,
             "parallel.accumulate_dtype is of the gradients of data.microbatches, of which there is 1. Leave it out, or use more.",
+        )
+        require(
+            self.numerics.rules is None or self.parallel.devices == 1,
+            f"numerics.rules are for one device; parallel has {self.parallel.devices}. Leave one of them out.",
         )
         if faults := self.numerics.unattended(self.model.head_dim):
             require(False, faults[0])
@@ -151,11 +156,12 @@ class Config:
     def decisions(self) -> list[Decision]:
         """For every linear of the model, its recipe and the reason (SEMANTICS R-2).
 
-        Raises as ``linear_selection.select``.
+        Raises as ``linear_selection.select`` and ``linear_rules.apply``.
         """
-        return linear_selection.select(
+        chosen = linear_selection.select(
             llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
+        return linear_rules.apply(self.numerics.rules or (), chosen)
 
     def program_linears(self) -> dict[str, Recipe]:
         """The recipe of each linear of JAX's program, by name: of each layer's, or under
@@ -183,6 +189,7 @@ for _section in (
     LlamaConfig,
     DataConfig,
     NumericsConfig,
+    Rule,
     OptimizerConfig,
     ParallelConfig,
     StatisticsConfig,
@@ -202,6 +209,10 @@ INSTEAD = {
     "graph contains. Use 'model', which gives the same bits, or fp8ref.torch.compiled_fsdp.shard in your own training loop."
 }
 """Values that a key does not take, and what to use instead."""
+
+
+TABLES = ("numerics.rules",)
+"""Keys that are tables of a file, and no options."""
 
 
 def load(path: str | Path) -> Config:
@@ -235,6 +246,8 @@ def to_dict(config: Config) -> dict:
     """The nested dict that ``from_dict`` reads, without keys that are None: TOML has no null."""
 
     def prune(value):
+        if isinstance(value, list):
+            return [prune(v) for v in value]
         return {k: prune(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
     return prune(json.loads(_ADAPTER.dump_json(config)))
@@ -262,6 +275,8 @@ def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
         key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
         if option.startswith("--") and key not in (*known, "help", "recipe"):
             raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, known)}")
+        if option.startswith("--") and key in TABLES:
+            raise ConfigError(f"{key} are tables of a config file, [[{key}]], and no option. Write them in CONFIG.")
         if instead := INSTEAD.get((key, option.partition("=")[2] or following)):
             raise ConfigError(instead)
     return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)

@@ -20,7 +20,7 @@ from typing import ClassVar
 import tomli_w
 
 import fp8ref
-from fp8ref import console
+from fp8ref import console, linear_rules
 from fp8ref.errors import ConfigError
 from fp8ref.linear_selection import Decision
 from fp8ref.train import checkpoint, coverage, failed_step, hardware
@@ -167,7 +167,11 @@ def create(
 
 def _of_recipe(config: Config, decisions: list[Decision], proof: dict | None) -> dict:
     """What a manifest says of a recipe: what was planned of each linear, and what the proof found."""
-    linears = [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions]
+    linears = [
+        {"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason}
+        | ({"operands": linear_rules.to_manifest(d)} if config.numerics.rules else {})
+        for d in decisions
+    ]
     return {"linears": linears, "fp8": coverage.of(config, decisions)} | ({"proof": proof} if proof else {})
 
 

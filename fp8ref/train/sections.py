@@ -12,6 +12,7 @@ import tyro
 
 from fp8ref import attention, states
 from fp8ref import recipe as recipes
+from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
 
 
@@ -90,6 +91,9 @@ class NumericsConfig:
     always kept."""
     fp8_fqns: tuple[str, ...] = ()
     """Modules to convert even if filter_fqns names them; lm_head too."""
+    rules: Annotated[tuple[Rule, ...] | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+    """Tables [[numerics.rules]] that change casts of single operands: layers, gemms and roles, and the recipe, or the format, granularity or policy,
+    that they take. In a file alone; on one device."""
     accumulate: str | None = None
     """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe says), exact, f32, hopper_fast, hopper_slow,
     ada, blackwell, or a .json file of ``fp8ref probe``. native, the default: the framework's own GEMMs."""
@@ -109,6 +113,11 @@ class NumericsConfig:
                 f"numerics.schedule begins with numerics.recipe, which is {self.recipe!r}; got {first!r}. Set both to one recipe, or leave "
                 "out the schedule.",
             )
+        require(
+            self.rules is None or self.schedule is None,
+            "numerics.rules change one recipe; got numerics.schedule too. Leave one of them out.",
+        )
+        require(self.rules is None or len(self.rules) > 0, "numerics.rules has at least one rule; got none. Leave it out.")
         require(self.accumulate != "", "numerics.accumulate names simulated hardware; got ''. Leave it out for the framework's own GEMMs.")
         require(
             self.attention_arithmetic in attention.ARITHMETIC,
@@ -164,11 +173,13 @@ class ParallelConfig:
     data: int = 1
     """Data-parallel devices: each has a part of the batch and a copy of the weights."""
     fsdp: int = 1
-    """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8."""
+    """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8; in PyTorch those
+    with one scale."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False
-    """Sequence parallelism: also shard the tokens between those linears. Inputs are gathered in FP8."""
+    """Sequence parallelism: also shard the tokens between those linears. Inputs are gathered in FP8; in PyTorch under
+    tensorwise scaling (P-15)."""
     amax_scope: Literal["global", "local"] = "global"
     """Amax of input and grad_output: over all devices (global), or for each device's part of the batch (local)."""
     through: Literal["shard_map", "jit"] = "shard_map"

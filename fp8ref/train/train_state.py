@@ -44,7 +44,7 @@ class PerParameter:
 
     name    on disk, before the parameter's name.
     label   in the memory table of a dry run; tensors of one label share a line.
-    moment  whether ``adamw_fp8`` keeps it in FP8 (T-6).
+    moment  whether it is one of AdamW's two moments, which ``adamw_fp8`` keeps in FP8 (T-6).
     kept    under ``adamw_states``, its index in ``Layout.kept`` of fp8ref/states.py: 0 the first moment, 1 the second,
             2 the master. None: it stays float32 under every layout.
     """

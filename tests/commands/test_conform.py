@@ -177,6 +177,7 @@ def test_an_optimizer_and_the_layout_that_it_should_have(functions, capsys):
     assert "step 1, tensor spread, scale_inv of m: got" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_attention_and_the_variant_that_it_should_be(functions, capsys):
     assert run("somebodys_functions:attend", "--expect", "fa4", "--json", "found.json") == 1
     said = capsys.readouterr()

@@ -26,6 +26,7 @@ def test_gemms_are_put_in_the_order_of_the_pass(small):
     assert found[len(names) :] == [(name, which) for name in names[::-1] for which in ("grad_input", "grad_weight")]
 
 
+@pytest.mark.slow
 def test_a_gemm_that_was_planned_and_did_not_run_fails(small, monkeypatch):
     monkeypatch.setattr(
         jax_linear, "_observer", type("Deaf", (), {"get": lambda self: None, "set": lambda *a: None, "reset": lambda *a: None})()

@@ -43,7 +43,7 @@ def measured(layout, place=lambda x: x) -> int:
     return differing
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "stochastic", "coat", "previous", "float16", "torchao"])
 def test_counts_are_the_simulators(name):  # O-12
     assert measured(ALL[name]) == 0

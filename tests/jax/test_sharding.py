@@ -94,7 +94,7 @@ CASES = [
 ]
 
 
-@pytest.mark.grid(12)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize(
     ("shape", "style", "through", "recipe"),
     [

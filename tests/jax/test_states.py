@@ -18,7 +18,7 @@ from fp8ref.sim import states as sim
 from fp8ref.states import LAYOUTS, WITH_MASTERS
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ALL)
 def test_a_compiled_step_has_the_simulators_bits(name):  # O-2 to O-10
     optimizer = states.adamw(1e-3, layout=ALL[name], **seeded(ALL[name]))

@@ -161,6 +161,7 @@ def test_bf16_is_the_simulators_but_for_the_last_bit():  # A-9, A-10
 # ---- Gradients
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("mask", MASKS[:3], ids=str)
 @pytest.mark.parametrize("variant", [VARIANTS["cudnn"], E5M2_GRADIENTS], ids=lambda v: v.name)
 def test_under_simulated_hardware_gradients_are_the_simulators(variant, mask):  # A-15, B-12

@@ -30,7 +30,7 @@ def tensors(trainer) -> dict[str, np.ndarray]:
     return {name: np.array(np.asarray(value)) for name, value in found.items()}
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @BACKENDS
 @pytest.mark.parametrize("layout", WITH_MASTERS)
 def test_equal_gradients_give_the_simulators_masters(backend, layout, small):  # O-14, O-15

@@ -21,7 +21,7 @@ QUICK = ("sqrt_e4m3",)
 EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @BACKENDS
 @pytest.mark.parametrize("layout", EVERY)
 def test_equal_gradients_give_the_simulators_weights_and_moments(backend, layout, small):  # O-2 to O-10, T-6
@@ -48,6 +48,7 @@ def test_equal_gradients_give_the_simulators_weights_and_moments(backend, layout
                 assert differing(moments[key][name], value) == 0, (key, name)
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("layout", EVERY)
 def test_a_run_resumes_bit_for_bit(backend, layout, small, tmp_path):  # K-2

@@ -89,47 +89,41 @@ def test_markers_of_step_lines_are_at_steps_of_their_own(ax):
     assert sum(map(len, marked)) == len(set.union(*marked))
 
 
-LOSSES = {("jax", "bf16"): 2.0, ("torch", "bf16"): 2.5, ("jax", "rowwise"): 2.25, ("torch", "rowwise"): 2.0}
+GAPS = {"jax rowwise": (0.25, 0.125, 0.375), "torch rowwise": (-0.5, -0.75, -0.25)}
 
 
-def points(ax, marker: str) -> list[tuple[float, float]]:
-    return [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if line.get_marker() == marker]
+def test_gaps_are_drawn_with_their_intervals(ax):
+    plots.loss_gaps(ax, GAPS)
+    for i, (mean, low, high) in enumerate(GAPS.values()):
+        bars = ax.containers[i]
+        assert (bars[0].get_xdata()[0], bars[0].get_ydata()[0]) == (i, mean)
+        assert bars[2][0].get_segments()[0][:, 1].tolist() == [low, high]
+    assert not ax.patches
 
 
-def test_a_gap_is_taken_to_bf16_of_the_same_backend(ax):
-    plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5])
-    assert points(ax, "o") == [(0, 0.25)]
-    assert points(ax, "s") == [(1, -0.5)]
-
-
-def test_other_seeds_are_gaps_to_the_first(ax):
-    plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5, 1.75])
-    assert points(ax, "x") == [(2, 0.5), (2, -0.25)]
-
-
-def test_the_band_is_the_spread_of_the_seeds_both_ways(ax):
-    plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5, 1.75])
+def test_the_band_is_the_margin_both_ways(ax):
+    plots.loss_gaps(ax, GAPS, margin=0.5)
     (band,) = ax.patches
-    assert (band.get_y(), band.get_height()) == (-0.75, 1.5)
-    assert "3 bf16 seeds" in band.get_label()
+    assert (band.get_y(), band.get_height()) == (-0.5, 1.0)
+    assert band.get_label() == "margin 0.5"
 
 
 def test_every_gap_is_named_below_its_point(ax):
-    plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5])
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["jax\nrowwise", "torch\nrowwise", "bf16\nother seeds"]
+    plots.loss_gaps(ax, GAPS)
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["jax\nrowwise", "torch\nrowwise"]
 
 
 def test_a_figure_is_saved_as_a_picture(tmp_path):
     made, axes = plots.figure(2)
     plots.loss_curves(axes[0], RUNS, entropy=3.0)
-    plots.validation_gaps(axes[1], LOSSES, seeds=[2.0, 2.5])
+    plots.loss_gaps(axes[1], GAPS, margin=0.1)
     made.savefig(tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
 def test_functions_return_the_axes_they_were_given(ax):
     assert plots.loss_curves(ax, RUNS) is ax
-    assert plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5]) is ax
+    assert plots.loss_gaps(ax, GAPS) is ax
 
 
 def test_staleness_shows_the_amax_what_fits_and_what_does_not(ax):

@@ -20,6 +20,7 @@ def rounded(x, fmt, rounding="nearest_even"):
 normal = st.sampled_from(FORMATS).flatmap(lambda fmt: st.tuples(st.just(fmt), of_magnitude(fmt.smallest_normal, fmt.max)))
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("rounding", cast.ROUNDINGS)
 @for_all(100, drawn=normal, k=st.integers(-6, 6))
 def test_casts_of_normal_values(rounding, drawn, k):

@@ -111,6 +111,7 @@ TRACES = {
 }
 
 
+@pytest.mark.grid(12)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("dtype", "policy"), [(jnp.float32, "flax"), (jnp.bfloat16, "flax_bf16")], ids=["f32", "bf16"])
 @pytest.mark.parametrize("trace", TRACES)

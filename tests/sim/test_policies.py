@@ -204,6 +204,7 @@ def test_mx_equals_torchao_for_every_bf16_amax_and_many_more(fmt, mode, amaxes, 
     assert_mx_equals_torchao(blocks_of(np.concatenate([AMAX_BF16, some, boundaries]), rng), fmt, mode)
 
 
+@pytest.mark.grid(2)
 @formats
 @modes
 def test_mx_scales_equal_torchao_for_millions_of_amaxes(fmt, mode, amaxes):  # S-14

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref.recipe import RECIPES
-from fp8ref.torch import checkpointing, convert, delayed
+from fp8ref.torch import checkpointing, convert, delayed, grouped
 from fp8ref.torch.parallel import parallelize
 
 _ROWWISE = RECIPES["rowwise"]
@@ -131,12 +131,15 @@ def test_the_memory_of_a_block_is_its_input_and_what_is_kept(keep, features):  #
     assert 128 * (2 * features + log_sums + amaxes) <= found <= 128 * (2 * features + log_sums + amaxes) + 2 * 640 + 512
 
 
-def test_experts_products_are_kept():
+@pytest.mark.parametrize("recipe", [None, "rowwise", "rowwise_with_gw_hp"])
+def test_experts_products_are_kept(recipe):  # T-8, X-2
     torch.manual_seed(0)
     x, weights = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((32, 64), (2, 64, 32)))
     ends = torch.tensor([16, 32], dtype=torch.int32)
 
     def experts(x):
+        if recipe is not None:
+            return functional.silu(grouped.apply(x, weights.mT, ends, recipe=recipe)).sum()
         return functional.silu(torch._grouped_mm(x, weights, offs=ends)).sum()
 
     def ran(how):

@@ -126,6 +126,7 @@ class Pair(nn.Module):
         return self.gate(x) * self.up(x)
 
 
+@pytest.mark.slow
 def test_inductor_casts_an_input_that_two_linears_share_by_two_scales():  # L-6, P-12
     """With vectors of 512 bits it stores wrong codes of the transposed input, and gradients of weights are NaN."""
     found = []

@@ -6,11 +6,11 @@ from torch import nn
 
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import E4M3FN, E5M2, FLOAT16
-from fp8ref.policy import ScalePolicy
+from fp8ref.policy import POLICIES, UNSCALED, ScalePolicy
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import linear as sim
 from fp8ref.sim import scaling as sim_scaling
-from fp8ref.torch import convert
+from fp8ref.torch import convert, torchao_linear
 from fp8ref.torch import linear as layer
 
 MIXED = Recipe(
@@ -46,6 +46,31 @@ def test_outputs_and_gradients_equal_the_simulator_on_integers(recipe, rng):  # 
     expected = sim.backward(g, x, w, recipe)
     np.testing.assert_array_equal(grad_input.float(), expected[0])
     np.testing.assert_array_equal(grad_weight.float(), expected[1])
+
+
+POW2 = CastSpec(fmt=E4M3FN, policy=POLICIES["torchao_pow2"])
+LINES = CastSpec(fmt=E5M2, granularity="rowwise", policy=POLICIES["torchao_pow2"])
+ONE_SIDED = [
+    Recipe(name="one", output=GemmSpec(b=POW2), grad_input=GemmSpec(a=LINES), grad_weight=GemmSpec(b=POW2)),
+    Recipe(name="both roles", output=GemmSpec(a=POW2), grad_input=GemmSpec(b=POW2), grad_weight=GemmSpec(b=POW2)),
+]
+
+
+@pytest.mark.parametrize("recipe", ONE_SIDED, ids=lambda recipe: recipe.name)
+def test_an_operand_cast_alone_equals_the_simulator_on_integers(recipe, rng):  # L-4
+    """Scales are powers of two, so that the numbers of codes are bfloat16's and every sum is exact."""
+    shapes = ((2, 24, 64), (32, 64), (2, 24, 32))
+    x, w, g = (rng.integers(-7, 8, shape).astype(np.float32) * s for shape, s in zip(shapes, (1, 2.0**-6, 2.0**-10), strict=True))
+    g = np.where(g > 0, np.float32(9 * 2.0**-10), g)  # which e5m2 rounds
+    assert not torchao_linear.expresses(recipe)
+    found = run(layer_of(w, recipe), torch.from_numpy(x).bfloat16(), torch.from_numpy(g).bfloat16())
+    for ours, theirs in zip(found, (sim.forward(x, w, recipe), *sim.backward(g, x, w, recipe)), strict=True):
+        np.testing.assert_array_equal(ours.float(), theirs)
+
+
+def test_a_cast_without_a_scale_is_not_torchaos():  # S-21
+    cast = CastSpec(fmt=E4M3FN, policy=UNSCALED)
+    assert not torchao_linear.expresses(Recipe(name="bare", output=GemmSpec(a=cast, b=cast, accumulate="fast")))
 
 
 @pytest.mark.parametrize("size", [2.0**-16, 1.0, 2.0**8])

@@ -78,6 +78,7 @@ def assert_loads_cleanly(path, weights, expected_logits):
     assert torch.equal(logits(loaded), expected_logits)
 
 
+@pytest.mark.grid(8)
 @recipes
 @heads
 def test_a_llama_trains_and_its_weights_load_into_an_unconverted_one(recipe, tied, head, tmp_path, warned):

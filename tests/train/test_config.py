@@ -236,7 +236,26 @@ def test_every_key_is_an_option(capsys):
         override(Config(), "--help")
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
-    assert [key for key in keys_and_values(Config()) if f"--{key}" not in shown] == []
+    assert [key for key in keys_and_values(Config()) if f"--{key}" not in shown] == list(configs.TABLES)
+
+
+def test_a_table_is_no_option():
+    with pytest.raises(ConfigError, match=r"numerics\.rules are tables of a config file"):
+        configs.override(Config(), ["--numerics.rules", "x"], prog="fp8ref")
+
+
+def test_rules_are_checked_with_the_model(tmp_path):  # R-8
+    with pytest.raises(ConfigError, match=r"unknown key 'numerics\.rules.*layer"):
+        configs.from_dict({"numerics": {"rules": [{"layer": ["q_proj"], "recipe": "bf16"}]}})
+    with pytest.raises(ConfigError, match=r"Did you mean 'tensorwise'"):
+        configs.from_dict({"numerics": {"rules": [{"layers": ["q_proj"], "recipe": "tensorwize"}]}})
+    for keys, message in (
+        ({"parallel": {"fsdp": 2}}, "for one device; parallel has 2"),
+        ({"numerics": {"schedule": [[0, "tensorwise"], [5, "bf16"]]}}, "change one recipe; got numerics.schedule"),
+    ):
+        rules = [{"layers": ["q_proj"], "recipe": "bf16"}]
+        with pytest.raises(ConfigError, match=message):
+            configs.from_dict({**keys, "numerics": {"rules": rules, **keys.get("numerics", {})}})
 
 
 @pytest.mark.parametrize(

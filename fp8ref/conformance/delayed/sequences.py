@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 
 from fp8ref import extras
+from fp8ref.conformance import strategies
 from fp8ref.delayed import DelayedScaling
 
 try:
-    import hypothesis
     from hypothesis import strategies as st
 except ImportError:
     extras.require("conformance", "fp8ref.conformance.delayed", "hypothesis")
@@ -104,23 +104,8 @@ def drawn(difficulty: str, history: int, examples: int) -> list[Sequence]:
     if operations := DIFFICULTIES[difficulty].operations:
         parts += 2 * [st.sampled_from(operations).map(lambda operation: (operation,))]
     whole = st.lists(st.one_of(parts), min_size=1, max_size=8).map(lambda made: tuple(operation for part in made for operation in part))
-    found: list[Sequence] = []
-
-    @hypothesis.settings(
-        max_examples=examples,
-        phases=[hypothesis.Phase.generate],
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(whole)
-    def collect(sequence: Sequence) -> None:
-        # a load before any save would have nothing to load
-        found.append(sequence if valid(sequence) else ("save", *sequence))
-
-    collect()
-    return found
+    # a load before any save would have nothing to load
+    return [sequence if valid(sequence) else ("save", *sequence) for sequence in strategies.examples(whole, examples)]
 
 
 def rule_history(rule: DelayedScaling) -> int:

@@ -81,14 +81,14 @@ def _of_arrays(function: Callable[..., Any], framework: str, device: str, takes_
     made = subject.Subject(name="", function=function, framework=framework, device=device)
 
     def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
-        given = [_codes(made, q.codes, q.fmt) for q in (a, b)] + [made.make_array(q.scale_inv, "float32") for q in (a, b)]
+        given = [float8_array(made, q.codes, q.fmt) for q in (a, b)] + [made.make_array(q.scale_inv, "float32") for q in (a, b)]
         added = {"bias": made.make_array(np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32")} if takes_bias else {}
         return function(*given, **added)
 
     return multiply
 
 
-def _codes(made: subject.Subject, codes: np.ndarray, fmt: Format) -> Any:
+def float8_array(made: subject.Subject, codes: np.ndarray, fmt: Format) -> Any:
     """Codes as an array of float8."""
     if made.framework == "torch":
         import torch

@@ -75,7 +75,7 @@ class ScaledGemm:
         given = [np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)]
         try:
             with np.errstate(all="ignore"):  # stimuli hold NaN and overflow
-                values, dtype = _array(self.function(a, b, **with_bias))
+                values, dtype = read_array(self.function(a, b, **with_bias))
         except ProbeError as error:
             raise ProbeError(f"{self.name} {error}") from error
         except (Exception, SystemExit) as error:  # a custom function, or reading its result, may raise anything
@@ -103,7 +103,7 @@ def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
     return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
 
 
-def _array(found: Any) -> tuple[np.ndarray, Format]:
+def read_array(found: Any) -> tuple[np.ndarray, Format]:
     """A framework's array as a float32 copy, which no later call writes to, and its dtype."""
     if hasattr(found, "detach"):  # PyTorch's tensors
         dtype, found = str(found.dtype).removeprefix("torch."), found.detach().float().cpu().resolve_conj().resolve_neg().numpy()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8ref.conformance.delayed.sequences import ORDINARY, Sequence, named
 from fp8ref.conformance.delayed.subject import subject_of
-from fp8ref.conformance.invariants.invariant import Invariant, text
+from fp8ref.conformance.invariants.invariant import Invariant, stated, text
 from fp8ref.formats import Format
 
 
@@ -90,14 +90,13 @@ _DRAWN = st.tuples(
     st.lists(st.sampled_from(_SMALL), min_size=3, max_size=6),
     st.lists(st.integers(0, 9), min_size=5, max_size=5),
 )
-_OF = {
-    "order": ("amaxes of the history in another order give the same scale", _order),
-    "forgets": ("amaxes older than the history have no effect", _forgets),
-    "uses": ("uses of a step, in any order, are one of the largest amax", _uses),
-    "monotone": ("larger amaxes give no larger scale", _monotone),
-}
-
-HISTORIES: tuple[Invariant, ...] = tuple(
-    Invariant(name=name, words=words, clause="H-14", inputs=lambda fmt: _DRAWN, check=check) for name, (words, check) in _OF.items()
+HISTORIES: tuple[Invariant, ...] = stated(
+    "H-14",
+    {
+        "order": ("amaxes of the history in another order give the same scale", _DRAWN, _order),
+        "forgets": ("amaxes older than the history have no effect", _DRAWN, _forgets),
+        "uses": ("uses of a step, in any order, are one of the largest amax", _DRAWN, _uses),
+        "monotone": ("larger amaxes give no larger scale", _DRAWN, _monotone),
+    },
 )
 """The invariants of histories (H-14)."""

@@ -37,6 +37,19 @@ class Invariant:
     check: Callable[[Any, Format, Any], str]
 
 
+def stated(clause: str, invariants: dict[str, tuple[str, Any, Any]]) -> tuple[Invariant, ...]:
+    """The invariants of a clause, from {name: (words, inputs, check)}; inputs may be a strategy for
+    every format, too."""
+
+    def of_any(inputs: Any) -> Callable[[Format], Any]:
+        return inputs if callable(inputs) else lambda fmt: inputs
+
+    return tuple(
+        Invariant(name=name, words=words, clause=clause, inputs=of_any(inputs), check=check)
+        for name, (words, inputs, check) in invariants.items()
+    )
+
+
 def broken(
     implementation: Any, invariants: Iterable[Invariant], fmt: Format = E4M3FN, *, without: Collection[str] = (), examples: int = 60
 ) -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fp8ref.conformance.arrays import as_numpy
-from fp8ref.conformance.invariants.invariant import Invariant, text
+from fp8ref.conformance.invariants.invariant import Invariant, stated, text
 from fp8ref.formats import Format
 
 _F32 = np.float32
@@ -65,17 +65,15 @@ def _largest(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
 
 
 _TWO = st.tuples(_AMAXES, _AMAXES)
-_OF = {
-    "associative": ("any grouping gives the same", st.tuples(_FEW, _FEW, _FEW), _associative),
-    "commutative": ("any order gives the same", _TWO, _commutative),
-    "idempotent": ("an amax and itself merge to it", _AMAXES, _idempotent),
-    "identity": ("an amax and 0, of an empty shard, merge to it", _AMAXES, _identity),
-    "keeps_nan": ("NaN and anything merge to NaN", _AMAXES, _nan),
-    "largest": ("numbers and infinities merge to the larger", _TWO, _largest),
-}
-
-MERGES: tuple[Invariant, ...] = tuple(
-    Invariant(name=name, words=words, clause="P-28", inputs=lambda fmt, drawn=drawn: drawn, check=check)  # type: ignore[misc, arg-type]
-    for name, (words, drawn, check) in _OF.items()
+MERGES: tuple[Invariant, ...] = stated(
+    "P-28",
+    {
+        "associative": ("any grouping gives the same", st.tuples(_FEW, _FEW, _FEW), _associative),
+        "commutative": ("any order gives the same", _TWO, _commutative),
+        "idempotent": ("an amax and itself merge to it", _AMAXES, _idempotent),
+        "identity": ("an amax and 0, of an empty shard, merge to it", _AMAXES, _identity),
+        "keeps_nan": ("NaN and anything merge to NaN", _AMAXES, _nan),
+        "largest": ("numbers and infinities merge to the larger", _TWO, _largest),
+    },
 )
 """The invariants of merges (P-28)."""

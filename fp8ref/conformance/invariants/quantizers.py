@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fp8ref.conformance.arrays import as_numpy
-from fp8ref.conformance.invariants.invariant import Invariant, tensors, text
+from fp8ref.conformance.invariants.invariant import Invariant, stated, tensors, text
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
@@ -113,23 +113,21 @@ def _saturation(function: Any, fmt: Format, x: np.ndarray) -> str:
 
 
 _TENSOR = tensors(SHAPE)
-_OF = {
-    "power_of_two_equivariance": ("2^k times a tensor has its codes", st.tuples(_TENSOR, st.integers(-6, 40)), _equivariant),
-    "permutation": (
-        "permuted rows and columns have permuted codes",
-        st.tuples(_TENSOR, st.permutations(range(SHAPE[0])), st.permutations(range(SHAPE[1]))),
-        _permuted,
-    ),
-    "sharding": ("rows of one amax have the same codes as a shard", st.tuples(_TENSOR, st.integers(1, SHAPE[0] - 1)), _sharded),
-    "odd": ("a negated tensor has negated codes", _TENSOR, _odd),
-    "monotone": ("codes of a row are in the order of its elements", _TENSOR, _monotone),
-    "idempotent": ("quantizing what was dequantized gives its codes or its values", _TENSOR, _idempotent),
-    "error_bound": ("a scaled element is off by half a spacing at most", _TENSOR, _error),
-    "saturation": ("an element becomes max only if it is nearest, and nothing is clipped or special", _TENSOR, _saturation),
-}
-
-QUANTIZERS: tuple[Invariant, ...] = tuple(
-    Invariant(name=name, words=words, clause="S-19", inputs=lambda fmt, drawn=drawn: drawn, check=check)  # type: ignore[misc, arg-type]
-    for name, (words, drawn, check) in _OF.items()
+QUANTIZERS: tuple[Invariant, ...] = stated(
+    "S-19",
+    {
+        "power_of_two_equivariance": ("2^k times a tensor has its codes", st.tuples(_TENSOR, st.integers(-6, 40)), _equivariant),
+        "permutation": (
+            "permuted rows and columns have permuted codes",
+            st.tuples(_TENSOR, st.permutations(range(SHAPE[0])), st.permutations(range(SHAPE[1]))),
+            _permuted,
+        ),
+        "sharding": ("rows of one amax have the same codes as a shard", st.tuples(_TENSOR, st.integers(1, SHAPE[0] - 1)), _sharded),
+        "odd": ("a negated tensor has negated codes", _TENSOR, _odd),
+        "monotone": ("codes of a row are in the order of its elements", _TENSOR, _monotone),
+        "idempotent": ("quantizing what was dequantized gives its codes or its values", _TENSOR, _idempotent),
+        "error_bound": ("a scaled element is off by half a spacing at most", _TENSOR, _error),
+        "saturation": ("an element becomes max only if it is nearest, and nothing is clipped or special", _TENSOR, _saturation),
+    },
 )
 """The invariants of quantizers (S-19)."""

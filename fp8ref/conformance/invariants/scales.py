@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fp8ref.conformance.arrays import as_numpy
-from fp8ref.conformance.invariants.invariant import Invariant, significands, text
+from fp8ref.conformance.invariants.invariant import Invariant, significands, stated, text
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
@@ -114,18 +114,16 @@ def _moved(fmt: Format) -> st.SearchStrategy[tuple[float, int, int]]:
     return st.tuples(significands(0, 0), ends, ends).map(lambda drawn: (drawn[0], drawn[1], drawn[2] - drawn[1]))
 
 
-_OF = {
-    "power_of_two_equivariance": ("2^k times an amax has 2^-k times its scale", _moved, _equivariant),
-    "monotone": ("a larger amax has no larger scale", _neighbors, _monotone),
-    "within_max": ("an amax times its scale is cast to a number", _amax, _within_max),
-    "range_used": ("an amax times its scale is at least half of max", _amax, _range_used),
-    "finite": ("every positive amax has a positive and finite scale", _any_amax, _finite),
-    "reciprocal": ("scale_inv is RN32(1 / scale)", _amax, _reciprocal),
-    "elementwise": ("a scale depends on its own amax alone", lambda fmt: st.tuples(*[_amax(fmt)] * 3), _elementwise),
-}
-
-SCALES: tuple[Invariant, ...] = tuple(
-    Invariant(name=name, words=words, clause="S-18", inputs=inputs, check=check)  # type: ignore[arg-type]
-    for name, (words, inputs, check) in _OF.items()
+SCALES: tuple[Invariant, ...] = stated(
+    "S-18",
+    {
+        "power_of_two_equivariance": ("2^k times an amax has 2^-k times its scale", _moved, _equivariant),
+        "monotone": ("a larger amax has no larger scale", _neighbors, _monotone),
+        "within_max": ("an amax times its scale is cast to a number", _amax, _within_max),
+        "range_used": ("an amax times its scale is at least half of max", _amax, _range_used),
+        "finite": ("every positive amax has a positive and finite scale", _any_amax, _finite),
+        "reciprocal": ("scale_inv is RN32(1 / scale)", _amax, _reciprocal),
+        "elementwise": ("a scale depends on its own amax alone", lambda fmt: st.tuples(*[_amax(fmt)] * 3), _elementwise),
+    },
 )
 """The invariants of scales (S-18)."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref import extras
+from fp8ref.conformance import strategies
 
 try:
-    import hypothesis
     from hypothesis import strategies as st
 except ImportError:
     extras.require("conformance", "fp8ref.conformance.sharded", "hypothesis")
@@ -123,23 +123,7 @@ def drawn(difficulty: str, examples: int) -> list[Case]:
 
         return tuple(tuple(batch() for _ in range(batches)) for _ in range(ranks))
 
-    found: list[Case] = []
-
-    @hypothesis.settings(
-        max_examples=examples,
-        phases=[hypothesis.Phase.generate],
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(cases())
-    def collect(case: Case) -> None:
-        if usable(case):
-            found.append(case)
-
-    collect()
-    return found
+    return [case for case in strategies.examples(cases(), examples) if usable(case)]
 
 
 def named(case: Case) -> str:

@@ -12,7 +12,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fp8ref.sim.kernels.bits import as_bits, as_float, compiled
+from fp8ref.sim.kernels.bits import as_bits, as_float
+from fp8ref.sim.kernels.compiled import compiled
 from fp8ref.sim.kernels.gemm import _GROUP, _exponents, _narrow, _wide
 
 u32, i32, i8, f32, f64 = np.uint32, np.int32, np.int8, np.float32, np.float64

@@ -1,21 +1,9 @@
 """32-bit operations for kernels: bit casts, shifts and truncation that numba would widen to 64
 bits, halving a vector's lanes."""
 
-from collections.abc import Callable
-
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
-
-
-def compiled(function: Callable) -> Callable:
-    """Compile function at its first call, with a cache on disk if a folder for it can be
-    written."""
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # numba found no such folder: every process compiles for itself
-        return njit(**options)(function)
 
 
 @intrinsic

@@ -8,8 +8,6 @@ shift integers.
 """
 
 import functools
-import importlib.resources
-import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +16,8 @@ from numba import njit
 
 from fp8ref.formats import Format
 from fp8ref.sim import philox
-from fp8ref.sim.kernels.bits import as_bits, as_float, compiled, shift_right
+from fp8ref.sim.kernels.bits import as_bits, as_float, shift_right
+from fp8ref.sim.kernels.compiled import compiled
 
 u32, u64 = np.uint32, np.uint64
 
@@ -38,19 +37,6 @@ class Layout(NamedTuple):
     directed: bool  # never leaves the finite range from a finite value (SEMANTICS C-4)
     away: bool
     odd: bool
-    sources: int  # of SOURCES: numba's cache knows a kernel by its own file and by what is in its closure, and not by what it calls
-
-
-def _checksum() -> int:
-    """A checksum of the kernels' sources, part of every kernel's constants: an edited helper makes
-    a new kernel."""
-    package = importlib.resources.files("fp8ref.sim")
-    kernels = sorted((f for f in package.joinpath("kernels").iterdir() if f.name.endswith(".py")), key=lambda f: f.name)
-    return zlib.crc32(b"".join(f.read_bytes() for f in (*kernels, package.joinpath("philox.py"))))
-
-
-SOURCES = _checksum()
-"""The checksum of the kernels' sources and of philox.py, taken when this module is imported."""
 
 
 def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
@@ -69,7 +55,6 @@ def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
         directed=rounding in ("toward_zero", "to_odd"),
         away=rounding == "nearest_away",
         odd=rounding == "to_odd",
-        sources=SOURCES,
     )
 
 

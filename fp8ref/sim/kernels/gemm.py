@@ -8,7 +8,8 @@ first, the columns of the result are a vector's lanes, and operands are finite.
 import numpy as np
 from numba import njit
 
-from fp8ref.sim.kernels.bits import as_bits, as_float, compiled, truncate
+from fp8ref.sim.kernels.bits import as_bits, as_float, truncate
+from fp8ref.sim.kernels.compiled import compiled
 
 u32, i32, i8, f32 = np.uint32, np.int32, np.int8, np.float32
 NO_EXPONENT = -64

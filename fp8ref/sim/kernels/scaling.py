@@ -12,8 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_bits, as_float, compiled
+from fp8ref.sim.kernels.bits import as_bits, as_float
 from fp8ref.sim.kernels.cast import layout, nearest_even, u32
+from fp8ref.sim.kernels.compiled import compiled
 
 
 @compiled

@@ -1,43 +1,39 @@
-"""Compare two runs: config, versions, and whether losses differ beyond noise (SEMANTICS E-6)."""
+"""Compare two runs, or logs of other trainers: config, versions, and the gap of their losses (SEMANTICS E-6)."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from fp8ref.errors import ConfigError
 from fp8ref.result import Result
 from fp8ref.train import config as configs
-from fp8ref.train.report import runs, seed_noise
+from fp8ref.train.report import foreign_logs, runs, verdict
+from fp8ref.train.report import gap as gaps
+from fp8ref.train.report.foreign_logs import Log
+from fp8ref.train.report.gap import By, Kind
 from fp8ref.train.report.runs import Run
 
 METRICS = ("loss", "grad_norm", "val_loss")
 """The metrics of which two identical runs have equal bits."""
-
-LossVerdict = Literal["identical", "within noise", "outside noise"]
-"""Whether losses are equal bit for bit, differ by no more than noise, or by more (E-6)."""
-
-By = Literal["bits", "end", "seeds", "steps"]
-"""The criterion of a verdict: equal bits, how runs end, the spread of seeds, or the noise of
-steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Result):
     """The result of ``compare``.
 
-    settings, versions: {dotted key: (A's value, B's value)} where they differ.
+    settings, versions: {dotted key: (A's value, B's value)} where they differ; of logs, none is known.
 
-    noise       the criterion: equal ``bits``; how the runs ``end``; the spread of ``seeds``; the
-                noise of ``steps``.
-    difference  B's loss minus A's, the mean over the last window; None if a run diverged.
-    low, high   the interval without significance. Under ``seeds`` it is an interval about 0 that
-                must hold the difference; under ``steps`` it is the difference's confidence
-                interval, which must hold 0.
+    by          what decides: equal ``bits``; how runs ``end``; matched ``seeds``; ``steps`` of one
+                pair; ``unmatched`` runs. None if nothing does.
+    difference  B's loss minus A's, the mean over the last window, with its interval; None if a run
+                diverged.
+    pairs       how many runs of B's side there are.
+    margin      the magnitude within which losses are equivalent.
     """
 
     a: str
@@ -45,17 +41,19 @@ class Comparison(Result):
     settings: dict[str, tuple]
     versions: dict[str, tuple]
     steps: int
-    result: LossVerdict
-    noise: By
+    result: Kind | Literal["identical"]
+    by: By | Literal["bits", "end"] | None
+    pairs: int
     difference: float | None
     low: float | None
     high: float | None
+    margin: float | None
     said: str
 
     @property
     def ok(self) -> bool:
-        """Whether the losses differ by no more than noise."""
-        return self.result != "outside noise"
+        """Whether the losses are identical, or shown to be equivalent."""
+        return self.result in ("identical", "equivalent")
 
     def to_dict(self) -> dict:
         """ok and the fields."""
@@ -74,108 +72,88 @@ class Comparison(Result):
         console.print(self.said, markup=False, highlight=False, soft_wrap=True)
 
 
-def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = seed_noise.CONFIDENCE) -> Comparison:
+def read(path: Path, *, loss: str | None = None) -> Run | Log:
+    """A run directory, or a log of another trainer, whose losses are in the column or tag ``loss``."""
+    return runs.read(path) if (path / "manifest.json").exists() or not path.exists() else foreign_logs.read(path, loss=loss)
+
+
+def compare(
+    a: Run | Log,
+    b: Run | Log,
+    more: Sequence[Run | Log] = (),
+    *,
+    confidence: float = gaps.CONFIDENCE,
+    margin: float | None = None,
+) -> Comparison:
     """Compare B with A.
 
-    seeds     bf16 runs whose spread limits the difference. A or B may be among them, which makes
-              the test milder.
+    more      further runs of A's and of B's config with other seeds, in any order; of logs, pairs in
+              the order A, B.
     Raises:   ConfigError: the losses are not comparable: another text; fewer than 5 common steps;
-              different seeds without ``seeds``; ``seeds`` of another model.
+              ``more`` of neither config.
     """
-    settings, versions = configs.differences(a.settings, b.settings), configs.differences(a.versions, b.versions)
+    settings, versions = {}, {}
+    known = isinstance(a, Run) and isinstance(b, Run)
+    if isinstance(a, Run) and isinstance(b, Run):
+        settings, versions = configs.differences(a.settings, b.settings), configs.differences(a.versions, b.versions)
     for key in ("data.sequence_length", "text"):
         if key in settings:
             raise ConfigError(
                 f"losses are compared on one text; {key} is {settings[key][0]!r} in {a.name} and {settings[key][1]!r} in {b.name}."
             )
-    chosen = _chosen(a, b, seeds)
-    steps = runs.common_steps([a, b, *chosen])
-    difference: float | None
-    low: float | None
-    high: float | None
-    result: LossVerdict
-    by: By
-    if all(a.curve(key) == b.curve(key) for key in METRICS) and bool(a.diverged) == bool(b.diverged):
-        result, by, difference, low, high = "identical", "bits", 0.0, 0.0, 0.0
-        steps = runs.common_steps([a, b])
-        said = f"identical: {', '.join(METRICS)} of all {len(steps)} steps, bit for bit"
+    about = {"a": a.name, "b": b.name, "settings": settings, "versions": versions}
+    nothing = {"difference": None, "low": None, "high": None, "margin": None, "pairs": 1}
+    if _identical(a, b):
+        steps = len(runs.common_steps([a, b]))
+        said = f"identical: {', '.join(METRICS) if known else 'loss'} of all {steps} steps, bit for bit"
         said += f"; both ended with {_end(a)}" if a.diverged else ""
-    elif a.diverged or b.diverged:
-        result, by, difference, low, high = "outside noise", "end", None, None, None
-        said = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in (a, b) if run.diverged)
-    else:
-        result, by, difference, low, high, said = _by_losses(a, b, chosen, steps, confidence)
-    return Comparison(
-        a=a.name,
-        b=b.name,
-        settings=settings,
-        versions=versions,
-        steps=len(steps),
-        result=result,
-        noise=by,
-        difference=difference,
-        low=low,
-        high=high,
-        said=said,
-    )
+        equal = {"difference": 0.0, "low": 0.0, "high": 0.0}
+        return Comparison(**about, **(nothing | equal), steps=steps, result="identical", by="bits", said=said)  # type: ignore[arg-type]
+    mine, others = _sides(a, b, more)
+    ended = [run for run in (*others, *mine) if run.diverged]
+    if ended:
+        result: Kind = "cannot tell" if all(any(run.diverged for run in side) for side in (mine, others)) else "worse"
+        result = "better" if result == "worse" and ended[0] in others else result
+        said = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in ended)
+        return Comparison(**about, **nothing, steps=len(runs.common_steps([a, b])), result=result, by="end", said=said)  # type: ignore[arg-type]
+    found = verdict.between(mine, others, confidence=confidence, margin=margin)
+    if found.compared is None:
+        raise ConfigError(f"{found.reason}.")
+    gap = found.compared.gap.last
+    numbers = {"difference": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
+    rest = {"margin": found.margin, "pairs": len(found.compared.runs), "steps": found.compared.count}
+    said = f"{found.kind}: the loss of {b.name} is {found.said.removeprefix(f'{found.kind}: ')}"
+    return Comparison(**about, **numbers, **rest, result=found.kind, by=gap.by, said=said)  # type: ignore[arg-type]
 
 
-def _by_losses(
-    a: Run, b: Run, chosen: Sequence[Run], steps: np.ndarray, confidence: float
-) -> tuple[LossVerdict, By, float, float, float, str]:
-    """(result, noise, difference, low, high, sentence) of two runs that did not diverge."""
-    width = seed_noise.window(len(steps))
-    if len(steps) < width:
-        who = "A, B and --seeds" if chosen else f"{a.name} and {b.name}"
-        raise ConfigError(
-            f"{who} have {len(steps)} steps in common, and {seed_noise.BATCHES} are needed. "
-            "Leave the shortest out, or continue its training."
-        )
-    gap = seed_noise.gap(runs.at(b.losses, steps) - runs.at(a.losses, steps), width, confidence=confidence)
-    difference = float(gap.mean[-1])
-    result: LossVerdict
-    by: By
-    if chosen:
-        last = np.stack([runs.at(run.losses, steps) for run in chosen])[:, -width:].mean(axis=1, keepdims=True)
-        high = float(seed_noise.limit(last, confidence=confidence)[0])  # the report's one-sided limit, used on both sides
-        by, low, result = "seeds", -high, "within noise" if abs(difference) <= high else "outside noise"
-        said = f"two bf16 runs of different seeds rarely differ by more than {high:.4f} (from {len(chosen)} runs)"
-    elif a.seeds == b.seeds:
-        by, low, high = "steps", float(gap.low[-1]), float(gap.high[-1])
-        result = "within noise" if low <= 0 <= high else "outside noise"
-        said = f"from these steps alone, the difference is between {low:+.4f} and {high:+.4f}"
-        said += "" if result == "within noise" else "; --seeds RUN... shows whether another seed makes as much difference"
-    else:
-        raise ConfigError(
-            f"{a.name} has seeds {a.seeds} and {b.name} {b.seeds}: two runs do not show how a "
-            "loss varies with its seeds. Give --seeds and two or more bf16 runs of different "
-            "seeds."
-        )
-    said = f"{result}: the loss of {b.name} is {difference:+.4f} from that of {a.name}, over the last {width} of {len(steps)} steps; {said}"
-    for run in (a, b):
-        said += "" if run.finished else f"; {run.name} is not finished, but {run.manifest['status']}"
-    return result, by, difference, low, high, said
+def _identical(a: Run | Log, b: Run | Log) -> bool:
+    if isinstance(a, Run) and isinstance(b, Run):
+        return all(a.curve(key) == b.curve(key) for key in METRICS) and bool(a.diverged) == bool(b.diverged)
+    return a.losses == b.losses
 
 
-def _end(run: Run) -> str:
+def _end(run: Run | Log) -> str:
     return run.diverged.rstrip(".")
 
 
-def _chosen(a: Run, b: Run, seeds: Sequence[Run]) -> list[Run]:
-    """The first of ``seeds`` for each (run.seed, data.seed).
-
-    Repeated seeds are no new observations.
-    """
-    for run in seeds:
-        unlike = min((configs.differences(other.reference, run.reference) for other in (a, b)), key=len)
-        if unlike or not run.bf16:
-            what = next(iter(unlike), "numerics.recipe")
-            raise ConfigError(f"--seeds takes bf16 runs that differ from A or B in seeds and numerics alone; {run.name} differs in {what}.")
-        if not run.finished:
+def _sides(a: Run | Log, b: Run | Log, more: Sequence[Run | Log]) -> tuple[list, list]:
+    """(runs of B's side, runs of A's), each with the first of every pair of seeds."""
+    mine: list[Run | Log] = [b]
+    others: list[Run | Log] = [a]
+    of_ours = [run for run in more if isinstance(run, Run)]
+    if not isinstance(a, Run) or not isinstance(b, Run) or len(of_ours) < len(more):
+        if len(more) % 2:
             raise ConfigError(
-                f"--seeds takes runs that are finished (E-1); {run.name} is {run.manifest['status']}. Train it to its end, or leave it out."
+                f"--seeds takes logs in pairs, one like A and one like B; got {len(more)}. Leave one out, or add its partner."
             )
-    chosen = list({run.seeds: run for run in reversed(seeds)}.values())
-    if len(chosen) == 1:
-        raise ConfigError(f"--seeds takes 2 or more bf16 runs of different seeds; got {len(seeds)} of one. Train more.")
-    return chosen
+        return [*mine, *more[1::2]], [*others, *more[::2]]
+    for run in of_ours:
+        near = [configs.differences(verdict.of_arm(first), verdict.of_arm(run)) for first in (a, b)]
+        if all(near):
+            what = min(near, key=len)
+            raise ConfigError(
+                f"--seeds takes runs of A's config, or of B's, with other seeds; {run.name} differs from both, from the nearer in {next(iter(what))}. "
+                "Leave it out."
+            )
+        (others if not near[0] else mine).append(run)
+    return [list({run.seeds: run for run in reversed(side)}.values())[::-1] for side in (mine, others)]  # type: ignore[return-value]

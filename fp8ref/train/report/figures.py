@@ -15,9 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fp8ref.recipe import ROLES
-from fp8ref.train.report import runs, seed_noise, svg
+from fp8ref.train.report import gap as gap_intervals
+from fp8ref.train.report import runs, svg
 from fp8ref.train.report.runs import Run
-from fp8ref.train.report.seed_noise import Paired, Seeds
+from fp8ref.train.report.verdict import Compared, Seeds
 
 POINTS = 1000
 """The most points in a curve: a screen shows no more, and every page would carry them."""
@@ -47,37 +48,37 @@ STATES = {
 
 
 def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
-    """Running means of the training losses, with the band of the bf16 seeds."""
+    """Running means of the training losses, over the range of the bf16 seeds."""
     with _axes("optimizer step", "training loss, nats") as (figure, ax):
         if seeds.band is not None:
-            _band(ax, seeds.steps, seeds.band.low, seeds.band.high, svg.BAND)
+            _band(ax, seeds.steps, *seeds.band, svg.BAND)
         for run, look in _looks(group, seeds):
             if not run.losses:  # its first step was not finite
                 continue
             steps = np.array(list(run.losses))
             width = _width(seeds, len(steps))
-            _line(ax, steps[width - 1 :], seed_noise.running_mean(runs.at(run.losses, steps), width), run.name, look)
+            _line(ax, steps[width - 1 :], gap_intervals.running_mean(runs.at(run.losses, steps), width), run.name, look)
         _legend(ax)
     return figure
 
 
-def gaps(pairs: Sequence[Paired], group: Sequence[Run], seeds: Seeds) -> Figure:
-    """Each run's gap to the bf16 run of equal seeds, with its interval, and the limit by which
-    seeds differ.
+def gaps(compared: Sequence[Compared], group: Sequence[Run], seeds: Seeds, *, margin: float = 0.0) -> Figure:
+    """The gap of each arm to bf16, with its interval, over the margin within which it is equivalent.
 
-    The y axis is scaled to the gaps; the limit may lie outside.
+    The y axis is scaled to the gaps; the margin may lie outside.
     """
     looks = {id(run): look for run, look in _looks(group, seeds)}
     with _axes("optimizer step", "loss minus bf16's, nats") as (figure, ax):
-        if seeds.limit is not None:
-            _band(ax, seeds.steps, -seeds.limit, seeds.limit, svg.BAND)
+        if margin:
+            longest = max((one.steps for one in compared), key=len)
+            _band(ax, longest, np.full(len(longest), -margin), np.full(len(longest), margin), svg.BAND)
         ax.axhline(0, color=svg.MUTED, linewidth=0.8)
-        for pair in pairs:
-            look = looks[id(pair.run)]
-            _band(ax, pair.steps, pair.gap.low, pair.gap.high, look["color"])
-            _line(ax, pair.steps, pair.gap.mean, pair.run.name, look)
-        widest = 1.25 * max(np.abs([pair.gap.low, pair.gap.high]).max() for pair in pairs)
-        seen = max(widest, 0 if seeds.limit is None else 0.15 * seeds.limit.max())
+        for one in compared:
+            look = looks[id(one.runs[0])]
+            _band(ax, one.steps, one.gap.low, one.gap.high, look["color"])
+            _line(ax, one.steps, one.gap.mean, one.runs[0].name + f", {len(one.runs)} seeds" * (len(one.runs) > 1), look)
+        widest = 1.25 * max(np.abs([one.gap.low, one.gap.high]).max() for one in compared)
+        seen = max(widest, 1.5 * margin if margin < 3 * widest else 0)
         if seen > 0:
             ax.set_ylim(-seen, seen)
         _legend(ax)
@@ -96,7 +97,7 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
         for run, look, curve in present:
             values = np.array(list(curve.values()))
             width = _width(seeds, len(curve)) if key == "tokens_per_second" else 1
-            values = _peaks(values) if key == "grad_norm" else seed_noise.running_mean(values, width)
+            values = _peaks(values) if key == "grad_norm" else gap_intervals.running_mean(values, width)
             marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
             _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
         if key == "grad_norm" and any(any(curve.values()) for _, _, curve in present):  # a log has no zero
@@ -209,7 +210,7 @@ def _width(seeds: Seeds, count: int) -> int:
 
     It is the seeds' window, or without a band one for this run's length.
     """
-    return min(seed_noise.window(count) if seeds.band is None else seeds.width, count)
+    return min(gap_intervals.window(count) if seeds.band is None else seeds.width, count)
 
 
 def _every(count: int) -> slice:

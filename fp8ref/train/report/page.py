@@ -19,9 +19,10 @@ import fp8ref
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
-from fp8ref.train.report import figures, seed_noise, svg
+from fp8ref.train.report import figures, svg
+from fp8ref.train.report import gap as gaps
+from fp8ref.train.report import verdict as verdicts
 from fp8ref.train.report.runs import Run
-from fp8ref.train.report.seed_noise import Verdict
 
 GENERATOR = '<meta name="generator" content="fp8ref report">'
 """The tag by which a file is recognized as a report, which may be overwritten."""
@@ -40,10 +41,10 @@ class LinearCoverage:
     gemms: tuple[str, ...]
 
 
-def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CONFIDENCE) -> str:
+def write(given: Sequence[Run], out: Path, *, confidence: float = gaps.CONFIDENCE, margin: float | None = None) -> str:
     """Write the page to ``out``, and each figure to <out>-<figure>.png.
 
-    Returns the verdicts as text.
+    margin: of equivalence, in nats; None: ``gap.MARGIN`` of bf16's loss. Returns the verdicts as text.
 
     Raises:   ConfigError: out is a directory, or in none; it exists and is not a report; it cannot
               be written.
@@ -52,8 +53,8 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CON
         raise ConfigError(f"--out names a file in a directory that exists; got {out}.")
     if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:1000]:
         raise ConfigError(f"{out} exists and is not a report of fp8ref; it is left alone. Name another file with --out.")
-    found = seed_noise.groups(given)
-    groups = [_group(index, group, confidence) for index, group in enumerate(found)]
+    found = verdicts.groups(given)
+    groups = [_group(index, group, confidence, margin) for index, group in enumerate(found)]
     for group in groups:
         group["unlike"] = ", ".join(configs.differences(found[0][0].reference, group["runs"][0].reference))
     drawn: dict[str, Figure] = {name: figure for group in groups for name, figure, _ in group["figures"]}
@@ -64,33 +65,19 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CON
         _put(out, page.encode(errors="replace"))
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that can be written.") from error
-    said = [f"{run.name}: {verdict_text(run, verdict)}" for group in groups for run, verdict in group["verdicts"]]
+    said = [f"{arm.name}: {verdict.said}" for group in groups for arm, verdict in group["verdicts"]]
     return "\n".join([*said, f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} next to it"])
 
 
-def verdict_text(run: Run, verdict: Verdict) -> str:
-    """A verdict as a sentence."""
-    if verdict.kind == "cannot tell":
-        return f"cannot tell: {verdict.reason}."
-    if verdict.value is None or verdict.limit is None:
-        return f"{verdict.kind}: it ended at step {verdict.step}, after {verdict.left_tokens:,} tokens, by {verdict.reason.rstrip('.')}."
-    what = f"{verdict.value:+.4f} nats from {verdict.to.name}" if verdict.to else f"loss {verdict.value:.4f}"
-    of = f"of {len(verdict.seeds.runs)} seeds" + (", few: the limit is wide" if len(verdict.seeds.runs) < 3 else "")
-    said = f"{verdict.kind}: {what} at step {verdict.step}, where the limit of bf16 noise is {verdict.limit:{'+' if verdict.to else ''}.4f} ({of})"
-    if verdict.left_tokens is not None:
-        said += f"; above the limit from {verdict.left_tokens:,} tokens on (step {verdict.left_step})"
-    return said + "."
-
-
-def _group(index: int, group: list[Run], confidence: float) -> dict:
-    seeds = seed_noise.seeds_of(group, confidence=confidence)
-    judged = [run for run in group if not any(run is member for member in seeds.runs)]
-    verdicts = [(run, seed_noise.verdict(run, group, confidence=confidence)) for run in judged if not run.bf16 or seeds.band is not None]
-    partners = [(run, seed_noise.partner(run, group)) for run in judged]
-    pairs = [p for p in (seed_noise.paired(run, to, confidence=confidence) for run, to in partners if to) if p]
+def _group(index: int, group: list[Run], confidence: float, margin: float | None) -> dict:
+    seeds = verdicts.seeds_of(group)
+    judged = [(arm, verdicts.verdict(arm, group, confidence=confidence, margin=margin)) for arm in verdicts.judged(group)]
+    compared = [(arm, verdict) for arm, verdict in judged if verdict.compared]
     made: list[tuple[str, Figure | None, str]] = [("loss", figures.losses(group, seeds), "Training loss, the mean of the last steps")]
-    if pairs:
-        made.append(("gap", figures.gaps(pairs, group, seeds), "Gap to the bf16 run of equal seeds, with its confidence interval"))
+    if compared:
+        of_arms = [verdict.compared for _, verdict in compared if verdict.compared]
+        widest = max(verdict.margin or 0.0 for _, verdict in compared)
+        made.append(("gap", figures.gaps(of_arms, group, seeds, margin=widest), "Gap to bf16, with its confidence interval"))
     made += [(key, figures.metric(group, seeds, key, label), label.capitalize()) for key, label in METRICS.items()]
     statistics = []
     for number, run in enumerate(run for run in group if any(line["statistics"] for line in run.statistics)):
@@ -102,8 +89,8 @@ def _group(index: int, group: list[Run], confidence: float) -> dict:
     return {
         "runs": group,
         "seeds": seeds,
-        "verdicts": verdicts,
-        "pairs": pairs,
+        "verdicts": judged,
+        "compared": compared,
         "figures": [(f"g{index}-{name}", figure, title) for name, figure, title in made if figure is not None],
         "statistics": statistics,
         "states": [(f"g{index}-states{number}", _states(run)) for number, run in states],
@@ -126,7 +113,6 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         runs=given,
         drawn=drawn,
         confidence=confidence,
-        verdict_text=verdict_text,
         gemms=fp8_coverage,
         shares=figures.STATES.values(),
         settings=_settings(given),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -124,8 +124,12 @@ def read(path: Path) -> Run:
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """The runs in directories. Raises as ``read``, and ConfigError if one is named twice."""
+    """The runs in directories; a directory of runs gives all of them, in the order of their names.
+
+    Raises as ``read``, and ConfigError if one is named twice.
+    """
     named: dict[str, Path] = {}
+    paths = [run for path in paths for run in _runs_in(path)]
     for path in paths:
         first = named.setdefault(os.path.realpath(path), path)
         if first is not path:
@@ -133,7 +137,23 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
     return [read(path) for path in paths]
 
 
-def common_steps(runs: Sequence[Run]) -> np.ndarray:
+def _runs_in(path: Path) -> list[Path]:
+    """The runs directly in a directory that is none itself; else the directory."""
+    if not path.is_dir() or (path / "manifest.json").exists():
+        return [path]
+    return sorted(inner.parent for inner in path.glob("*/manifest.json")) or [path]
+
+
+class Curve(Protocol):
+    """What has training losses by step."""
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """{step: loss in nats}."""
+        ...
+
+
+def common_steps(runs: Sequence[Curve]) -> np.ndarray:
     """The steps that all runs have, ascending."""
     return np.array(sorted(set.intersection(*(set(run.losses) for run in runs))), np.int64)
 

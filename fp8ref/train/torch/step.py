@@ -69,6 +69,7 @@ class Step:
             keep_dtype=[] if keys.compile == "model" else [model.model.embed_tokens],  # P-19
             filter_fqns=config.filter_fqns,
             fp8_fqns=config.numerics.fp8_fqns,
+            rules=config.numerics.rules or (),
             amax_scope=keys.amax_scope,
             sequence=keys.sequence,
             checkpointing=keys.checkpointing,
@@ -109,7 +110,7 @@ class Step:
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
         """This rank's losses of the microbatches, [microbatches], detached.
 
-        Gradients accumulate in the masters (T-7).
+        Gradients accumulate in ``grad`` of the parameters (T-7).
         """
         self.optimizer.zero_grad()
         parts, losses = self.config.data.parts(tokens), []
@@ -271,7 +272,7 @@ class Step:
         """In this context modules hold parameters rounded to bfloat16, except the embedding table
         (SEMANTICS M-2).
 
-        FSDP2 rounds while it gathers. Without it, rounded copies replace the masters in the
+        FSDP2 rounds while it gathers, and ``fp8_gather`` before it casts. Without it, rounded copies replace the masters in the
         modules. Autograd carries the copies' gradients to the masters, widened to float32. The
         copies stay during the backward pass: checkpointed layers run their forward pass again there.
         """

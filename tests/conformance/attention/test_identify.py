@@ -66,7 +66,7 @@ def test_threshold_4_is_at_fault():  # A-8
     assert "at fault: range of P: left, and clipped" in found.message
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("faults", "departs"),
     [
@@ -97,6 +97,7 @@ def test_another_exponential_is_near():  # A-5
     assert "but for exponentials" in found.message
 
 
+@pytest.mark.slow
 def test_a_wrong_threshold_is_named():
     found = identify_attention(planted_attention.planted(threshold=6.0), name="mine", expect="fa4")
     assert (found.variant, found.ok) == ("fa4_threshold4 with threshold=6.0, plan=exact, promotion=1", False)

@@ -10,7 +10,7 @@ from fp8ref.conformance.gemm.epilogues import candidates
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("epilogue", [e for e in candidates() if e.bias is None], ids=lambda e: e.name)
 def test_epilogues(epilogue, granularity):

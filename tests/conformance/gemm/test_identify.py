@@ -18,6 +18,7 @@ from fp8ref.sim.tensor_core import UNITS
 SHAPE = (64, 64, 4096)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ACCUMULATIONS)
 def test_the_named_plans(name):
     found = identify_gemm(planted_gemm(name), shape=SHAPE)

@@ -28,7 +28,7 @@ def test_promotion(promotion):
     assert accumulator.startswith("0 in every step" if promotion == 32 else "aligned with the products")
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("split_order", ["contiguous", "interleaved"])
 @pytest.mark.parametrize("split_k", range(2, 17))
 def test_split_k(split_k, split_order):

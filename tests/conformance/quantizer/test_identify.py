@@ -51,6 +51,7 @@ def flax_quantizer(x):
     return fp8_ops.quantize(x, jnp.float8_e4m3fn, scale, x.dtype), scale
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("function", "framework", "policy", "granularity", "returns"),
     [
@@ -336,6 +337,7 @@ def test_a_quantizer_of_bfloat16_alone():
     assert [found.found["policy"], *found.found["same_policies"]] == ["torchao_pow2", "torchao_mask"]
 
 
+@pytest.mark.slow
 def test_a_function_of_jax_is_given_arrays_of_jax_though_it_takes_numpys():
     assert identify_quantizer(flax_quantizer, E4M3FN).framework == "jax"
 

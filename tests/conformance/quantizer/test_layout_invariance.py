@@ -100,6 +100,7 @@ def test_more_calls_than_are_asked():
         identified(planted.delayed(24), "te_delayed")
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_a_nan_that_xla_loses_is_no_fault(axis):  # P-3, S-16
     def quantize(x):

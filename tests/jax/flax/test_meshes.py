@@ -59,7 +59,7 @@ class LinenMLP(nn.Module):
         return nn.Dense(D, use_bias=False, dtype=jnp.bfloat16, name="down")(nn.relu(h))
 
 
-@pytest.mark.grid(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_linen_models_sequence_and_weights_are_gathered_in_fp8(recipe):  # P-6
     """Under plain jit, where without a placement XLA would gather the bfloat16."""

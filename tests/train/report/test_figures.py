@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 from made_runs import falling
 
-from fp8ref.train.report import figures, seed_noise, svg
+from fp8ref.train.report import figures, svg, verdict
+from fp8ref.train.report import gap as gaps
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def group(tmp_path, small):
 
 @pytest.fixture
 def seeds(group):
-    return seed_noise.seeds_of(group)
+    return verdict.seeds_of(group)
 
 
 def band_of(ax) -> np.ndarray:
@@ -27,10 +28,10 @@ def band_of(ax) -> np.ndarray:
 def test_losses_are_running_means_over_the_band(group, seeds):
     (ax,) = figures.losses(group, seeds).axes
     assert len(ax.lines) == 4
-    np.testing.assert_allclose(ax.lines[3].get_ydata(), seed_noise.running_mean(np.array(list(group[3].losses.values())), 5))
+    np.testing.assert_allclose(ax.lines[3].get_ydata(), gaps.running_mean(np.array(list(group[3].losses.values())), 5))
     np.testing.assert_array_equal(ax.lines[3].get_xdata(), range(4, 60))
     assert [line.get_color() for line in ax.lines] == [*[svg.SEED] * 3, svg.RUNS[0]]
-    np.testing.assert_allclose((band_of(ax)[:, 1].min(), band_of(ax)[:, 1].max()), (seeds.band.low.min(), seeds.band.high.max()))
+    np.testing.assert_allclose((band_of(ax)[:, 1].min(), band_of(ax)[:, 1].max()), (seeds.band[0].min(), seeds.band[1].max()))
 
 
 def test_a_legend_names_seeds_once_and_runs_as_they_are(group, seeds):
@@ -43,17 +44,17 @@ def test_a_legend_names_seeds_once_and_runs_as_they_are(group, seeds):
     assert not any(text.get_parse_math() for text in legend.get_texts())
 
 
-def test_gaps_are_drawn_with_their_interval_over_the_limit(group, seeds):
-    pair = seed_noise.paired(group[3], group[0])
-    (ax,) = figures.gaps([pair], group, seeds).axes
-    limit, interval = ax.collections
-    np.testing.assert_allclose(limit.get_paths()[0].vertices[:, 1].max(), seeds.limit.max())
-    np.testing.assert_allclose(interval.get_paths()[0].vertices[:, 1].max(), pair.gap.high.max())
-    np.testing.assert_allclose(ax.lines[1].get_ydata(), pair.gap.mean)
+def test_gaps_are_drawn_with_their_interval_over_the_margin(group, seeds):
+    compared = verdict.compare([group[3]], [group[0]], matched=True)
+    (ax,) = figures.gaps([compared], group, seeds, margin=0.1).axes
+    margin, interval = ax.collections
+    np.testing.assert_allclose(margin.get_paths()[0].vertices[:, 1].max(), 0.1)
+    np.testing.assert_allclose(interval.get_paths()[0].vertices[:, 1].max(), compared.gap.high.max())
+    np.testing.assert_allclose(ax.lines[1].get_ydata(), compared.gap.mean)
 
 
 def test_without_noise_there_is_no_band(group):
-    few = seed_noise.seeds_of(group[:1])
+    few = verdict.seeds_of(group[:1])
     assert not figures.losses(group[:1], few).axes[0].collections
 
 
@@ -105,7 +106,7 @@ def test_a_long_run_is_drawn_by_some_of_its_points_and_all_of_its_peaks(tmp_path
     losses = np.full(2500, 2.0)
     losses[1234] = 90.0
     run = made_runs.make(tmp_path / "long", small, losses)
-    seeds = seed_noise.seeds_of([run])
+    seeds = verdict.seeds_of([run])
     (line,) = figures.metric([run], seeds, "grad_norm", "norm").axes[0].lines
     assert len(line.get_xdata()) == 834  # every third
     assert line.get_xdata()[-1] == 2499

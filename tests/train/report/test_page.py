@@ -9,7 +9,7 @@ import pytest
 from made_runs import falling
 
 from fp8ref.errors import ConfigError
-from fp8ref.train.report import page, runs, seed_noise
+from fp8ref.train.report import page, runs, verdict
 
 VOID = {"meta", "link", "br", "img", "hr"}
 LAYERS = [f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj")]
@@ -97,26 +97,35 @@ def write(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize(("above", "kind"), [(0.1, "within noise"), (0.5, "outside noise")])
-def test_the_page_says_the_verdict(seeds, fp8, write, above, kind):
-    run = fp8(above)
-    shown, said = write([*seeds, run])
-    verdict = seed_noise.verdict(run, [*seeds, run])
-    assert f" {kind} : {verdict.value:+.4f} nats from {seeds[0].name} at step 59" in shown.text
-    assert f"{run.name}: {kind}: " in said
-    assert (f"{verdict.left_tokens:,} tokens" in shown.text) == (kind == "outside noise") if verdict.left_tokens else True
-    assert "of 3 seeds" in shown.text
+@pytest.mark.parametrize(("above", "kind"), [(0.0, "equivalent"), (0.5, "worse"), (-0.5, "better")])
+def test_the_page_says_the_verdict(seeds, tmp_path, small, write, above, kind):
+    fp8 = [
+        made_runs.make(
+            tmp_path / f"fp8-{i}", small, falling(above=offset + above + i / 1000, wobble=i), recipe="tensorwise", seed=i, backend="torch"
+        )
+        for i, offset in enumerate((0.0, 0.05, -0.05))
+    ]
+    shown, said = write([*seeds, *fp8])
+    (arm,) = verdict.judged([*seeds, *fp8])
+    found = verdict.verdict(arm, [*seeds, *fp8])
+    gap = found.compared.gap.last
+    assert (
+        f" {kind} : {gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {seeds[0].name} over the last 5 of 60 steps" in shown.text
+    )
+    assert f"{arm.name}: {found.said}" in said
+    assert re.search(rf"3 matched seeds\s+{kind}", shown.text)
 
 
-def test_one_seed_cannot_tell(seeds, fp8, write):
+def test_one_pair_is_said_to_be_one(seeds, fp8, write):
     shown, said = write([seeds[0], fp8()])
+    assert "steps of one pair" in shown.text
+    assert "by the steps of one pair; another seed may differ" in said
+
+
+def test_without_bf16_there_is_no_gap(fp8, write):
+    shown, said = write([fp8()])
     assert "cannot tell" in shown.text
-    assert "at least 2 finished bf16 runs" in said
-
-
-def test_two_seeds_are_said_to_be_few(seeds, fp8):
-    run = fp8()
-    assert "of 2 seeds, few: the limit is wide" in page.verdict_text(run, seed_noise.verdict(run, [*seeds[:2], run]))
+    assert "there is no bf16 run" in said
 
 
 def test_bf16_runs_alone_have_no_verdict(seeds, write):
@@ -153,8 +162,8 @@ def test_every_figure_is_described(seeds, fp8, write):
 def test_a_run_s_name_is_text(seeds, fp8, write):
     """Its directory's, but for a slash."""
     names = ["<script>alert(1)<", "a & b", "$x_{$", "_hidden", '"onload="x', "試行"]
-    shown, said = write([*seeds, *(fp8(0.5, name) for name in names)], pictures=True)
-    assert all(name in shown.text and f"{name}: outside noise" in said for name in names)
+    shown, said = write([*seeds, *(fp8(i / 10, name, backend=f"of {i}") for i, name in enumerate(names))], pictures=True)
+    assert all(name in shown.text and f"{name}: " in said for name in names)
     assert "onload" not in [key for key, _ in shown.attributes]
 
 
@@ -227,7 +236,7 @@ def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(seeds, t
         file.write('{"step": 40, "lo')
     shown, _ = write([*seeds, runs.read(run.path)])
     assert "stopped (interrupted)" in shown.text
-    assert "at step 39" in shown.text
+    assert "over the last 5 of 40 steps" in shown.text
 
 
 def test_runs_of_different_models_are_apart(seeds, tmp_path, small, write):
@@ -262,7 +271,7 @@ def test_a_run_whose_first_step_was_not_finite_is_outside(seeds, fp8, tmp_path, 
     died = made_runs.make(tmp_path / "died", small, [], recipe="tensorwise", status="failed", more={"error": "NonFiniteError: step 0"})
     for given in ([died], [*seeds, died]):
         shown, said = write(given)
-        assert f"{died.name}: outside noise: it ended at step 0, after 64 tokens, by NonFiniteError: step 0." in said
+        assert f"{died.name}: worse: {died.name} ended at step 0, after 64 tokens, by NonFiniteError: step 0." in said
         assert re.search(r"died\s+failed\s+0\s+-\s+-\s+-\s+-", shown.text)
         shutil.rmtree(tmp_path / "out")
 

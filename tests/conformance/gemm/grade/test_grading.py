@@ -12,7 +12,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim import gemm
 
 
-@pytest.mark.grid(8)
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_gemm(name):  # B-1, B-14
     planted = PLANTED[name]

@@ -18,6 +18,7 @@ def test_right_groups():
     assert grade.to_dict()["groups"]["2"]["measured"][0]["shape"] == [48, 48, 512]
 
 
+@pytest.mark.slow
 def test_a_batch():
     def batched(a, b):
         x, y = (np.stack([values(q) for q in side]) for side in (a, b))
@@ -27,6 +28,7 @@ def test_a_batch():
     assert require_grouped(batched, sizes=[32, 32, 32]).ok
 
 
+@pytest.mark.slow
 def test_the_matrix_of_another_group():
     """Offsets that forget the empty group: what comes after it takes the matrix before its own."""
 

@@ -1,0 +1,45 @@
+"""fp8ref sweep: train a config in several recipes and seeds, and report on them."""
+
+import argparse
+from pathlib import Path
+
+from fp8ref.commands import shared
+
+
+def add(commands) -> None:
+    """Add ``fp8ref sweep``."""
+    sweep = shared.of_config(commands, "sweep", _sweep, "Train a config in several recipes with matched seeds, and judge them by bf16.")
+    sweep.add_argument("--recipes", default="bf16,tensorwise", metavar="NAMES", help="recipes, with commas (default bf16,tensorwise)")
+    sweep.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of each recipe, from those of CONFIG on (default 3)")
+    sweep.add_argument("--backend", default="jax", metavar="NAMES", help="jax, torch, or both with a comma (default jax)")
+    sweep.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process (default 1)")
+    sweep.add_argument(
+        "--out", type=Path, default=Path("sweep"), metavar="DIR", help="directory of the runs and report.html (default sweep)"
+    )
+    shared.add_judging(sweep)
+
+
+def _sweep(known: argparse.Namespace, options: list[str]) -> int:
+    confidence, margin = shared.confidence(known), shared.margin(known)
+    config = shared.config(known, options)
+    from fp8ref.errors import ConfigError
+    from fp8ref.train import sweep
+    from fp8ref.train.loop import BACKENDS
+
+    backends = _names(known.backend)
+    if not backends or [name for name in backends if name not in BACKENDS] or len(set(backends)) < len(backends):
+        raise ConfigError(f"--backend takes names of {', '.join(BACKENDS)}, each once; got {known.backend!r}.")
+    if config.run.out is not None:
+        raise ConfigError(f"the runs of a sweep are in directories of --out; got run.out {config.run.out!r}. Leave it out.")
+    if known.jobs < 1:
+        raise ConfigError(f"--jobs is at least 1; got {known.jobs}.")
+    if known.out.exists() and not known.out.is_dir():
+        raise ConfigError(f"--out names a directory; {known.out} is a file. Name another.")
+    planned = sweep.plan(config, backends, _names(known.recipes), seeds=known.seeds, out=known.out)
+    sweep.train(planned, jobs=known.jobs)
+    print(sweep.report(planned, known.out / "report.html", confidence=confidence, margin=margin))
+    return 0
+
+
+def _names(given: str) -> list[str]:
+    return [name.strip() for name in given.split(",") if name.strip()]

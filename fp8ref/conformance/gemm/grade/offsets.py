@@ -1,0 +1,267 @@
+"""Check a grouped GEMM that takes offsets: groups without rows, rows of no group, groups along the reduced axis (SEMANTICS X-1 to X-6).
+
+``groups.grade_grouped`` grades the arithmetic of groups that are given one by one. This asks a kernel itself, as
+torch._scaled_grouped_mm is called, with what its offsets make hard: codes and scales of NaN in rows of no group, and memory
+that held NaN before. Operands are small integers under scales that are powers of two, so that every result has one value.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fp8ref.conformance import subject
+from fp8ref.conformance.gemm.adapters import float8_array
+from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, read_array
+from fp8ref.formats import E4M3FN, Format
+from fp8ref.result import Result
+from fp8ref.sim import cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Which = Literal["output", "grad_weight"]
+"""The GEMM: of rows and weights, which grad_input is too, or of rows and rows."""
+
+SIZES = (48, 0, 16, 32)
+"""Rows of the groups that are asked, multiples of what kernels align to; 16 rows of no group follow."""
+
+TIMES = 4
+"""How often a function is called: what it does not write is what memory held."""
+
+ROUNDED = (16, 32, 64, 128)
+"""To multiples of these a kernel may round a group's rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is not as a clause says; group is None where no group is meant."""
+
+    group: int | None
+    what: str
+    clause: str
+
+    def __str__(self) -> str:
+        return f"{'' if self.group is None else f'group {self.group}: '}{self.what} ({self.clause})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffsetsGrade(Result):
+    """The faults of a grouped GEMM that takes offsets; none if it is right."""
+
+    name: str
+    which: Which
+    sizes: tuple[int, ...]
+    rest: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no fault."""
+        return not self.faults
+
+    @property
+    def message(self) -> str:
+        """The faults, one a line."""
+        asked = f"{self.which} of groups of {', '.join(map(str, self.sizes))} rows, and {self.rest} of no group"
+        return "\n".join([f"{self.name}, {asked}, is {'right' if self.ok else 'wrong'}", *map(str, self.faults)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
+        return {"ok": self.ok, "subject": self.name, "gemm": self.which, "sizes": list(self.sizes), "rest": self.rest} | {
+            "faults": [asdict(fault) for fault in self.faults]
+        }
+
+    def render(self, console: "Console") -> None:
+        """Print the message."""
+        console.out(self.message, highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """Codes, scale_inv and offs of a call, and the numbers they stand for.
+
+    a [M, K] and b [E, N, K], scale_a [M, 1] and scale_b [E, N, 1]; of ``grad_weight`` a [M, N] and b [M, K], scale_a [E, N] and
+    scale_b [E, K]. Rows of no group are NaN.
+    """
+
+    which: Which
+    a: np.ndarray
+    b: np.ndarray
+    scale_a: np.ndarray
+    scale_b: np.ndarray
+    ends: np.ndarray
+
+    def rows(self, e: int) -> slice:
+        """The rows of a group."""
+        return slice(int(self.ends[e - 1]) if e else 0, int(self.ends[e]))
+
+    def result(self, e: int, *, weight: int | None = None, scaled: int | None = None, rows: slice | None = None) -> np.ndarray:
+        """The result of group e in float64, which is exact; or with the weight, the scales or the rows of another."""
+        rows = self.rows(e) if rows is None else rows
+        scaled = e if scaled is None else scaled
+        if self.which == "grad_weight":
+            return (self.a[rows].T @ self.b[rows]) * self.scale_a[scaled][:, None] * self.scale_b[scaled]  # [N, M_e] x [M_e, K]
+        return self.a[rows] @ self.b[e if weight is None else weight].T * self.scale_a[rows] * self.scale_b[scaled].T
+
+
+def grade_offsets(
+    function: Callable[..., Any],
+    *,
+    which: Which = "output",
+    sizes: Sequence[int] = SIZES,
+    rest: int = 16,
+    n: int = 48,
+    k: int = 64,
+    fmt: Format = E4M3FN,
+    framework: str = "numpy",
+    device: str = "cpu",
+    name: str | None = None,
+) -> OffsetsGrade:
+    """Call a grouped GEMM with groups that its offsets make hard, and name what is wrong.
+
+    function   (codes of a, codes of b, scale_inv of a, scale_inv of b, offs) -> the result, in float32, bfloat16 or float16. Shapes of
+               ``which`` "output": a [M, K], b [E, N, K], scales [M, 1] and [E, N, 1] -> [M, N]. "grad_weight": a [M, N], b [M, K],
+               scales [E, N] and [E, K] -> [E, N, K]. offs are int32 [E].
+    sizes      rows of the groups; rest: rows of no group, after them.
+    framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; device: of torch's.
+    Raises:    ValueError: another ``which`` or framework, no group with rows, a negative size. RefusedError: the function raises.
+               ProbeError: it gives no such array.
+    Source:    SEMANTICS X-1 to X-6.
+    """
+    if which not in ("output", "grad_weight"):
+        raise ValueError(f"which is 'output' or 'grad_weight'; got {which!r}.")
+    if framework not in subject.FRAMEWORKS:
+        raise ValueError(f"framework is one of {', '.join(subject.FRAMEWORKS)}; got {framework!r}.")
+    if not any(sizes) or min(*sizes, rest) < 0:
+        raise ValueError(f"groups have sizes of 0 or more rows, and one has rows; got {list(sizes)} and {rest} of no group.")
+    name = name or subject.name_of(function)
+    made = subject.Subject(name=name, function=function, framework=framework, device=device)
+    given = _operands(which, sizes, rest, n, k)
+    shape = (len(sizes), n, k) if which == "grad_weight" else (len(given.a), n)
+    faults: dict[Fault, None] = {}
+    for _ in range(TIMES):
+        out, dtype = _called(made, given, fmt, shape)
+        faults.update(dict.fromkeys(_faults(given, out, dtype)))
+    return OffsetsGrade(name=name, which=which, sizes=tuple(sizes), rest=rest, faults=tuple(faults))
+
+
+def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrade:
+    """Require that a grouped GEMM takes its offsets right, else raise an AssertionError with the faults.
+
+    options   as ``grade_offsets``.
+    Raises:   AssertionError: there is a fault. Others as ``grade_offsets``.
+    """
+    grade = grade_offsets(function, **options)
+    if not grade.ok:
+        raise AssertionError(grade.message)
+    return grade
+
+
+def _operands(which: Which, sizes: Sequence[int], rest: int, n: int, k: int) -> Operands:
+    """Integers of magnitude 3 and 2 at most, a quarter of them not zero, so that sums of 128 have at most 8 bits."""
+    rng = np.random.default_rng(28)
+    m, e = sum(sizes) + rest, len(sizes)
+
+    def integers(shape: tuple[int, ...], largest: int) -> np.ndarray:
+        return rng.integers(-largest, largest + 1, shape) * (rng.random(shape) < 0.25).astype(np.float64)
+
+    def powers(*shape: int) -> np.ndarray:
+        return 2.0 ** rng.integers(-3, 4, shape)
+
+    ends = np.cumsum(sizes).astype(np.int32)
+    if which == "grad_weight":
+        found = Operands(which=which, a=integers((m, n), 3), b=integers((m, k), 2), scale_a=powers(e, n), scale_b=powers(e, k), ends=ends)
+        found.b[ends[-1] :] = np.nan
+    else:
+        found = Operands(
+            which=which, a=integers((m, k), 3), b=integers((e, n, k), 2), scale_a=powers(m, 1), scale_b=powers(e, n, 1), ends=ends
+        )
+        found.scale_a[ends[-1] :] = np.nan
+    found.a[ends[-1] :] = np.nan
+    return found
+
+
+def _called(made: subject.Subject, given: Operands, fmt: Format, shape: tuple[int, ...]) -> tuple[np.ndarray, Format]:
+    """The function's result and its dtype, in memory that held NaN where the framework reuses it."""
+    codes = [float8_array(made, cast.encode(x.astype(np.float32), fmt), fmt) for x in (given.a, given.b)]
+    scales = [made.make_array(x.astype(np.float32), "float32") for x in (given.scale_a, given.scale_b)]
+    offs = made.make_array(given.ends, "int32")
+    held = [made.make_array(np.full(shape, np.nan, np.float32), dtype) for dtype in OUT_DTYPES for _ in range(3)]
+    del held
+    try:
+        with np.errstate(all="ignore"):
+            found, dtype = read_array(made.function(*codes, *scales, offs))
+    except ProbeError as error:
+        raise ProbeError(f"{made.name} {error}") from error
+    except (Exception, SystemExit) as error:
+        raise RefusedError(
+            f"{made.name} raised {type(error).__name__}: {error}. Call it on such operands alone to find the cause."
+        ) from error
+    if found.shape != shape:
+        raise ProbeError(f"{made.name} gives {list(shape)}; got shape {list(found.shape)}.")
+    return found, dtype
+
+
+def _faults(given: Operands, out: np.ndarray, dtype: Format) -> Iterator[Fault]:
+    """What is not as the clauses say."""
+    for e in range(len(given.ends)):
+        rows = given.rows(e)
+        if given.which == "output" and rows.start == rows.stop:
+            continue
+        part = out[e] if given.which == "grad_weight" else out[rows]
+        if rows.start == rows.stop:
+            if _bits(part).any():
+                yield Fault(group=e, what=f"has no rows, and its grad_weight is {_shown(part)}, not zeros", clause="X-4")
+        elif (what := _wrong(given, e, part, dtype)) is not None:
+            yield Fault(group=e, what=what[0], clause=what[1])
+    tail = out[given.ends[-1] :]
+    if given.which == "output" and _bits(tail).any():
+        yield Fault(group=None, what=f"rows of no group are {_shown(tail)}, not zeros", clause="X-5")
+
+
+def _wrong(given: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[str, str] | None:
+    """What became of a group's result, and the clause; None if it is right."""
+
+    def equals(expected: np.ndarray) -> bool:
+        return np.array_equal(part, cast.round_to(expected.astype(np.float32), dtype))
+
+    if equals(given.result(e)):
+        return None
+    if np.isnan(part).any():
+        return "holds NaN: rows of no group are read", "X-5"
+    others = [j for j in range(len(given.ends)) if j != e]
+    for j in others:
+        if given.which == "output" and equals(given.result(e, weight=j, scaled=j)):
+            return f"is multiplied by the weight of group {j}", "X-1"
+        if given.which == "output" and equals(given.result(e, weight=j)):
+            return f"is multiplied by the codes of the weight of group {j}", "X-1"
+        if equals(given.result(e, scaled=j)):
+            return f"is scaled as group {j}", "X-3"
+    for what, rows in _other_rows(given, e) if given.which == "grad_weight" else ():
+        if equals(given.result(e, rows=rows)):
+            return what, "X-2"
+    return "has other numbers", "X-2"
+
+
+def _other_rows(given: Operands, e: int) -> Iterator[tuple[str, slice]]:
+    """Rows that a group of rows may be taken for."""
+    rows, last = given.rows(e), int(given.ends[-1])
+    yield "sums the rows of all groups", slice(0, last)
+    yield "sums the rows from the first group on", slice(0, rows.stop)
+    for size in ROUNDED:
+        yield (
+            f"sums rows of the next group, up to a multiple of {size}",
+            slice(rows.start, min(rows.start - (rows.start - rows.stop) // size * size, last)),
+        )
+        yield f"drops its rows after a multiple of {size}", slice(rows.start, rows.start + (rows.stop - rows.start) // size * size)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint32)
+
+
+def _shown(x: np.ndarray) -> str:
+    """A number that is not +0, for a message."""
+    return "NaN" if np.isnan(x).any() else f"{x.reshape(-1)[np.argmax(_bits(x).reshape(-1) != 0)]:.9g}"

@@ -1,0 +1,202 @@
+"""A grouped linear in the shape of ``lax.ragged_dot``: three grouped GEMMs (SEMANTICS X), joined to
+JAX's autodiff by one custom_vjp.
+
+    y, _ = grouped.apply(x, w, group_sizes, recipe="rowwise")  # [M, K] x [E, K, N] -> [M, N]
+
+Read it from top to bottom, as ``linear``. ``grouped_operands`` quantizes and multiplies, block of
+rows after block of rows on FP8 codes (X-10). ``lax.ragged_dot`` itself multiplies all rows by all
+weights.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from fp8ref import grouped as recipes
+from fp8ref.granularity import by_name
+from fp8ref.grouped import GroupedRecipe
+from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, linear, sharding
+from fp8ref.jax import grouped_operands as operands
+from fp8ref.jax.grouped_operands import Groups, Segmented
+from fp8ref.jax.scaling import Quantized
+from fp8ref.recipe import OPERANDS, Gemm, Recipe, Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One call: all that is static about it. dtypes are those of output, grad_input and grad_weight."""
+
+    recipe: GroupedRecipe
+    name: str
+    dtypes: tuple = ()
+
+
+def apply(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    recipe: str | Recipe | GroupedRecipe,
+    state: delayed.State | None = None,
+    seen: delayed.Seen | None = None,
+    name: str = "grouped",
+) -> tuple[jax.Array, delayed.Seen | None]:
+    """output [M, N] = each group's rows of x [M, K] x its weight of w [E, K, N], and gradients by
+    the recipe's grouped GEMMs.
+
+    Works under jit, grad, vmap and scan; group_sizes may be traced. Under jit on sharded arrays XLA
+    divides it, and amaxes are of whole arrays. Inside shard_map rows and weights are a device's own,
+    as of experts that a mesh axis cuts; gradients of what all devices have are summed.
+
+    Shapes:   x [M, K] and w [E, K, N] of one dtype, bfloat16, float16 or float32; group_sizes
+              integers [E], of a sum of at most M; output [M, N] of x's dtype.
+    Order:    SEMANTICS X-2, X-3, X-7; rows of no group are replaced by zeros first.
+    Specials: a row of no group is not read; its output and gradient are +0. grad_weight of a group
+              without rows is +0. A NaN of one group stays in it, unless a scale is shared (X-6).
+    Returns:  (output, seen), as ``linear.apply``: seen merged with what this use observes (X-9).
+    Gradient: by x, w and seen; state is a constant, and group_sizes are integers.
+    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit; under FP8 K or N that
+              is no multiple of 16; a recipe this backend cannot run, a state or seen of another
+              recipe, or none if the recipe needs them; inside shard_map amaxes of all groups.
+    """
+    recipe = check_recipe(recipe, name)
+    _check_arrays(x, w, group_sizes, recipe, name)
+    delayed.check(state, seen, recipe.recipe, name)
+    use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype))
+    if not len(x) or not len(w):
+        # The output depends on nothing. Copies, as what a layer gives back unchanged could seem lost.
+        return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen)
+    x, w, group_sizes = _on_one_device(x, w, group_sizes, recipe, name)
+    x, w = (derivatives.reverse_only(v, name) for v in (x, w))
+    known = dict(delayed.scales(state or {}, recipe.recipe))
+    y, after = _grouped(x, w, group_sizes, known, dict(seen or {}), use)
+    return y, None if seen is None else after
+
+
+def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedRecipe:
+    """The grouped recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
+    try:
+        recipe = recipes.by_name(recipe)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    linear.check_recipe(recipe.recipe, name)
+    for which, spec in recipe.recipe.gemms.items():
+        for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
+            if cast is not None and role != "weight" and by_name(cast.granularity).other not in (None, 1):
+                raise ValueError(
+                    f"{name}: no block of a grouped {role} has several rows; got {cast.granularity!r} in {which} of recipe "
+                    f"{recipe.name!r}. Use 'blockwise_1x128'."
+                )
+    return recipe
+
+
+def quantize_operand(
+    which: Gemm, role: Role, tensor: jax.Array, groups: Groups, recipe: GroupedRecipe, scale: jax.Array | None = None
+) -> Quantized | Segmented | jax.Array:
+    """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
+    K, N]; itself in high precision. scale is that of a delayed state."""
+    spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
+    cast = (spec.a, spec.b)[at]
+    if cast is None:
+        return tensor
+    if role == "weight":  # [E, K, N]: K is reduced by the output, N by grad_input
+        return operands.quantize_weights(tensor, cast, -2 if which == "output" else -1, recipe.amax, scale)
+    return operands.quantize_rows(tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _grouped(x: jax.Array, w: jax.Array, group_sizes: jax.Array, state_scales: dict, seen: dict, use: Use):
+    """(output, seen) of one use; differentiable by ``_forward`` and ``_backward``."""
+    return _forward(x, w, group_sizes, state_scales, seen, use, differentiated=False)[0]
+
+
+def _forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array, state_scales: dict, seen: dict, use: Use, *, differentiated: bool = True):
+    """The output GEMM: ((output, seen), residuals for ``_backward``)."""
+    groups = operands.groups_of(group_sizes, len(x))
+    saved = x, w
+    if differentiated:
+        x, w = (derivatives.not_again(v, use.name) for v in saved)
+    tensors: dict[Role, jax.Array] = {"input": groups.only(x), "weight": w}
+    y = _gemm("output", tensors, groups, state_scales, use)  # [M, K] x [E, K, N] -> [M, N]
+    return (y, _observed(seen, tensors, seen, groups)), (saved, group_sizes, state_scales, seen)
+
+
+def _backward(use: Use, residuals, cotangents):
+    """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangent of seen
+    carries observations, as in ``linear``."""
+    ((x, w), group_sizes, state_scales, seen), (g, later) = residuals, cotangents
+    groups = operands.groups_of(group_sizes, len(x))
+    g = derivatives.not_again(g, use.name)
+    tensors: dict[Role, jax.Array] = {"input": groups.only(x), "weight": w, "grad_output": groups.only(g)}
+    grad_input = _gemm("grad_input", tensors, groups, state_scales, use)  # [M, N] x [E, K, N] -> [M, K]
+    grad_weight = _gemm("grad_weight", tensors, groups, state_scales, use)  # [M, N] x [M, K] -> [E, K, N]
+    of_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups)
+    return grad_input, grad_weight, None, jax.tree.map(jnp.zeros_like, state_scales), of_seen
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], groups: Groups, state_scales: Mapping[Role, jax.Array], use: Use) -> jax.Array:
+    """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the result's dtype."""
+    spec, dtype = use.recipe.recipe.gemms[which], use.dtypes[list(OPERANDS).index(which)]
+    out_dtype = gemm.output_dtype(spec, dtype)
+    with jax.named_scope(f"{use.name}/{which}"):
+        a, b = (
+            quantize_operand(which, role, tensors[role], groups, use.recipe, state_scales.get(role) if spec.fp8 else None)
+            for role in OPERANDS[which]
+        )
+        if isinstance(a, jax.Array) and isinstance(b, jax.Array):
+            if which == "grad_weight":
+                return operands.rows_by_rows_hp(a, b, groups, dtype)
+            return operands.rows_by_weights_hp(a, b, groups, which == "grad_input", dtype)
+        assert isinstance(a, Quantized | Segmented)
+        assert isinstance(b, Quantized | Segmented)
+        if which == "grad_weight":
+            return operands.rows_by_rows(a, b, spec, groups, out_dtype).astype(dtype)
+        assert isinstance(b, Quantized)
+        return operands.rows_by_weights(a, b, spec, groups, out_dtype).astype(dtype)
+
+
+def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, groups: Groups) -> dict:
+    """seen, merged with the amaxes of those of its roles that are among tensors, unless no group has
+    rows (X-9)."""
+    used, merged = groups.ends[-1] > 0, {}
+    for role, of_role in seen.items():
+        if role in tensors:
+            of_role = delayed.larger(of_role, jnp.where(used, delayed.observe(tensors[role]), 0.0))
+        merged[role] = delayed.over_batch(of_role, given[role])
+    return merged
+
+
+def _on_one_device(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> tuple[jax.Array, ...]:
+    """The arrays, inside shard_map marked as varying along all axes that one of them varies along: so the gradient of one that
+    does not vary is summed over the devices. ValueError for scales that would be of several devices."""
+    axes = frozenset().union(*map(sharding.varying, (x, w, group_sizes)))
+    if axes and recipe.amax == "all" and recipe.recipe.fp8:
+        raise ValueError(
+            f"{name}: inside shard_map amaxes are of one device's groups; recipe {recipe.name!r} has amaxes of all groups, over "
+            f"{', '.join(sorted(axes))}. Use amaxes of a 'group', or plain jit."
+        )
+    return tuple(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes))
+
+
+def _check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> None:
+    """ValueError for shapes or dtypes that do not fit."""
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"{name}: a grouped linear takes x [M, K] and w [E, K, N] with the same K; got {x.shape} and {w.shape}.")
+    if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"{name}: group_sizes are integers [E], one for each of {len(w)} weights; got {group_sizes.dtype} {group_sizes.shape}."
+        )
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first."
+        )
+    if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
+        raise ValueError(
+            f"{name}: FP8 needs K and N to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the experts or use recipe 'bf16'."
+        )

@@ -1,0 +1,79 @@
+"""Compile kernels, and keep them on disk under names that are sums of all that they depend on.
+
+numba's own cache has two faults. It knows a kernel by its own file, and not by the files of what it
+calls. And it numbers its files: two processes that compile two kernels of one function at the same
+time may take one number, and the next process is then given one kernel for the other, without an
+error (numba 0.68.1, core/caching.py, IndexDataCacheFile.save).
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.resources
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+
+@functools.cache
+def sources() -> str:
+    """A sum of the kernels' sources and of philox.py, taken once a process."""
+    package = importlib.resources.files("fp8ref.sim")
+    kernels = sorted((f for f in package.joinpath("kernels").iterdir() if f.name.endswith(".py")), key=lambda f: f.name)
+    return hashlib.sha256(b"".join(f.read_bytes() for f in (*kernels, package.joinpath("philox.py")))).hexdigest()
+
+
+def compiled(function: Callable) -> Callable:
+    """Compile function at its first call for arguments of some types, and keep it on disk if a folder
+    for it can be written."""
+    kernel = numba.njit(nogil=True, error_model="numpy")(function)
+    # numba found no such folder: every process compiles for itself
+    with contextlib.suppress(RuntimeError):
+        kernel._cache = _Cache(function)
+    return kernel
+
+
+class _Cache(FunctionCache):
+    """numba's cache of a function, with a file for each kernel."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__(function)
+        own = self._impl.locator.get_source_stamp()
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base, hashlib.sha256(f"{own} {sources()}".encode()).hexdigest())
+
+
+class _Files(IndexDataCacheFile):
+    """Kernels of a function: a file's name has the sum of the sources, and that of numba's version and
+    of the key, which is the types, the processor, the bytecode and the closure."""
+
+    def save(self, key, data) -> None:
+        """Keep a kernel, and remove those of other sources. One that cannot be written is not kept."""
+        with contextlib.suppress(OSError):
+            self._save_data(self._name(key), data)
+            fresh, folder = f"{self._base}.{self._source_stamp[:12]}.", Path(self._cache_path)
+            for file in os.listdir(folder):
+                if file.startswith(f"{self._base}.") and not file.startswith(fresh):
+                    (folder / file).unlink(missing_ok=True)
+
+    def load(self, key):
+        """A kernel that was kept; None if none was."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._load_data(self._name(key))
+        return None
+
+    def flush(self) -> None:
+        """Remove the function's kernels."""
+        for file in os.listdir(self._cache_path):
+            if file.startswith(f"{self._base}."):
+                (Path(self._cache_path) / file).unlink(missing_ok=True)
+
+    @property
+    def _base(self) -> str:
+        return self._index_name.removesuffix(".nbi")
+
+    def _name(self, key) -> str:
+        of_key = hashlib.sha256(repr((self._version, key)).encode()).hexdigest()
+        return f"{self._base}.{self._source_stamp[:12]}.{of_key[:32]}.nbc"

@@ -1,0 +1,316 @@
+"""Layers of experts in FP8: the products of a module's 3-dimensional weights become grouped linears (SEMANTICS X-11).
+
+``convert.convert(model, recipe, experts=True)`` changes the class of each module of experts that is
+known here, and nothing else of it: its Parameters, hooks and keys stay. Known are
+
+    transformers   classes of ``use_experts_implementation``: Mixtral's, Qwen3-MoE's and others'
+    torchtitan     GroupedExperts, by its method _grouped_mm; before it had one, by w1, w2 and w3
+
+Router, activation, weighting and sum over a token's experts stay as they were.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+from fp8ref import grouped as recipes
+from fp8ref import linear_selection
+from fp8ref.granularity import by_name as by_granularity
+from fp8ref.grouped import GroupedRecipe
+from fp8ref.linear_selection import Decision
+from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.torch import delayed, grouped, grouped_gemm, linear_input
+
+_METHODS_OF = "_fp8_experts_of"
+"""The attribute of a class made here that holds the class of the module before."""
+
+_OWN = ("recipe", "fqn", "grouped_states", "_bound")
+"""What a conversion adds to a module."""
+
+NAMES = (("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"))
+"""The weights of torchtitan's GroupedExperts, of older and of newer ones: gate, down and up."""
+
+
+class Experts(nn.Module):
+    """Experts whose products are grouped linears: a base of the classes made here, never alone.
+
+    recipe           the grouped recipe.
+    fqn              the module's name in the model, for errors.
+    grouped_states   by weight and role, its states of delayed scaling (X-9).
+    """
+
+    recipe: GroupedRecipe
+    fqn: str
+    grouped_states: nn.ModuleDict
+    _bound: grouped.Bound
+
+    def product(self, key: str, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x [M, K] times the weight w [E, N, K] of that name, group by group."""
+        states = dict(self.grouped_states.items()).get(key)
+        assert states is None or isinstance(states, nn.ModuleDict)
+        return grouped.apply(x, w, ends, recipe=self._bound, states=states, observe=self.training, name=f"{self.fqn}.{key}")
+
+    @property
+    def in_fp8(self) -> int:
+        """The number of parameters that are multiplied in FP8."""
+        return sum(p.numel() for p in _weights(self).values())
+
+    def kernels(self) -> str:
+        """What multiplies, for reports."""
+        device = next(self.parameters(recurse=False)).device
+        return grouped_gemm.kernels(self.recipe.recipe, device)
+
+    def __reduce__(self) -> tuple:
+        kept = {key: value for key, value in vars(self).items() if key != "_bound"}
+        kind = next(kind for kind in type(self).__mro__ if kind in KINDS)
+        return _empty, (kind, getattr(type(self), _METHODS_OF)), kept
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        vars(self)["_bound"] = grouped.bind(self.recipe)
+
+    def extra_repr(self) -> str:
+        """What the module prints, and the recipe's name."""
+        said = super().extra_repr()
+        return f"{said}{', ' * bool(said)}recipe={self.recipe.name}"
+
+
+class OfTransformers(Experts):
+    """The forward pass of transformers' experts, in the order of its ``grouped_mm`` implementation."""
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+    down_proj: nn.Parameter
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
+    _apply_gate: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Outputs [T, H] of tokens [T, H], which top_k_index [T, k] sends to experts and top_k_weights [T, k] weights.
+
+        An index of num_experts or more is of an expert elsewhere: its rows are in no group.
+        """
+        tokens, choices = top_k_index.shape
+        chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        ends = torch.searchsorted(chosen, torch.arange(self.num_experts, device=chosen.device), right=True, out_int32=True)
+        present = chosen.clamp(max=self.num_experts - 1)
+        rows = hidden_states[order // choices]  # [T k, H]
+        if linear_input.autocast_dtype(rows) is None:
+            rows = rows.to(self.down_proj.dtype)
+        rows = self._project("gate_up_proj" if self.has_gate else "up_proj", rows, ends, present)
+        rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+        rows = self._project("down_proj", rows, ends, present)
+        if self.has_post_expert_norm:
+            rows = self.post_expert_norm(rows)
+        weights = top_k_weights.reshape(-1)[order].masked_fill(chosen >= self.num_experts, 0)
+        weighted = rows * weights[:, None]
+        back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+        return weighted[back].view(tokens, choices, -1).sum(dim=1).to(hidden_states.dtype)
+
+    def _project(self, key: str, rows: torch.Tensor, ends: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+        """rows [M, K] times a projection, and its bias if there is one."""
+        w = getattr(self, key)
+        out = self.product(key, rows, w.mT if self.is_transposed else w, ends)
+        return out + getattr(self, f"{key}_bias")[present].to(out.dtype) if self.has_bias else out
+
+
+class ByMethod(Experts):
+    """torchtitan's GroupedExperts that multiply by a method of their own."""
+
+    def _grouped_mm(self, *, A: torch.Tensor, weight_EOI: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """A [M, K] times weight_EOI [E, N, K]."""
+        return self.product("_grouped_mm", A, weight_EOI.to(A.dtype), offs)
+
+
+class ByWeights(Experts):
+    """torchtitan's GroupedExperts before: silu(x w1) * (x w3), times w2, in bfloat16."""
+
+    def _run(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        first, second, third = next(names for names in NAMES if hasattr(self, names[0]))
+        ends = num_tokens_per_expert.cumsum(0).to(torch.int32)
+
+        def product(key: str, x: torch.Tensor) -> torch.Tensor:
+            w = getattr(self, key)
+            return self.product(key, x, (w.to_local() if isinstance(w, DTensor) else w).bfloat16(), ends)
+
+        rows = x.bfloat16()
+        return product(second, functional.silu(product(first, rows)) * product(third, rows)).type_as(x)
+
+
+class ByForward(ByWeights):
+    """Those whose forward pass takes rows that are sorted already."""
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """Outputs [M, D] of rows [M, D], by the number of each expert's; rows beyond them are zeros."""
+        return self._run(x, num_tokens_per_expert)
+
+
+class ByExpertsForward(ByWeights):
+    """Those that dispatch tokens themselves."""
+
+    def _experts_forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return self._run(x, num_tokens_per_expert)
+
+
+ROUTER = "a router: it stays in high precision (X-11)"
+"""Why a router of experts has no FP8."""
+
+KINDS = (OfTransformers, ByMethod, ByForward, ByExpertsForward)
+"""How modules of experts are converted."""
+
+
+def kind_of(module: nn.Module) -> type[Experts] | None:
+    """How a module of experts is converted; None of any other module."""
+    if isinstance(module, Experts):
+        return None
+    if all(hasattr(module, key) for key in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "num_experts", "down_proj")):
+        return OfTransformers
+    if not _weights(module) or not hasattr(module, "num_experts"):
+        return None
+    if callable(getattr(module, "_grouped_mm", None)):
+        return ByMethod
+    if any(all(hasattr(module, key) for key in names) for names in NAMES):
+        return ByExpertsForward if hasattr(module, "_experts_forward") else ByForward
+    return None
+
+
+def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of a module of experts, by name: its parameters of 3 dims."""
+    return {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
+
+
+def found(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of experts that can be converted, by name."""
+    return {name: module for name, module in model.named_modules() if kind_of(module) is not None}
+
+
+def choose(
+    model: nn.Module, recipe: Recipe, filter_fqns: Sequence[str], linears: Iterable[str], *, shared: bool
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """The modules of experts to convert, and the patterns of filter_fqns that are not of experts alone.
+
+    linears   names of the model's.
+    shared    whether ranks share amaxes.
+    Raises:   ValueError: none is converted; ranks share amaxes, and scaling is not delayed.
+    """
+    if shared and not recipe.delayed:
+        raise ValueError(
+            f"experts scale by their own rank's amaxes, except under delayed scaling; got amax_group with recipe {recipe.name!r}. Leave "
+            "amax_group out, or use recipe 'delayed'."
+        )
+    known, matches = found(model), linear_selection.matches
+    filtered = {name for name in known for pattern in filter_fqns if matches(pattern, name)}
+    reasons = {name: "named by filter_fqns" if name in filtered else left_out(m, by_name(recipe)) for name, m in known.items()}
+    if all(reasons.values()):
+        said = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:4]) or "the model has none that is known"
+        raise ValueError(f"experts=True converts no experts ({said}). Leave it out, or call grouped.apply with their weights.")
+    others = [p for p in filter_fqns if any(matches(p, name) for name in linears) or not any(matches(p, name) for name in known)]
+    return {name: m for name, m in known.items() if not reasons[name]}, others
+
+
+def without_routers(decisions: list[Decision], mixtures: Mapping[str, nn.Module], fp8_fqns: Sequence[str]) -> list[Decision]:
+    """Decisions about linears; routers of experts are left out, unless fp8_fqns names them.
+
+    A router is a linear below a name "router" or "gate" with an output for each expert.
+    """
+    sizes = {getattr(module, "num_experts", None) for module in mixtures.values()}
+
+    def decided(linear: Decision) -> Decision:
+        router = linear.shape[0] in sizes and {"router", "gate"} & set(linear.path.split("."))
+        if not linear.fp8 or not router or any(linear_selection.matches(pattern, linear.path) for pattern in fp8_fqns):
+            return linear
+        return dataclasses.replace(linear, recipe=RECIPES["bf16"], reason=ROUTER)
+
+    return [decided(linear) for linear in decisions]
+
+
+def left_out(module: nn.Module, recipe: GroupedRecipe) -> str:
+    """Why a recipe does not convert a module of experts; "" if it does."""
+    output, grad_input = (
+        math.lcm(16, by_granularity(spec.b.granularity).reduced or 1) if spec.b is not None else 1
+        for spec in (recipe.recipe.output, recipe.recipe.grad_input)
+    )
+    turned = getattr(module, "is_transposed", False)
+    for key, p in _weights(module).items():
+        n, k = p.shape[1:][::-1] if turned else p.shape[1:]
+        if k % output or n % grad_input:
+            return f"{key} [{', '.join(map(str, p.shape))}] has no multiple of {output} inputs, or of {grad_input} outputs"
+    if recipe.recipe.delayed and kind_of(module) is ByMethod:
+        return "its weights share one method, and delayed scaling keeps a state for each"
+    return ""
+
+
+def check(name: str, module: nn.Module) -> None:
+    """ValueError unless the class of a module of experts can be changed."""
+    if parametrize.is_parametrized(module):
+        raise ValueError(f"{name} has parametrized weights, which would be lost. Name it in filter_fqns.")
+    if replaced := [key for key in ("forward", "_experts_forward", "_grouped_mm", *_OWN) if key in vars(module)]:
+        raise ValueError(f"{name} has a {replaced[0]} of its own, which would be lost. Name it in filter_fqns.")
+    for key, p in module.named_parameters(recurse=False):
+        if isinstance(p, DTensor):
+            raise ValueError(f"{name} is sharded already (its {key} is a DTensor). Convert a model first, then parallelize it.")
+        if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name} has a {key} of {p.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast the model first.")
+
+
+def convert(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, group: str | None = None) -> None:
+    """Have modules of experts, which were checked, multiply by a grouped recipe.
+
+    group     name of the process group whose ranks share the states of delayed scaling.
+    """
+    bound = grouped.bind(recipe)
+    for name, module in chosen.items():
+        kind = kind_of(module)
+        assert kind is not None
+        device = next(module.parameters(recurse=False)).device
+        casts = delayed.casts(recipe.recipe)
+        module.grouped_states = nn.ModuleDict(
+            {
+                key: nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts.items()})
+                for key in _weights(module)
+            }
+            if casts
+            else {}
+        )
+        vars(module).update(recipe=recipe, fqn=name, _bound=bound)
+        module.grouped_states.train(module.training)
+        module.__class__ = _made(kind, type(module))  # type: ignore[arg-type]
+
+
+def deconvert(modules: Iterable[nn.Module]) -> None:
+    """Undo ``convert`` of modules that are Experts. States of delayed scaling are dropped."""
+    for module in modules:
+        del module.grouped_states
+        for key in _OWN:
+            vars(module).pop(key, None)
+        module.__class__ = getattr(type(module), _METHODS_OF)
+
+
+def by_name(recipe: str | Recipe) -> GroupedRecipe:
+    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its ``rowwise``."""
+    named = recipes.GROUPED_RECIPES.get(recipe if isinstance(recipe, str) else recipe.name)
+    if named is not None and (isinstance(recipe, str) or RECIPES.get(recipe.name) == recipe):
+        return named
+    return recipes.by_name(recipe)
+
+
+@functools.cache
+def _made(kind: type[Experts], of: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module in FP8: that of the module, whose products are those of kind."""
+    return type(of.__name__, (kind, of), {"__module__": of.__module__, _METHODS_OF: of})
+
+
+def _empty(kind: type[Experts], of: type[nn.Module]) -> nn.Module:
+    """A module of a class that ``_made`` makes, for copies and pickles to fill."""
+    made = _made(kind, of)  # type: ignore[arg-type]
+    return made.__new__(made)

@@ -1,0 +1,212 @@
+"""A grouped linear: three grouped GEMMs by any grouped recipe (SEMANTICS X), for experts.
+
+    y = grouped.apply(x, w, offs, recipe="rowwise")  # [M, K] x [E, N, K] -> [M, N]
+
+``offs`` are the groups' cumulative ends, as ``torch._grouped_mm`` takes them. Read it from top to
+bottom, as ``linear``: ``grouped_operands`` quantizes, and ``grouped_gemm`` multiplies. ``experts``
+puts it in a model.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fp8ref import grouped as recipes
+from fp8ref.granularity import by_name
+from fp8ref.grouped import GroupedRecipe
+from fp8ref.recipe import OPERANDS, ROLES, Gemm, Recipe, Role
+from fp8ref.torch import cast, delayed, gemm, grouped_gemm, linear, linear_input
+from fp8ref.torch import grouped_operands as operands
+from fp8ref.torch.grouped_operands import Groups, Operand
+
+
+class Bound(NamedTuple):
+    """A grouped recipe that this backend runs, and its autograd.Function."""
+
+    recipe: GroupedRecipe
+    function: type[torch.autograd.Function]
+
+
+def apply(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    recipe: "str | Recipe | GroupedRecipe | Bound",
+    states: Mapping[Role, delayed.RoleState] | nn.ModuleDict | None = None,
+    observe: bool = True,
+    name: str = "a grouped linear",
+) -> torch.Tensor:
+    """output [M, N] = each group's rows of x [M, K] x its weight of w [E, N, K]; gradients by the
+    recipe's grouped GEMMs.
+
+    Shapes:   x [M, K] and w [E, N, K] of one dtype, float32, float16 or bfloat16, unless
+              torch.autocast casts both (L-7); offs int32 or int64 [E]; output [M, N] of x's dtype.
+    Order:    SEMANTICS X-2, X-3, X-7; rows of no group are replaced by zeros first.
+    Specials: a row of no group is not read; its output and gradient are +0. grad_weight of a group
+              without rows is +0. offs that descend or go beyond M are not looked at on a GPU.
+    recipe    or ``bind(recipe)``, made once: inside torch.compile only that is taken.
+    states    of delayed scaling, by role; ``delayed.update`` rolls them (X-9).
+    observe   whether amaxes are observed, where gradients are enabled; False in evaluation.
+    name      for errors.
+    Gradient: once; a backward pass with create_graph=True is refused (L-8).
+    Raises:   ValueError: shapes, dtypes or devices that do not fit; on a CPU offs that descend or
+              go beyond M; under FP8 N or K that is no multiple of 16 (L-5); a recipe that
+              ``check_recipe`` refuses; delayed scaling without states.
+    """
+    bound = recipe if isinstance(recipe, Bound) else bind(recipe)
+    recipe = bound.recipe
+    if (dtype := linear_input.autocast_dtype(x)) is not None:
+        x, w = x.to(dtype), w.to(dtype)
+    _check_tensors(x, w, offs, recipe, name)
+    by_role = _states(states, recipe, name)
+    if not len(x) or not len(w):
+        # Zeros, and gradients that are zeros.
+        return x.new_zeros(len(x), w.shape[1]) + (x[:0].sum() + w[:0].sum())
+    offs = offs.to(torch.int32)
+    observes = observe and torch.is_grad_enabled()
+    if observes and by_role:
+        groups = operands.groups_of(offs, len(x))
+        of_forward: dict[Role, torch.Tensor] = {"input": groups.only(x), "weight": w}
+        for role, tensor in of_forward.items():
+            if role in by_role:
+                merge_(by_role[role].seen, tensor, groups)
+    seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
+    return bound.function.apply(x, w, offs, seen, *(by_role[role].scale if role in by_role else None for role in ROLES))
+
+
+def bind(recipe: str | Recipe | GroupedRecipe) -> Bound:
+    """What ``apply`` takes in place of a recipe. ValueError as ``check_recipe``."""
+    recipe = check_recipe(recipe)
+    return Bound(recipe, _function(recipe))
+
+
+def check_recipe(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
+    """The grouped recipe, if this backend runs it; ValueError as ``linear.check_recipe``, or for
+    blocks of several rows of input or grad_output."""
+    recipe = recipes.by_name(recipe)
+    linear.check_recipe(recipe.recipe)
+    for which, spec in recipe.recipe.gemms.items():
+        for role, one in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
+            if one is not None and role != "weight" and by_name(one.granularity).other not in (None, 1):
+                raise ValueError(
+                    f"no block of a grouped {role} has several rows; got {one.granularity!r} in {which} of recipe {recipe.name!r}. "
+                    "Use 'blockwise_1x128'."
+                )
+    return recipe
+
+
+def quantize_operand(
+    which: Gemm, role: Role, tensor: torch.Tensor, groups: Groups, recipe: GroupedRecipe, scale: torch.Tensor | None = None
+) -> Operand | torch.Tensor:
+    """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E, N,
+    K]; itself in high precision. scale is that of a delayed state."""
+    spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
+    how = (spec.a, spec.b)[at]
+    if how is None:
+        return tensor
+    if role == "weight":  # [E, N, K]: K is reduced by the output, N by grad_input
+        return operands.quantize_weights(tensor, how, -1 if which == "output" else -2, recipe.amax, scale)
+    return operands.quantize_rows(tensor, how, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale)
+
+
+@torch.no_grad()
+def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups) -> None:
+    """Merge the observation of a tensor, with zeros in rows of no group, into seen, unless no group
+    has rows (X-9)."""
+    seen.copy_(torch.maximum(seen, delayed.observe(x) * (groups.ends[-1] > 0)))
+
+
+@functools.cache
+def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
+    """The grouped linear of a recipe as an autograd.Function: a class for each, as in ``linear``."""
+
+    @torch._dynamo.allow_in_graph
+    class GroupedFunction(torch.autograd.Function):
+        @staticmethod
+        @linear_input.without_autocast
+        def forward(ctx, x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, seen: torch.Tensor | None, *scales: torch.Tensor | None):
+            ctx.save_for_backward(x, w, offs, *scales)
+            ctx.seen = seen  # an attribute, which other uses may write before the backward pass
+            groups = operands.groups_of(offs, len(x))
+            return _gemm("output", {"input": groups.only(x), "weight": w}, groups, recipe, scales)  # [M, K] x [E, N, K] -> [M, N]
+
+        @staticmethod
+        @linear_input.without_autocast
+        def backward(ctx, grad_output: torch.Tensor):
+            return _backward(ctx, recipe, grad_output)
+
+    return GroupedFunction
+
+
+def _backward(ctx, recipe: GroupedRecipe, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """grad_input [M, K] and grad_weight [E, N, K]; None where not needed."""
+    if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
+        raise ValueError(
+            "gradients of a grouped linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the "
+            "experts in high precision."
+        )
+    x, w, offs, *scales = ctx.saved_tensors
+    groups = operands.groups_of(offs, len(x))
+    g = groups.only(grad_output)
+    if ctx.seen is not None:
+        merge_(ctx.seen, g, groups)
+    grad_input = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_input = _gemm("grad_input", {"grad_output": g, "weight": w}, groups, recipe, scales)  # [M, N] x [E, N, K] -> [M, K]
+    if ctx.needs_input_grad[1]:
+        tensors: dict[Role, torch.Tensor] = {"grad_output": g, "input": groups.only(x)}
+        grad_weight = _gemm("grad_weight", tensors, groups, recipe, scales)  # [M, N] x [M, K] -> [E, N, K]
+    return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def _gemm(
+    which: Gemm, tensors: Mapping[Role, torch.Tensor], groups: Groups, recipe: GroupedRecipe, scales: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the dtype of the operands."""
+    spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
+    dtype = tensors[roles[0]].dtype
+    a, b = (quantize_operand(which, role, tensors[role], groups, recipe, scales[ROLES.index(role)] if spec.fp8 else None) for role in roles)
+    if isinstance(a, Operand) and isinstance(b, Operand):
+        return grouped_gemm.multiply(which, a, b, groups, spec, gemm.output_dtype(spec, dtype)).to(dtype)
+    assert isinstance(a, torch.Tensor)
+    assert isinstance(b, torch.Tensor)
+    return grouped_gemm.multiply_hp(which, a, b, groups)
+
+
+def _states(
+    states: Mapping[Role, delayed.RoleState] | nn.ModuleDict | None, recipe: GroupedRecipe, name: str
+) -> dict[Role, delayed.RoleState]:
+    """The states by role; ValueError unless they are of the roles that the recipe scales by their past."""
+    given = dict((states or {}).items())
+    if set(given) != set(roles := delayed.casts(recipe.recipe)):
+        raise ValueError(
+            f"{name}: recipe {recipe.name!r} takes states of {', '.join(roles) or 'no role'}; got {', '.join(given) or 'none'}. "
+            "Give a delayed.RoleState for each."
+        )
+    return given  # type: ignore[return-value]
+
+
+def _check_tensors(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: GroupedRecipe, name: str) -> None:
+    """ValueError for shapes, dtypes, devices or groups that do not fit."""
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
+        raise ValueError(
+            f"{name} takes x [M, K] and w [E, N, K] with the same K; got {tuple(x.shape)} and {tuple(w.shape)}. Flatten the tokens."
+        )
+    if offs.shape != w.shape[:1] or offs.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} takes offs int32 [E], the end of each of {len(w)} groups; got {offs.dtype} {tuple(offs.shape)}.")
+    if x.dtype != w.dtype or x.dtype not in cast.HIGH_PRECISION:
+        raise ValueError(f"{name} takes x and w of one dtype, float32, float16 or bfloat16; got {x.dtype} and {w.dtype}. Cast one.")
+    if not x.device == w.device == offs.device:
+        raise ValueError(f"{name} takes x, w and offs on one device; got {x.device}, {w.device} and {offs.device}. Move them.")
+    if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
+        raise ValueError(
+            f"{name}: FP8 needs N and K to be multiples of 16 (L-5); got w of shape {tuple(w.shape)}. Keep it in high precision."
+        )
+    if type(offs) is torch.Tensor and offs.device.type == "cpu" and not torch.compiler.is_compiling():
+        ends = offs.tolist()
+        if any(a > b for a, b in zip([0, *ends], [*ends, len(x)], strict=True)):
+            raise ValueError(f"{name}: offs ascend from 0 to at most M={len(x)}; got {ends}. Use the cumulative sum of the groups' sizes.")

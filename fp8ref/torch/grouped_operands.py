@@ -1,0 +1,142 @@
+"""The operands of grouped GEMMs: rows in groups, quantized (SEMANTICS X-3, X-5, X-7).
+
+Nothing here reads a tensor's values on the host. Scales of groups are kept in a table with a line
+for each group, or for each block of a group's rows, in the order of the groups.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from fp8ref import granularity as granularities
+from fp8ref.formats import Format
+from fp8ref.granularity import by_name
+from fp8ref.grouped import Amax
+from fp8ref.recipe import CastSpec
+from fp8ref.torch import scales, scaling
+
+
+class Operand(NamedTuple):
+    """Rows [M, C], or weights [E, N, K], in FP8.
+
+    codes      native float8, of that shape.
+    scale, scale_inv
+               float32. Of rows: () or [E] for tensorwise; rowwise [M, 1] along C, and along M [E, C],
+               or [1, C] of all groups; of blocks [M, C / block] along C, and along M [S, C], a group's
+               blocks after those of the group before. Of weights: (), [E, 1, 1], [E, N, 1] or [E, 1,
+               K], or a line for each block.
+    axis       the reduced one, -1 or -2.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    fmt: Format
+    granularity: str
+    axis: int
+
+
+class Groups(NamedTuple):
+    """Which rows are in which group: ends int32 [E]; sizes int64 [E]; group int64 [M], E for a row of none."""
+
+    ends: torch.Tensor
+    sizes: torch.Tensor
+    group: torch.Tensor
+
+    def only(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, ...] with zeros in rows of no group, whatever they hold (X-5)."""
+        return torch.where((self.group < len(self.sizes))[:, None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def groups_of(offs: torch.Tensor, rows: int) -> Groups:
+    """The groups of that many rows, by their ends (X-1)."""
+    ends = offs.long()
+    sizes = torch.diff(ends, prepend=torch.zeros_like(ends[:1]))
+    group = torch.searchsorted(ends, torch.arange(rows, device=offs.device), right=True)
+    return Groups(offs, sizes, group)
+
+
+def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Blocks that begin with their group (X-7): the number of each row's, that of each group's first, and how many there may be."""
+    rows, experts = len(groups.group), len(groups.sizes)
+    per_group = (groups.sizes + size - 1) // size
+    first, begin = per_group.cumsum(0) - per_group, groups.ends.long() - groups.sizes
+    count, e = rows // size + experts, groups.group.clamp(max=experts - 1)
+    segment = first[e] + (torch.arange(rows, device=e.device) - begin[e]) // size
+    return torch.where(groups.group < experts, segment, count), first, count
+
+
+def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, amax: Amax, scale: torch.Tensor | None = None) -> Operand:
+    """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2.
+
+    scale     of a delayed state; None: by x's amaxes.
+    Raises:   ValueError: as ``scaling.quantize``.
+    """
+    kind = by_name(spec.granularity)
+    if scale is not None:
+        return _by_state(x, spec, axis, scale)
+    if amax == "all" or (axis == -1 and spec.granularity != "tensorwise"):
+        q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        return Operand(q.codes, q.scale, q.scale_inv, spec.fmt, spec.granularity, axis)
+    segment, count = groups.group, len(groups.sizes)
+    if kind.reduced is not None:
+        segment, _, count = blocks_of(groups, kind.reduced)
+    magnitudes = x.detach().abs()
+    if spec.granularity == "tensorwise":
+        magnitudes = magnitudes.amax(dim=1, keepdim=True)
+    # One line more, of rows of no group.
+    largest = magnitudes.new_zeros(count + 1, magnitudes.shape[1])
+    largest = largest.scatter_reduce(0, segment[:, None].expand_as(magnitudes), magnitudes, "amax")
+    table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
+    codes = scaling.scaled_codes(x, table.scale[segment], spec.fmt)
+    scale, scale_inv = (v[:count, 0] if spec.granularity == "tensorwise" else v[:count] for v in table)
+    return Operand(codes, scale, scale_inv, spec.fmt, spec.granularity, axis)
+
+
+def quantize_weights(w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, scale: torch.Tensor | None = None) -> Operand:
+    """Quantize w [E, N, K] along axis -1 or -2: each expert's by itself, or all by one scale."""
+    if scale is not None:
+        return _by_state(w, spec, axis, scale)
+    if amax == "all":
+        q = scaling.quantize(w, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        return Operand(q.codes, q.scale, q.scale_inv, spec.fmt, spec.granularity, axis)
+    shape = tuple(w.shape[1:])
+    sizes = (1, *granularities.blocks(spec.granularity, shape, axis))
+    magnitudes = w.detach().abs()
+    missing = [-n % size for n, size in zip(w.shape, sizes, strict=True)]
+    if any(missing):
+        magnitudes = functional.pad(magnitudes, [n for extra in missing[::-1] for n in (0, extra)])
+    parts = [n for length, size in zip(magnitudes.shape, sizes, strict=True) for n in (length // size, size)]
+    largest = magnitudes.reshape(parts).amax(dim=(1, 3, 5))  # [E, N / bn, K / bk]
+    table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
+    codes = scaling.scaled_codes(w, _spread(table.scale, sizes, w.shape), spec.fmt)
+    return Operand(codes, *table, spec.fmt, spec.granularity, axis)
+
+
+def exact_values(q: Operand, groups: Groups) -> torch.Tensor:
+    """Dequantized rows or weights in blocks of scales that are powers of two: bfloat16, which holds them exactly (S-14)."""
+    shape, kind = q.codes.shape, by_name(q.granularity)
+    assert kind.reduced is not None
+    if q.codes.ndim == 3:
+        sizes = (1, *granularities.blocks(q.granularity, tuple(shape[1:]), q.axis))
+        scale = _spread(q.scale_inv, sizes, shape)
+    elif q.axis == -1:
+        scale = _spread(q.scale_inv, (1, kind.reduced), shape)
+    else:
+        segment, _, count = blocks_of(groups, kind.reduced)
+        scale = q.scale_inv[segment.clamp(max=count - 1)]
+    return q.codes.to(torch.bfloat16) * scale.to(torch.bfloat16)
+
+
+def _spread(scale: torch.Tensor, sizes: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
+    """Scales repeated over their blocks, so that they broadcast to a shape."""
+    for dim, size in enumerate(sizes):
+        if 1 < size < shape[dim]:
+            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def _by_state(x: torch.Tensor, spec: CastSpec, axis: int, scale: torch.Tensor) -> Operand:
+    q = scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)
+    return Operand(q.codes, q.scale, q.scale_inv, spec.fmt, spec.granularity, axis)

@@ -1,0 +1,164 @@
+"""Read losses by step from the logs of other trainers.
+
+*.csv            a header, then a row for each record
+*.jsonl          an object for each record
+events.out.*     TensorBoard events, or a directory of them; needs tensorboardX
+any other text   a console log of torchtitan or Megatron-LM
+
+Sources: torchtitan, components/metrics.py, MetricsProcessor.log; Megatron-LM, training/training.py,
+training_log; TensorFlow, core/lib/io/record_writer.h, the framing of events.
+"""
+
+import csv
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fp8ref import extras
+from fp8ref.errors import ConfigError
+
+STEPS = ("step", "_step", "global_step", "iteration", "iter")
+"""Names of a column of steps, without regard to case; the first that is there counts."""
+
+LOSSES = ("loss", "train/loss", "train_loss", "training_loss", "lm loss", "lm_loss", "loss_metrics/global_avg_loss", "train/lm_loss")
+"""Names of a column, or a tag, of training losses, without regard to case; the first that is there counts."""
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_NUMBER = r"([-+0-9.eE]+|nan|inf)"
+_CONSOLES = (
+    re.compile(rf"(?<!validate )\bstep:\s*(\d+)\s.*?\bloss:\s*{_NUMBER}"),  # torchtitan
+    re.compile(rf"\biteration\s+(\d+)\s*/.*?\blm loss:\s*{_NUMBER}"),  # Megatron-LM
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """The training losses of a run that fp8ref did not make; ``losses`` by ascending step, in nats."""
+
+    name: str
+    losses: dict[int, float]
+    finished = True
+    diverged = ""
+
+    @cached_property
+    def seeds(self) -> str:
+        """Its own name: nothing else is known of its seeds."""
+        return self.name
+
+
+def read(path: Path, *, loss: str | None = None) -> Log:
+    """The losses in a log.
+
+    loss      the column or tag of the losses; None: the first of ``LOSSES`` that is there.
+    Raises:   ConfigError: it cannot be read; it has no steps and losses; a step occurs with two
+              losses; a loss that is not finite.
+    """
+    try:
+        pairs = list(_records(path, loss))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Name a run, or a log.") from error
+    losses: dict[int, float] = {}
+    for step, value in pairs:
+        if not math.isfinite(value):
+            raise ConfigError(f"{path}: the loss of step {step} is {value}; losses are finite. Cut the log before it, or leave it out.")
+        if losses.setdefault(step, value) != value:
+            raise ConfigError(
+                f"{path}: step {step} has losses {losses[step]} and {value}. Leave one of them out; a resumed run repeats steps."
+            )
+    if not losses:
+        raise ConfigError(
+            f"{path} has no step with a loss. A log is CSV or JSON Lines with a step and a loss ({', '.join(LOSSES[:3])}, ..., or --loss NAME), "
+            "a console log of torchtitan or Megatron-LM, or TensorBoard events."
+        )
+    return Log(name=str(path), losses=dict(sorted(losses.items())))
+
+
+def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
+    events = sorted(path.glob("**/events.out.tfevents.*")) if path.is_dir() else [path] * ("tfevents" in path.name)
+    if events:
+        tagged: dict[str, dict[int, float]] = {}
+        for file in events:
+            for tag, step, value in _events(file):
+                tagged.setdefault(tag, {})[step] = value
+        name = _named(tagged, (loss,) if loss else LOSSES)
+        if name is None:
+            raise ConfigError(f"{path} has no tag of losses; it has {', '.join(tagged) or 'none'}. Name one with --loss.")
+        yield from tagged[name].items()
+        return
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".csv":
+        yield from _table(csv.DictReader(text.splitlines()), path, loss)
+    elif path.suffix in (".jsonl", ".ndjson", ".json"):
+        yield from _table(_objects(text, path), path, loss)
+    else:
+        for line in text.splitlines():
+            for console in _CONSOLES:
+                if match := console.search(_COLOR.sub("", line)):
+                    yield int(match[1]), float(match[2])
+                    break
+
+
+def _objects(text: str, path: Path) -> Iterator[dict]:
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            if number == text.count("\n") + 1:  # a torn last line, of a run that goes on
+                return
+            raise ConfigError(f"{path}, line {number}, is not JSON ({error}). Repair it, or leave it out.") from error
+        if isinstance(value, dict):
+            yield value
+
+
+def _table(rows: Iterable[dict], path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
+    """The (step, loss) of each row that has both; rows of other metrics lack one."""
+    seen: dict[str, None] = {}
+    found = False
+    for row in rows:
+        seen.update(dict.fromkeys(str(key) for key in row))
+        step, value = _named(row, STEPS), _named(row, (loss,) if loss else LOSSES)
+        if step is None or value is None or row[value] in (None, "") or row[step] in (None, ""):
+            continue
+        try:
+            yield int(float(row[step])), float(row[value])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}; both are numbers. Repair the row."
+            ) from error
+        found = True
+    if seen and not found:
+        raise ConfigError(
+            f"{path} has no row with a step ({', '.join(STEPS)}) and a loss ({loss or ', '.join(LOSSES)}); its columns are {', '.join(seen)}. "
+            "Name the loss with --loss."
+        )
+
+
+def _named(columns: Iterable[str], names: Iterable[str]) -> str | None:
+    """The first of the names among the columns, as the columns spell it."""
+    lower = {str(column).lower(): column for column in columns}
+    return next((lower[name.lower()] for name in names if name.lower() in lower), None)
+
+
+def _events(path: Path) -> Iterator[tuple[str, int, float]]:
+    """(tag, step, value) of every scalar in a file of events, up to a torn last record."""
+    extras.require("test", "reading TensorBoard events", "tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+    data, at = path.read_bytes(), 0
+    while at + 12 <= len(data):  # length (8), its CRC (4), the event, its CRC (4)
+        (length,) = struct.unpack_from("<Q", data, at)
+        if at + 16 + length > len(data):
+            return
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        at += 16 + length
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                yield value.tag, event.step, value.simple_value
+            elif value.HasField("tensor") and value.tensor.dtype == 1:  # DT_FLOAT, of tf.summary and newer writers
+                content = value.tensor.tensor_content
+                yield value.tag, event.step, struct.unpack("<f", content)[0] if content else value.tensor.float_val[0]

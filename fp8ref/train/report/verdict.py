@@ -1,0 +1,286 @@
+"""Group runs, and judge those in FP8 by bf16 runs of equal seeds (SEMANTICS E).
+
+    (group,) = groups(runs)             # runs of one text, model, optimizer, batch and number of steps
+    for arm in judged(group): verdict(arm, group).said
+
+An arm is the runs that differ in their seeds alone. Its gap is the loss minus that of bf16, over the
+last steps; ``gap`` has the intervals, and what they decide.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref.train import config as configs
+from fp8ref.train.report import gap as gaps
+from fp8ref.train.report import runs
+from fp8ref.train.report.foreign_logs import Log
+from fp8ref.train.report.gap import CONFIDENCE, Gap, Kind
+from fp8ref.train.report.runs import Run
+
+NO_BITS = ("statistics", "checkpoint", "log")
+"""Sections of the config that change no bit of training, in which runs of an arm may differ."""
+
+
+TINY = 1e-6
+"""Losses closer to 0 than this, in nats, count as this for the margin, which is not 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """Runs that differ in their seeds alone, the first given for each pair of seeds (E-1)."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def name(self) -> str:
+        """The first run's name, and how many more there are."""
+        return self.runs[0].name + (f" and {len(self.runs) - 1} more" if len(self.runs) > 1 else "")
+
+    @property
+    def bf16(self) -> bool:
+        """Whether no linear runs in FP8."""
+        return self.runs[0].bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seeds:
+    """The bf16 runs of a group, for figures: finished, one for each pair of seeds.
+
+    band: the lowest and highest of their losses at ``steps``; None of fewer than 2 runs, or 5 steps.
+    """
+
+    runs: tuple[Run, ...]
+    common: np.ndarray  # steps that all runs have
+    width: int
+    band: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The steps of the band: the last step of each window."""
+        return self.common[self.width - 1 :]
+
+    @property
+    def varied(self) -> str:
+        """Which seeds differ: run.seed, data.seed or both."""
+        return " and ".join(key for key in ("run.seed", "data.seed") if len({run.key(key) for run in self.runs}) > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Two lists of runs, and the gap between them.
+
+    runs, to  matched in order, unless gap.by is "unmatched".
+    steps     the last step of each window; gap: at each of them.
+    level     the mean loss of ``to`` over the last window.
+    count     the number of steps in common, and width: those of a window.
+    """
+
+    runs: tuple[Run | Log, ...]
+    to: tuple[Run | Log, ...]
+    steps: np.ndarray
+    gap: Gap
+    level: float
+    count: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is known of the gap between an arm and the runs that it is judged by.
+
+    reason: why nothing is, or how a run ended. compared, margin: None without a gap.
+    """
+
+    kind: Kind
+    reason: str = ""
+    compared: Compared | None = None
+    margin: float | None = None
+    confidence: float = CONFIDENCE
+
+    @property
+    def said(self) -> str:
+        """The verdict as a sentence."""
+        if self.compared is None or self.margin is None:
+            return f"{self.kind}: {self.reason.rstrip('.')}."
+        return f"{self.kind}: {sentence(self.compared, self.kind, self.margin, self.confidence)}{self.reason}."
+
+
+def groups(given: Sequence[Run]) -> list[list[Run]]:
+    """Group runs that are comparable (E-1), in the order given."""
+    found: list[list[Run]] = []
+    for run in given:
+        mine = next((group for group in found if not configs.differences(group[0].reference, run.reference)), None)
+        found.append([run]) if mine is None else mine.append(run)
+    return found
+
+
+def arms(group: Sequence[Run]) -> list[Arm]:
+    """The arms of a group, in the order given."""
+    found: list[tuple[dict, dict[tuple[int, int], Run]]] = []
+    for run in group:
+        mine = next((members for like, members in found if not configs.differences(like, of_arm(run))), None)
+        if mine is None:
+            found.append((of_arm(run), {run.seeds: run}))
+        else:
+            mine.setdefault(run.seeds, run)
+    return [Arm(runs=tuple(members.values())) for _, members in found]
+
+
+def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:
+    """The bf16 runs that an arm is judged by: the first arm of its backend, or else the first (E-1).
+
+    A bf16 arm is judged by an earlier one; the first by none.
+    """
+    found: list[Arm] = []
+    for other in arms(group):
+        if other.runs[0] is arm.runs[0]:
+            if arm.bf16:
+                break
+        elif other.bf16:
+            found.append(other)
+    backend = arm.runs[0].manifest["backend"]
+    return next((other for other in found if other.runs[0].manifest["backend"] == backend), next(iter(found), None))
+
+
+def judged(group: Sequence[Run]) -> list[Arm]:
+    """The arms that have a verdict: all but the first of bf16."""
+    return [arm for arm in arms(group) if not arm.bf16 or baseline(arm, group)]
+
+
+def verdict(arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, margin: float | None = None) -> Verdict:
+    """Judge an arm by the bf16 runs of its group (E-2 to E-4).
+
+    margin: in nats; None: ``gap.MARGIN`` of bf16's loss.
+    """
+    if ended := [run for run in arm.runs if run.diverged]:
+        run = ended[0]
+        step = max(run.losses, default=-1) + 1
+        tokens = (step + 1) * run.tokens_per_step
+        return Verdict(kind="worse", reason=f"{run.name} ended at step {step}, after {tokens:,} tokens, by {run.diverged}")
+    reference = baseline(arm, group)
+    if reference is None:
+        order = arm.runs[0].seeds
+        reason = "there is no bf16 run with its text, model, optimizer, batch and number of steps. Train one with --recipe bf16 "
+        return Verdict(kind="cannot tell", reason=f"{reason}--run.seed {order[0]} --data.seed {order[1]}")
+    others = [run for run in reference.runs if not run.diverged]
+    if not others:
+        return Verdict(kind="cannot tell", reason=f"{reference.runs[0].name}, which it is judged by, ended by {reference.runs[0].diverged}")
+    found = between(arm.runs, others, confidence=confidence, margin=margin)
+    backends = [side[0].manifest["backend"] for side in (arm.runs, others)]
+    foreign = (
+        f"; no bf16 run is of backend {backends[0]}, and those of {backends[1]} differ in more than FP8" if len(set(backends)) > 1 else ""
+    )
+    return dataclasses.replace(found, reason=found.reason + foreign * (not arm.bf16))
+
+
+def between(
+    mine: Sequence[Run | Log], others: Sequence[Run | Log], *, confidence: float = CONFIDENCE, margin: float | None = None
+) -> Verdict:
+    """Judge runs that differ in seeds alone by others that do (E-2 to E-5); none of them diverged.
+
+    Logs are matched in order, runs by their seeds.
+    """
+    mine, others = _kept(mine), _kept(others)
+    pairs = [(run, other) for run in mine for other in others if run.seeds == other.seeds]
+    if any(isinstance(run, Log) for run in (*mine, *others)):
+        pairs = list(zip(mine, others, strict=True))
+    if not pairs and len(mine) + len(others) < 3:
+        reason = (
+            f"{mine[0].name} has seeds {mine[0].seeds} and {others[0].name} {others[0].seeds}: two runs of different seeds show no effect "
+        )
+        return Verdict(kind="cannot tell", reason=reason + "of anything else. Train both with the same seeds")
+    sides = [list(side) for side in zip(*pairs, strict=True)] if pairs else [mine, others]
+    compared = compare(*sides, matched=bool(pairs), confidence=confidence)
+    if compared is None:
+        steps = runs.common_steps([*sides[0], *sides[1]])
+        reason = f"{', '.join(run.name for side in sides for run in side)} have {len(steps)} steps in common, and {gaps.BATCHES} are needed"
+        return Verdict(kind="cannot tell", reason=reason)
+    margin = gaps.MARGIN * max(abs(compared.level), TINY) if margin is None else margin
+    kind = gaps.decide(compared.gap.last, margin)
+    unfinished = [run for side in sides for run in side if isinstance(run, Run) and not run.finished]
+    short = "".join(f"; {run.name} is not finished, but {run.manifest['status']}" for run in unfinished)
+    return Verdict(kind=kind, compared=compared, margin=margin, reason=short, confidence=confidence)
+
+
+def compare(mine: Sequence[Run | Log], others: Sequence[Run | Log], *, matched: bool, confidence: float = CONFIDENCE) -> Compared | None:
+    """The gap of runs to others, step by step (E-2, E-3, E-5).
+
+    matched: in order. None: fewer than 5 common steps.
+    """
+    steps = runs.common_steps([*mine, *others])
+    width = gaps.window(len(steps))
+    if len(steps) < width:
+        return None
+    losses, to = (np.stack([runs.at(run.losses, steps) for run in side]) for side in (mine, others))
+    if matched and len(losses) == 1:
+        found = gaps.one_pair(losses[0] - to[0], width, confidence=confidence)
+    elif matched:
+        found = gaps.matched(gaps.running_mean(losses - to, width), confidence=confidence)
+    else:
+        found = gaps.unmatched(gaps.running_mean(losses, width), gaps.running_mean(to, width), confidence=confidence)
+    return Compared(
+        runs=tuple(mine),
+        to=tuple(others),
+        steps=steps[width - 1 :],
+        gap=found,
+        level=float(to[:, -width:].mean()),
+        count=len(steps),
+        width=width,
+    )
+
+
+def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = CONFIDENCE) -> str:
+    """The gap of the last steps, its interval, where it comes from, and what would settle it."""
+    gap = compared.gap.last
+    n, said = len(compared.runs), f"{gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {compared.to[0].name}"
+    said += f" over the last {compared.width} of {compared.count} steps"
+    if gap.by == "seeds":
+        said += f", by {n} matched seeds"
+    elif gap.by == "unmatched":
+        said += f", by {n} and {len(compared.to)} runs of different seeds, whose noise is in it: matched seeds tell more"
+    else:
+        said += ", by the steps of one pair; another seed may differ"
+    said += f"; margin {margin:.4f}"
+    if gap.too_short:
+        said += f"; neighboring steps correlate by {gap.phi:.2f}, too much for so few"
+    if kind != "cannot tell":
+        return said
+    if gap.by == "seeds":
+        needed = gaps.seeds_needed(gap, margin, confidence=confidence)
+        return f"{said}; at this spread {needed if needed else f'more than {gaps.MOST_SEEDS:,}'} matched seeds would settle it"
+    if gap.by == "unmatched":
+        return said
+    return f"{said}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle it for these two, or more seeds"
+
+
+def seeds_of(group: Sequence[Run]) -> Seeds:
+    """The finished bf16 runs of a group, the first for each pair of seeds."""
+    chosen: dict[tuple[int, int], Run] = {}
+    for run in group:
+        if run.bf16 and run.finished:
+            chosen.setdefault(run.seeds, run)
+    members = tuple(chosen.values())
+    steps = runs.common_steps(members) if members else np.array([], np.int64)
+    found = Seeds(runs=members, common=steps, width=gaps.window(len(steps)))
+    if len(members) < 2 or len(steps) < found.width:
+        return found
+    curves = gaps.running_mean(np.stack([runs.at(run.losses, steps) for run in members]), found.width)
+    return dataclasses.replace(found, band=(curves.min(axis=0), curves.max(axis=0)))
+
+
+def of_arm(run: Run) -> dict:
+    """What the runs of an arm have in common: everything that changes bits, but the seeds."""
+    settings = {key: value for key, value in run.settings.items() if key not in NO_BITS}
+    return {
+        **settings,
+        "data": {key: value for key, value in settings["data"].items() if key not in ("seed", "source")},
+        "run": {key: value for key, value in settings["run"].items() if key != "seed" and not key.startswith("eval_")},
+    }
+
+
+def _kept(side: Sequence[Run | Log]) -> list[Run | Log]:
+    """The finished runs; all, if none is."""
+    return [run for run in side if run.finished] or list(side)

@@ -1,0 +1,189 @@
+"""Grouped GEMMs that take offsets (SEMANTICS X-1 to X-6): planted faults, and kernels."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8ref.conformance.gemm import grade_offsets, require_offsets
+from fp8ref.conformance.gemm.grade.offsets import SIZES
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError
+from fp8ref.formats import E4M3FN
+from fp8ref.jax import grouped_operands as jax_operands
+from fp8ref.jax.scaling import Quantized
+from fp8ref.recipe import RECIPES, CastSpec, GemmSpec
+from fp8ref.torch import grouped_gemm, grouped_operands
+
+
+def spans(offs):
+    ends = [int(end) for end in offs]
+    return list(enumerate(map(slice, [0, *ends[:-1]], ends)))
+
+
+def output(a, b, scale_a, scale_b, offs, *, weights=None, tail=0.0):
+    """[M, N], by float32; weights: the weight that each group takes."""
+    out = np.full((len(a), b.shape[1]), tail, np.float32)
+    for e, rows in spans(offs):
+        of = e if weights is None else weights[e]
+        out[rows] = a[rows].astype(np.float32) @ b[of].astype(np.float32).T * scale_a[rows] * scale_b[of].T
+    return out
+
+
+def grad_weight(a, b, scale_a, scale_b, offs, *, rows_of=lambda rows, last: rows, scales=None, empty=0.0):
+    """[E, N, K], by float32."""
+    out = np.full((len(offs), a.shape[1], b.shape[1]), empty, np.float32)
+    for e, rows in spans(offs):
+        if rows.start < rows.stop:
+            taken, of = rows_of(rows, int(offs[-1])), e if scales is None else scales[e]
+            out[e] = a[taken].astype(np.float32).T @ b[taken].astype(np.float32) * scale_a[of][:, None] * scale_b[of]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("which", "function"), [("output", output), ("grad_weight", grad_weight)])
+def test_right(which, function, dtype):
+    grade = require_offsets(lambda *given: function(*given).astype(dtype), which=which, name="mine")
+    assert grade.message == f"mine, {which} of groups of 48, 0, 16, 32 rows, and 16 of no group, is right"
+    assert json.loads(json.dumps(grade.to_dict()))["faults"] == []
+    assert grade.exit_code == 0
+
+
+def up(size):
+    return lambda rows, last: slice(rows.start, min(rows.start - (rows.start - rows.stop) // size * size, last))
+
+
+PLANTED = {
+    "the matrix of another group": (
+        "output",
+        lambda *g: output(*g, weights=[0, 1, 1, 2]),
+        ["group 2: is multiplied by the weight of group 1 (X-1)", "group 3: is multiplied by the weight of group 2 (X-1)"],
+    ),
+    "memory": ("output", lambda *g: output(*g, tail=np.nan), ["rows of no group are NaN, not zeros (X-5)"]),
+    "a minus": ("output", lambda *g: output(*g, tail=-0.0), ["rows of no group are -0, not zeros (X-5)"]),
+    "an empty group": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, empty=7),
+        ["group 1: has no rows, and its grad_weight is 7, not zeros (X-4)"],
+    ),
+    "rows of the next group": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=up(32)),
+        [
+            "group 0: sums rows of the next group, up to a multiple of 32 (X-2)",
+            "group 2: sums rows of the next group, up to a multiple of 32 (X-2)",
+        ],
+    ),
+    "rows that are dropped": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, rows.start + (rows.stop - rows.start) // 32 * 32)),
+        ["group 0: drops its rows after a multiple of 32 (X-2)", "group 2: drops its rows after a multiple of 32 (X-2)"],
+    ),
+    "rows of no group": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, None)),
+        [
+            "group 0: holds NaN: rows of no group are read (X-5)",
+            "group 2: holds NaN: rows of no group are read (X-5)",
+            "group 3: holds NaN: rows of no group are read (X-5)",
+        ],
+    ),
+    "all groups": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(0, last)),
+        [
+            "group 0: sums the rows of all groups (X-2)",
+            "group 2: sums the rows of all groups (X-2)",
+            "group 3: sums the rows of all groups (X-2)",
+        ],
+    ),
+    "scales that are not jagged": (
+        "grad_weight",
+        lambda *g: grad_weight(*g, scales=[0, 0, 0, 0]),
+        ["group 2: is scaled as group 0 (X-3)", "group 3: is scaled as group 0 (X-3)"],
+    ),
+    "anything": (
+        "output",
+        lambda *g: output(*g) + 1,
+        [
+            "group 0: has other numbers (X-2)",
+            "group 2: has other numbers (X-2)",
+            "group 3: has other numbers (X-2)",
+            "rows of no group are 1, not zeros (X-5)",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults(name):
+    which, function, faults = PLANTED[name]
+    grade = grade_offsets(function, which=which)
+    assert list(map(str, grade.faults)) == faults
+    with pytest.raises(AssertionError, match="is wrong\n"):
+        require_offsets(function, which=which)
+
+
+def torch_values(codes, scale):
+    return codes.float().nan_to_num() * scale
+
+
+def test_torchs_grouped_mm_is_found_to_leave_rows():  # X-5
+    """torch 2.13 on a CPU, on dequantized operands: right, but for rows of no group."""
+
+    def function(a, b, scale_a, scale_b, offs):
+        return torch._grouped_mm(torch_values(a, scale_a.nan_to_num()), torch_values(b, scale_b).mT, offs=offs)
+
+    grade = grade_offsets(function, framework="torch")
+    (fault,) = {(fault.group, fault.clause) for fault in grade.faults}
+    assert fault == (None, "X-5")
+
+
+ROWS = CastSpec(fmt=E4M3FN, granularity="rowwise", policy=RECIPES["rowwise"].output.a.policy)
+SPEC = GemmSpec(a=ROWS, b=ROWS, accumulate="fast")
+
+
+@pytest.mark.parametrize("which", ["output", "grad_weight"])
+def test_fp8refs_in_torch(which):  # X-4, X-5
+    def function(a, b, scale_a, scale_b, offs):
+        groups = grouped_operands.groups_of(offs, len(a))
+        axis = -2 if which == "grad_weight" else -1
+        first = grouped_operands.Operand(a, scale_a, scale_a, E4M3FN, "rowwise", axis)
+        second = grouped_operands.Operand(b, scale_b, scale_b, E4M3FN, "rowwise", axis)
+        return grouped_gemm.multiply(which, first, second, groups, SPEC, torch.bfloat16)
+
+    require_offsets(function, which=which, framework="torch")
+    require_offsets(function, which=which, framework="torch", sizes=[5, 0, 1, 17], rest=3)
+
+
+def test_fp8refs_in_jax():  # X-5
+    @jax.jit
+    def function(a, b, scale_a, scale_b, offs):
+        groups = jax_operands.groups_of(jnp.diff(offs, prepend=0), len(a))
+        first, second = (
+            Quantized(codes=q, scale=s, scale_inv=s, fmt=E4M3FN, granularity="rowwise", axis=-1) for q, s in ((a, scale_a), (b, scale_b))
+        )
+        return jax_operands.rows_by_weights(first, second, SPEC, groups, jnp.bfloat16)
+
+    require_offsets(function, framework="jax")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"which": "grad_input"}, ValueError, "which is 'output' or 'grad_weight'"),
+        ({"framework": "cupy"}, ValueError, "framework is one of numpy, torch, jax"),
+        ({"sizes": [0, 0]}, ValueError, "groups have sizes of 0 or more rows"),
+        ({"rest": -1}, ValueError, "groups have sizes of 0 or more rows"),
+        ({"function": lambda *_: 1 / 0}, RefusedError, "mine raised ZeroDivisionError"),
+        ({"function": lambda *_: np.zeros(3, np.float32)}, ProbeError, r"mine gives \[112, 48\]; got shape \[3\]"),
+        ({"function": lambda *_: None}, ProbeError, "mine gives one array"),
+    ],
+)
+def test_what_is_refused(options, error, message):
+    assert sum(SIZES) + 16 == 112
+    with pytest.raises(error, match=message):
+        grade_offsets(**({"function": output, "name": "mine"} | options))

@@ -1,0 +1,228 @@
+"""Grouped linears in JAX (SEMANTICS X), beside their parity with the simulator."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grouped_cases import SIZES, TENSORS_OF_ALL, integers, simulated, tensors
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from fp8ref.formats import FLOAT16, FLOAT32
+from fp8ref.jax import delayed, grouped, grouped_operands
+from fp8ref.recipe import E4M3FN, CastSpec, GemmSpec, Recipe
+
+
+@pytest.fixture
+def small(rng):
+    """x [24, 32], w [3, 32, 16], sizes 7, 0 and 13, of a product that is exact."""
+    return (
+        jnp.asarray(rng.integers(-7, 8, (24, 32)), jnp.bfloat16),
+        jnp.asarray(rng.integers(-7, 8, (3, 32, 16)), jnp.bfloat16),
+        jnp.array([7, 0, 13]),
+    )
+
+
+def test_it_is_shaped_like_ragged_dot(small):  # X-1
+    y, seen = grouped.apply(*small, recipe="bf16")
+    np.testing.assert_array_equal(y, jax.lax.ragged_dot(*small))
+    assert seen is None
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [(jnp.float32, FLOAT32), (jnp.float16, FLOAT16)], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_other_dtypes(recipe, dtype, fmt, rng):  # G-8
+    x, w, g = integers(rng)
+    sizes = jnp.array(SIZES)
+    y, vjp = jax.vjp(lambda x, w: grouped.apply(x, w, sizes, recipe=recipe)[0], jnp.asarray(x, dtype), jnp.asarray(w.swapaxes(1, 2), dtype))
+    grad_input, grad_weight = vjp(jnp.asarray(g, dtype))
+    expected = simulated(x, w, g, recipe, out_dtype=fmt)
+    for found, which in ((y, "output"), (grad_input, "grad_input"), (grad_weight.swapaxes(1, 2), "grad_weight")):
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, expected[which].astype(dtype), err_msg=which)
+
+
+def test_in_a_scan_over_layers_with_sizes_of_their_own(small):  # X-1
+    x, w, sizes = small
+    stack = jnp.stack([w @ jnp.ones((16, 32), jnp.bfloat16) / 64, jnp.flip(w, 0) @ jnp.ones((16, 32), jnp.bfloat16) / 64])
+    of_layers = jnp.stack([sizes, jnp.array([0, 9, 9])])
+
+    def layers(x, stack):
+        return jax.lax.scan(lambda x, of: (grouped.apply(x, *of, recipe="rowwise")[0], None), x, (stack, of_layers))[0].sum()
+
+    found = jax.jit(jax.grad(layers, argnums=(0, 1)))(x, stack)
+
+    def unrolled(x, stack):
+        for i in range(2):
+            x = grouped.apply(x, stack[i], of_layers[i], recipe="rowwise")[0]
+        return x.sum()
+
+    expected = jax.jit(jax.grad(unrolled, argnums=(0, 1)))(x, stack)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.any(np.asarray(found[1]).astype(np.float32))
+
+
+def test_under_vmap(small):
+    (x, w, sizes), recipe = small, "tensorwise"
+    xs, of_each = jnp.stack([x, 2 * x, -x]), jnp.stack([sizes, jnp.array([24, 0, 0]), jnp.array([0, 0, 0])])
+    alone = jax.jit(lambda x, s: grouped.apply(x, w, s, recipe=recipe)[0])
+    for y, one, s in zip(jax.jit(jax.vmap(alone))(xs, of_each), xs, of_each, strict=True):
+        np.testing.assert_array_equal(y, alone(one, s))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_nan_stays_in_its_group(recipe, rng):  # X-6
+    """lax.ragged_dot multiplies all rows by all weights, zeros by a NaN too."""
+    x, w, g = tensors(rng)
+    sizes, w = jnp.array(SIZES), w.swapaxes(1, 2)
+
+    def run(x, w):
+        y, vjp = jax.vjp(lambda x, w: grouped.apply(x, w, sizes, recipe=recipe)[0], jnp.asarray(x), jnp.asarray(w))
+        return [np.asarray(v) for v in (y, *vjp(jnp.asarray(g)))]
+
+    clean = run(x, w)
+    x[3, 5], w[2, 9, 7] = np.nan, np.inf
+    y, grad_input, grad_weight = run(x, w)
+    assert np.isnan(y[3]).any()
+    for found, before in ((y, clean[0]), (grad_input, clean[1])):
+        np.testing.assert_array_equal(found[41:], before[41:])
+    np.testing.assert_array_equal(grad_weight[3], clean[2][3])
+    assert np.isnan(
+        np.asarray(jax.lax.ragged_dot(jnp.asarray(np.nan_to_num(x)), jnp.asarray(np.where(np.isinf(w), np.nan, w)), sizes))[41:]
+    ).any()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
+    """Four devices: two parts of the batch, and two experts of four on each. Bits of each device's own groups; gradients of weights summed."""
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.asarray(rng.integers(-7, 8, (4 * 24, 32)), jnp.bfloat16)  # 24 rows a device
+    w = jnp.asarray(rng.integers(-7, 8, (4, 32, 16)), jnp.bfloat16)
+    sizes = jnp.array([[10, 14, 0, 20], [3, 0, 24, 0]])  # of a part of the batch and an expert
+
+    def loss(x, w, product):
+        return (product(x, w).astype(jnp.float32) * jnp.arange(16)).sum()
+
+    def cut(x, w):
+        rows, experts = P(("data", "expert")), P("expert")
+        run = jax.shard_map(
+            lambda x, w, s: grouped.apply(x, w, s[0], recipe=recipe)[0],
+            mesh=mesh,
+            in_specs=(rows, experts, P("data", "expert")),
+            out_specs=rows,
+        )
+        return run(x, w, sizes)
+
+    def by_hand(x, w):
+        parts = x.reshape(2, 2, 24, 32)
+        found = [
+            grouped.apply(parts[d, e], w[2 * e : 2 * e + 2], sizes[d, 2 * e : 2 * e + 2], recipe=recipe)[0] for d in (0, 1) for e in (0, 1)
+        ]
+        return jnp.concatenate(found)
+
+    np.testing.assert_array_equal(jax.jit(cut)(x, w), jax.jit(by_hand)(x, w))
+    ours, expected = (jax.jit(jax.grad(lambda x, w, f=f: loss(x, w, f), argnums=(0, 1)))(x, w) for f in (cut, by_hand))
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", TENSORS_OF_ALL], ids=["delayed", "all"])
+def test_amaxes_of_all_groups_are_of_one_device(recipe, small):
+    x, w, sizes = small
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
+    given = {"state": delayed.init("delayed"), "seen": delayed.unseen("delayed")} if recipe == "delayed" else {}
+    run = jax.shard_map(
+        lambda x, w, s: grouped.apply(x, w, s, recipe=recipe, **given)[0], mesh=mesh, in_specs=(P("expert"),) * 3, out_specs=P("expert")
+    )
+    with pytest.raises(
+        ValueError, match=r"inside shard_map amaxes are of one device's groups; recipe '(delayed|tensorwise)' has amaxes of all"
+    ):
+        run(x, w, sizes)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_no_tokens(recipe, small):  # L-9
+    _, w, _ = small
+    given = {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)} if recipe == "delayed" else {}
+
+    def loss(x, w):
+        y, seen = grouped.apply(x, w, jnp.zeros(3, int), recipe=recipe, **given)
+        return y.sum(), (y, seen)
+
+    grads, (y, seen) = jax.grad(loss, argnums=(0, 1), has_aux=True)(jnp.zeros((0, 32), jnp.bfloat16), w)
+    assert y.shape == (0, 16)
+    assert not np.any(np.asarray(grads[1]).astype(np.float32))
+    assert not np.any(jax.tree.leaves(seen) or 0)
+
+
+def test_derivatives_that_are_refused(small):  # L-8
+    x, w, sizes = small
+
+    def loss(x):
+        return grouped.apply(x, w, sizes, recipe="rowwise", name="experts")[0].sum().astype(jnp.float32)
+
+    with pytest.raises(ValueError, match="experts: the gradients of a linear are not differentiated again"):
+        jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
+    with pytest.raises(ValueError, match="experts: a linear has derivatives in reverse mode only"):
+        jax.jvp(loss, (x,), (x,))
+
+
+SQUARES = Recipe(
+    name="squares",
+    output=GemmSpec(a=CastSpec(fmt=E4M3FN, granularity="blockwise_128x128"), b=CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"), accumulate="fast"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.zeros((2, 12, 32))}, r"experts: a grouped linear takes x \[M, K\] and w \[E, K, N\]"),
+        ({"x": jnp.zeros((24, 32))}, "of one dtype"),
+        ({"group_sizes": jnp.zeros(2, int)}, r"experts: group_sizes are integers \[E\]"),
+        ({"group_sizes": jnp.zeros(3)}, r"experts: group_sizes are integers \[E\]"),
+        ({"w": jnp.zeros((3, 32, 24), jnp.bfloat16)}, "experts: FP8 needs K and N to be multiples of 16"),
+        ({"recipe": "delayed"}, "experts: recipe 'delayed' scales by past amaxes"),
+        ({"state": delayed.init("delayed")}, "experts: recipe 'rowwise' keeps no state"),
+        ({"recipe": SQUARES}, "experts: no block of a grouped input has several rows"),
+        ({"recipe": "nothing"}, "experts: a grouped recipe is"),
+    ],
+)
+def test_what_is_refused(change, message, small):  # X-1
+    given = dict(zip(("x", "w", "group_sizes"), small, strict=True)) | {"recipe": "rowwise", "name": "experts"} | change
+    with pytest.raises(ValueError, match=message):
+        grouped.apply(**given)
+
+
+def test_a_gpus_products_are_in_fp8(small):  # X-10
+    """As exported for an NVIDIA GPU: codes go into the products as they are, a block of 16 rows after another."""
+    x, w, sizes = small
+
+    def step(x, w, sizes):
+        y, vjp = jax.vjp(lambda x, w: grouped.apply(x, w, sizes, recipe="rowwise")[0], x, w)
+        return y, vjp(y)
+
+    text = jax.export.export(jax.jit(step), platforms=["cuda"])(x, w, sizes).mlir_module()
+    types = re.findall(r"stablehlo\.dot_general .* : \(tensor<(.*?)>, tensor<(.*?)>\)", text)
+    assert types == [
+        ("16x32xf8E4M3FN", "32x16xf8E4M3FN"),
+        ("16x16xf8E4M3FN", "32x16xf8E4M3FN"),
+        ("16x32xf8E4M3FN", "16x16xf8E4M3FN"),
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 31, 64, 500, 6000])
+def test_blocks_of_rows(rows, rng):  # X-10
+    """Every row of a group is in a block of its group, once; others in none. No more than twice the rows, or 16 more for each group."""
+    sizes = rng.multinomial(rows - rows // 8, [0.5, 0, 0.1, 0.4]).astype(np.int32)
+    groups = grouped_operands.groups_of(jnp.asarray(sizes), rows)
+    blocks = grouped_operands._row_blocks(groups)
+    x = np.arange(1, rows + 1, dtype=np.float32)[:, None]
+    laid = np.asarray(blocks.of(jnp.asarray(x)))[..., 0]
+    assert laid.size <= max(2 * rows, rows + 16 * 4)
+    for e, (begin, size) in enumerate(zip(np.cumsum(sizes) - sizes, sizes, strict=True)):
+        found = laid[np.asarray(blocks.group) == e].reshape(-1)
+        np.testing.assert_array_equal(found[found > 0], x[begin : begin + size, 0])
+    assert (laid > 0).sum() == sizes.sum()

@@ -1,0 +1,109 @@
+"""Kernels that are kept on disk are those that were asked for."""
+
+import numba
+import numpy as np
+import pytest
+from numba.core import caching
+
+from fp8ref.formats import E4M3FN
+from fp8ref.sim.kernels import cast, compiled, scaling
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Where kernels are kept; none is at first."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def kept(folder) -> list[str]:
+    return sorted(file.name for file in folder.rglob("*") if file.is_file())
+
+
+def adds(n: int, how=compiled.compiled):
+    """A kernel whose closure is n: all come of one function, and differ in n alone."""
+
+    @how
+    def add(x):
+        return x + n
+
+    return add
+
+
+def of_numba(function):
+    return numba.njit(cache=True)(function)
+
+
+ONES = np.ones(4, np.uint32), np.zeros(4, np.uint8), 0, np.uint64(0)
+BLOCK = np.ones((1, 4), np.uint32), np.zeros(1, np.int64), 4, np.ones((1, 1), np.float32), np.zeros((1, 4), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [(lambda: cast.encoder.__wrapped__(E4M3FN, "nearest_even", True), ONES), (lambda: scaling.encoder.__wrapped__(E4M3FN), BLOCK)],
+)
+def test_a_change_of_any_kernel_file_compiles_again(make, arguments, monkeypatch, folder):
+    def found() -> bool:
+        kernel = make()
+        kernel(*arguments)
+        return sum(kernel.stats.cache_hits.values()) == 1
+
+    assert [found(), found()] == [False, True]
+    before = kept(folder)
+    monkeypatch.setattr(compiled, "sources", lambda: "edited")
+    assert [found(), found()] == [False, True]
+    assert len(kept(folder)) == 1
+    assert kept(folder) != before
+
+
+def both_at_once(how, monkeypatch) -> None:
+    """Compile the kernels of 1 and of 2 as two processes may: each looks for what is there before the
+    other writes, and the first writes its code last."""
+    first = adds(1, how)
+    files = first._cache._cache_file
+    write = files._save_data
+
+    def late(name, data):
+        second = adds(2, how)
+        monkeypatch.setattr(second._cache._cache_file, "_load_index", dict)  # it looked before
+        assert second(10) == 12
+        write(name, data)
+
+    monkeypatch.setattr(files, "_save_data", late)
+    assert first(10) == 11
+
+
+def test_two_processes_that_compile_at_once_keep_both(monkeypatch, folder):
+    both_at_once(compiled.compiled, monkeypatch)
+    assert [adds(n)(10) for n in (1, 2)] == [11, 12]
+    assert len(kept(folder)) == 2
+
+
+def test_numbas_own_cache_gives_one_kernel_for_the_other(monkeypatch, folder):
+    """Why there is one of our own: once this fails, numba's will do."""
+    both_at_once(of_numba, monkeypatch)
+    assert adds(2, of_numba)(10) == 11
+
+
+def test_arguments_of_other_types_are_other_kernels(folder):
+    kernel = adds(1)
+    assert kernel(1) == 2
+    assert kernel(0.5) == 1.5
+    again = adds(1)
+    assert again(0.5) == 1.5
+    assert again(1) == 2
+    assert sum(again.stats.cache_hits.values()) == 2
+    assert not again.stats.cache_misses
+    again._cache.flush()
+    assert kept(folder) == []
+
+
+def test_without_a_folder_or_room_every_process_compiles(monkeypatch, folder):
+    def full(self, name, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compiled._Files, "_save_data", full)
+    assert adds(1)(1) == 2
+    assert kept(folder) == []
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert adds(1)(1) == 2

@@ -1,0 +1,84 @@
+"""Logs of other trainers: their own lines, as those trainers print them."""
+
+import json
+
+import pytest
+
+from fp8ref.errors import ConfigError
+from fp8ref.train.report import foreign_logs
+
+_AT = "[rank0]:[titan] 2025-06-10 14:01:22,123 - root - INFO - "
+_COLORED = "\x1b[31mstep:  1  \x1b[32mloss:  8.1387  \x1b[38;2;180;60;0mgrad_norm:  1.2345  \x1b[34mmemory:  1.37GiB(1.44%)  tps: 5,031"
+TITAN = "".join(
+    f"{_AT}{line}\n"
+    for line in (
+        "Training starts at step 1",
+        _COLORED,
+        "step: 10  loss:  7.9000  grad_norm:  1.1  memory:  1.37GiB(1.44%)  tps: 5,031",
+        "validate step: 10  loss:  8.0000  memory:  1.37GiB(1.44%)",
+    )
+)
+_REST = "learning rate: 1.5E-05 | global batch size:   256 | lm loss: {} | loss scale: 1.0 | grad norm: 23.4 |"
+MEGATRON = (
+    " [2025-06-10 14:01:22] iteration        1/     500 | consumed samples:          256 | " + _REST.format("1.089876E+01") + "\n"
+    " validation loss at iteration 1 | lm loss value: 1.08E+01 | lm loss PPL: 4.9E+04 |\n"
+    " [2025-06-10 14:01:25] iteration        2/     500 | consumed samples:          512 | " + _REST.format("1.072000E+01") + "\n"
+)
+
+
+def read(path, text: str, **keys) -> dict[int, float]:
+    path.write_text(text)
+    return foreign_logs.read(path, **keys).losses
+
+
+def test_torchtitans_console(tmp_path):
+    assert read(tmp_path / "slurm-1.out", TITAN) == {1: 8.1387, 10: 7.9}
+
+
+def test_megatrons_console(tmp_path):
+    assert read(tmp_path / "log.txt", MEGATRON) == {1: 10.89876, 2: 10.72}
+
+
+def test_a_csv_of_any_case_and_order(tmp_path):
+    assert read(tmp_path / "a.csv", "time,Loss,Step\n0,2.5,3\n1,,4\n2,2.25,1\n") == {1: 2.25, 3: 2.5}
+    assert read(tmp_path / "b.csv", "Step,run - train/loss\n0,2.5\n", loss="run - train/loss") == {0: 2.5}
+
+
+def test_json_lines_with_other_metrics_between(tmp_path):
+    lines = [{"_step": 0, "train/loss": 3.0}, {"_step": 0, "eval/loss": 9.0}, {"_step": 1, "train/loss": 2.0}]
+    assert read(tmp_path / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + '{"_step": 2, "tr') == {0: 3.0, 1: 2.0}
+
+
+def test_tensorboard_events_in_a_directory(tmp_path):
+    from tensorboardX import SummaryWriter
+
+    for steps in (range(3), range(2, 5)):  # resumed at step 2
+        with SummaryWriter(str(tmp_path / "tb" / f"from-{steps[0]}")) as writer:
+            for step in steps:
+                writer.add_scalar("loss_metrics/global_avg_loss", 3.0 - step / 4, step)
+                writer.add_scalar("lr", 0.5, step)
+    assert foreign_logs.read(tmp_path / "tb").losses == {step: 3.0 - step / 4 for step in range(5)}
+    assert foreign_logs.read(tmp_path / "tb", loss="lr").losses == dict.fromkeys(range(5), 0.5)
+    with pytest.raises(ConfigError, match=r"no tag of losses; it has loss_metrics/global_avg_loss, lr\. Name one with --loss"):
+        foreign_logs.read(tmp_path / "tb", loss="absent")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "step,perplexity\n0,9\n", r"its columns are step, perplexity\. Name the loss with --loss"),
+        ("a.csv", "step,loss\n0,high\n", r"step = '0' with loss = 'high'; both are numbers"),
+        ("a.csv", "step,loss\n0,nan\n", r"the loss of step 0 is nan; losses are finite"),
+        ("a.csv", "step,loss\n0,1\n0,2\n", r"step 0 has losses 1\.0 and 2\.0"),
+        ("a.jsonl", '{"step": 0\n{"step": 1, "loss": 2}\n', r"line 1, is not JSON"),
+        ("a.out", "nothing of it\n", r"has no step with a loss\. A log is CSV"),
+    ],
+)
+def test_what_is_no_log_is_refused(tmp_path, name, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / name, text)
+
+
+def test_a_log_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        foreign_logs.read(tmp_path / "absent.csv")

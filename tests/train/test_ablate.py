@@ -1,0 +1,163 @@
+"""An ablation finds a planted harmful cast, resumes, and says what it measured (SEMANTICS E-8)."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fp8ref.errors import ConfigError
+from fp8ref.linear_rules import Rule
+from fp8ref.train import ablate, loop, variants
+from fp8ref.train import config as configs
+
+PLANTED = (
+    Rule(layers=("lm_head",), recipe="tensorwise"),
+    Rule(layers=("lm_head",), roles=("grad_output",), format="e4m3fn", policy="unscaled"),
+)
+"""The gradients of lm_head in e4m3 without a scale. The largest are 1 / 2048, of 2048 tokens; e4m3 rounds those to 2^-10 to zero."""
+
+
+@pytest.fixture
+def two(small):
+    """Two layers, whose trainers are fakes but for a first run."""
+    return small.replace(model={"num_hidden_layers": 2}, run={"steps": 4, "eval_every": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+@pytest.mark.parametrize("base", ["bf16", "fp8"])
+def test_a_planted_cast_is_rank_1_with_an_interval_above_0(small, tmp_path, backend, base):
+    config = small.replace(
+        data={"batch_size": 32, "sequence_length": 64},
+        numerics={"recipe": "tensorwise", "rules": PLANTED},
+        optimizer={"learning_rate": 3e-3, "min_learning_rate": 3e-3, "warmup_steps": 1},
+        run={"steps": 2, "eval_every": 2},
+    )
+    loop.train(config, backend, tmp_path / "run")
+    found = ablate.ablate(tmp_path / "run", base=base, roles=["grad_output"], steps=8, seeds=3, batches=3)
+    first = found.rows[0]
+    assert (first.operand.group, first.operand.role) == ("lm_head", "grad_output")
+    assert first.low > 0
+    assert first.underflow == 1.0
+    assert (tmp_path / "run" / "ablation" / "ablation.png").read_bytes().startswith(b"\x89PNG")
+    sound = [row for row in found.rows if row.operand.group == "layers.0"]
+    assert len(sound) == 2
+    assert all(row.cost < first.cost / 10 for row in sound)
+
+
+class Fake:
+    """A trainer whose loss is 2 and, for each operand of layer 1 that is cast, 0.1 more; and 0.001 times the batch."""
+
+    made = 0
+
+    def __init__(self, config):
+        Fake.made += 1
+        casts = variants.cast_operands(config)
+        self.loss = 2 + 0.1 * sum("layers.1" in path for path, *_ in casts) / 7 + 0.001 * len(casts)
+        self.steps = 0
+
+    def load(self, state, step):
+        self.steps = 0
+
+    def step(self, tokens):
+        self.steps += 1
+        return {"loss": math.nan if "nan" in str(tokens) else 2.0, "grad_norm": 1.0}
+
+    def evaluate(self, tokens):
+        return self.loss + 0.01 * float(np.mean(tokens)) / 256 + 0.01 * self.steps
+
+    def statistics(self, tokens):
+        return {"model.layers.1.mlp.up_proj/output/input": {"sqnr": 20.0, "underflow_rate": 0.25, "saturation_rate": 0.5}}
+
+
+@pytest.fixture
+def run(two, tmp_path, monkeypatch):
+    """A run of torch, whose trainers are then fakes."""
+    loop.train(two, "torch", tmp_path / "run")
+    monkeypatch.setattr(loop, "trainer", lambda backend, config: Fake(config))
+    Fake.made = 0
+    return tmp_path / "run"
+
+
+def test_operands_are_ranked_with_their_statistics_and_resumed(run, tmp_path):
+    found = ablate.ablate(run, batches=3)
+    assert [row.operand.name for row in found.rows[:2]] == ["layers.1/output/input", "layers.1/output/weight"]
+    assert found.rows[0].cost == pytest.approx(0.1 + 0.007)
+    assert (found.rows[0].sqnr, found.rows[0].underflow, found.rows[0].saturation) == (20.0, 0.25, 0.5)
+    assert (found.steps, found.samples, len(found.rows)) == (0, 3, 4)
+    assert Fake.made == 2 + 4
+    lines = (run / "ablation" / variants.LOSSES).read_text().splitlines(keepends=True)
+    (run / "ablation" / variants.LOSSES).write_text("".join(lines[:-1]) + lines[-1][:5])  # killed while it wrote the last
+    assert ablate.ablate(run, batches=3).to_dict() == found.to_dict()
+    assert Fake.made == 2 + 4 + 1
+    with pytest.raises(ConfigError, match=r"is of another ablation: it differs in base\. Name another directory"):
+        ablate.ablate(run, batches=3, base="fp8")
+    written = json.loads((run / "ablation" / "ablation.json").read_text())
+    assert written["rows"][0]["rank"] == 1
+    assert written["rows"][0]["linears"][0] == "model.layers.1.self_attn.q_proj"
+
+
+def test_from_fp8_a_cost_has_the_same_sign(run):
+    found = ablate.ablate(run, base="fp8", batches=3)
+    assert found.rows[0].operand.group == "layers.1"
+    assert found.rows[0].cost == pytest.approx(0.1 + 0.007)
+
+
+def test_training_is_matched_and_begins_again_for_each_order(run):
+    found = ablate.ablate(run, steps=2, seeds=3, batches=2, by="kind", layers=["up_proj", "down_proj"], gemms=["grad_weight"])
+    assert [row.operand.group for row in found.rows] == ["up_proj", "up_proj", "down_proj", "down_proj"]
+    assert found.samples == 3
+    assert found.baseline == pytest.approx(2 + 0.02, abs=0.01)
+
+
+def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
+    monkeypatch.setattr(Fake, "evaluate", lambda self, tokens: math.nan if 2.006 < self.loss < 2.01 else self.loss)
+    found = ablate.ablate(run, batches=2)
+    assert [row.cost is None for row in found.rows] == [True, True, False, False]
+    console = Console(width=200, record=True, file=(run / "shown").open("w"))
+    with console.file:
+        found.render(console)
+    shown = (run / "shown").read_text()
+    assert "not finite" in shown
+    assert "The intervals of 4 of 4 leave out 0" in shown
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"recipe": "bf16"}, r"--recipe is one with FP8"),
+        ({"recipe": "delayed"}, r"'delayed' has states\. Use tensorwise"),
+        ({"layers": ["absent"]}, r"--layers 'absent' names no linear in FP8"),
+        ({"gemms": ["grad_weight"]}, r"no operand in FP8 is left"),
+        ({"batches": 1}, r"2 or more batches; got 3 and 1"),
+    ],
+)
+def test_what_cannot_be_studied_is_refused(run, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        ablate.ablate(run, **keys)
+    assert Fake.made == 0
+
+
+def test_a_run_without_a_checkpoint_is_refused(run):
+    import shutil
+
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        ablate.ablate(run)
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_rules_are_read_trained_and_recorded(small, tmp_path, backend):  # R-8
+    text = {"numerics": {"recipe": "tensorwise", "rules": [{"layers": ["down_proj"], "roles": ["grad_output"], "format": "e4m3fn"}]}}
+    rules = configs.from_dict(text).numerics.rules
+    config = small.replace(numerics={"recipe": "tensorwise", "rules": rules}, run={"steps": 1, "eval_every": 1})
+    loop.train(config, backend, tmp_path / "run")
+    assert configs.load(tmp_path / "run" / "config.toml").numerics.rules == rules
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    linear = next(one for one in manifest["linears"] if one["path"].endswith("down_proj"))
+    assert linear["operands"]["grad_weight/grad_output"] == "e4m3fn tensorwise torchao"
+    assert manifest["proof"]["missing"] == []
+    gemm = next(one for one in manifest["proof"]["gemms"] if one["gemm"].endswith("down_proj/grad_weight"))
+    assert gemm["a"] == "f8e4m3fn"
