@@ -15,7 +15,7 @@ from fp8ref import registry
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 
 Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents", "one"]
-"""What a policy computes first: a scale, or with the next three a scale_inv; ``one`` computes nothing (S-20)."""
+"""What a policy computes first: a scale, or with the next three a scale_inv; ``one`` computes nothing (S-21)."""
 
 Special = Literal["compute", "one", "keep", "keep_inverse"]
 """The scale of a zero, infinite or NaN amax.
@@ -61,7 +61,7 @@ class ScalePolicy:
     ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 /
                   amax)). The next three make scale_inv: ``amax/max``: RN32(amax / fmt.max);
                   ``amax*(1/max)``: RN32(amax * RN32(1 / fmt.max)); ``exponents``: 2^(floor(log2
-                  amax) - floor(log2 fmt.max)). ``one``: scale 1 for every amax (S-20).
+                  amax) - floor(log2 fmt.max)). ``one``: scale 1 for every amax (S-21).
     power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the
                   same by way of RN32(log2). Where the ratio makes scale_inv, scale_inv is rounded
                   up instead, which rounds the scale down.
@@ -149,7 +149,7 @@ class ScalePolicy:
 
     @property
     def unscaled(self) -> bool:
-        """Whether every scale is 1 (S-20)."""
+        """Whether every scale is 1 (S-21)."""
         return self.ratio == "one"
 
     @property
@@ -162,7 +162,7 @@ class ScalePolicy:
         """The clause of SEMANTICS that decides its scales; S-9, the general one, unless a narrower
         clause does."""
         if self.unscaled:
-            return "S-20"
+            return "S-21"
         if self.e8m0 is not None:
             return "S-14"
         if self.makes_scale_inv:
@@ -251,7 +251,7 @@ POLICIES = {
 
 
 UNSCALED = ScalePolicy(name="unscaled", ratio="one")
-"""A cast without a scale (S-20): what a rule of a config names to show why scales are needed. Not among
+"""A cast without a scale (S-21): what a rule of a config names to show why scales are needed. Not among
 ``POLICIES``, which are those of libraries."""
 
 

@@ -116,7 +116,7 @@ def test_policies_are_keyword_only():
         ScalePolicy("mine", 1e-12)
 
 
-def test_without_a_scale_every_scale_is_1():  # S-20
+def test_without_a_scale_every_scale_is_1():  # S-21
     import jax.numpy as jnp
     import numpy as np
     import torch
@@ -134,6 +134,6 @@ def test_without_a_scale_every_scale_is_1():  # S-20
     ):
         np.testing.assert_array_equal(np.asarray(found), np.ones((2, 5), np.float32))
     assert policy.UNSCALED.name not in POLICIES
-    assert policy.UNSCALED.clause == "S-20"
+    assert policy.UNSCALED.clause == "S-21"
     with pytest.raises(ValueError, match="takes no other decision; got eps, margin"):
         ScalePolicy(name="mine", ratio="one", eps=1e-6, margin=1)

@@ -279,6 +279,27 @@ def test_compiled():
     assert torch.equal(compiled(x, index, weights), module(x, index, weights))
 
 
+REAL = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936} | {
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes", "share"), [("Mixtral", {}, 0.994), ("Qwen3Moe", REAL, 0.979)])
+def test_shares_at_real_sizes(name, sizes, share):  # R-7
+    """Mixtral 8x7B and Qwen3-30B-A3B, on the meta device; of the multiplications those of 4,096 tokens."""
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).bfloat16()
+    ft.linear.convert(model, "rowwise", filter_fqns=["lm_head"], experts=True)
+    found = ft.linear.report(model, (torch.zeros(1, 4096, dtype=torch.long, device="meta"),))
+    assert round(found.parameters, 3) == share
+    assert found.multiplications > 0.5
+    assert not found.experts
+
+
 def over_ranks(recipe):
     """Whether the gradients of a model that FSDP2 shards are the mean of the ranks' own, and the states of delayed scaling."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))

@@ -68,7 +68,7 @@ def test_an_operand_cast_alone_equals_the_simulator_on_integers(recipe, rng):  #
         np.testing.assert_array_equal(ours.float(), theirs)
 
 
-def test_a_cast_without_a_scale_is_not_torchaos():  # S-20
+def test_a_cast_without_a_scale_is_not_torchaos():  # S-21
     cast = CastSpec(fmt=E4M3FN, policy=UNSCALED)
     assert not torchao_linear.expresses(Recipe(name="bare", output=GemmSpec(a=cast, b=cast, accumulate="fast")))
 

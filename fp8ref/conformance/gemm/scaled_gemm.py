@@ -110,7 +110,7 @@ def read_array(found: Any) -> tuple[np.ndarray, Format]:
     elif hasattr(found, "dtype"):
         dtype, found = np.dtype(found.dtype).name, np.asarray(found)
     else:
-        raise ProbeError(f"gives one array of NumPy, PyTorch or JAX; got {type(found).__name__}. Return the array alone.")
+        raise ProbeError(f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(found).__name__}. Return the array alone.")
     if dtype not in OUT_DTYPES:
         raise ProbeError(f"gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
     return np.array(found, np.float32, order="C", ndmin=0, copy=True), OUT_DTYPES[dtype]
