@@ -1,8 +1,10 @@
 """What a person sees: tables on standard output, notes and one progress bar on standard error.
 
-The bar is silent where standard error is no terminal. rich is imported when something is shown, so that libraries need it only then.
+Where standard error is no terminal, such as a cluster's log, the bar is a line every ``SECONDS``. rich is imported when something is shown,
+so that libraries need it only then.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -12,6 +14,10 @@ from fp8ref import extras
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+SECONDS = 30.0
+"""The time between two lines of progress where there is no terminal."""
 
 
 def console() -> "Console":
@@ -39,6 +45,9 @@ def say(text: str) -> None:
 def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> Iterator[Callable[..., None]]:
     """Yields a function that advances the bar, by one by default, and shows a note next to it. total None: unknown."""
     console = _rich(stderr=True)
+    if shown and not console.is_terminal and not console.is_jupyter:
+        yield _lines(title, total, done)
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -55,6 +64,20 @@ def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> 
             progress.update(task, advance=by, note=note)
 
         yield advance
+
+
+def _lines(title: str, total: int | None, done: int) -> Callable[..., None]:
+    """A function that advances a count, and says it at most once in ``SECONDS``."""
+    said = time.monotonic()
+
+    def advance(note: str = "", by: int = 1) -> None:
+        nonlocal done, said
+        done += by
+        if time.monotonic() - said >= SECONDS:
+            said = time.monotonic()
+            say(f"{title}: {done:,}{'' if total is None else f' of {total:,}'}{f', {note}' if note else ''}")
+
+    return advance
 
 
 def _rich(**options) -> "Console":

@@ -402,7 +402,9 @@ def test_sigterm_saves_and_exits_with_5(config, fake, run):  # K-8
     assert "stopped by SIGTERM after 4 steps, which are saved; --resume continues" in err
     assert log.read_manifest(config.parent / "here")["status"] == "stopped"
     fake()
-    assert run(*command, "--resume")[0] == 0
+    code, _, err = run(*command, "--resume")
+    assert code == 0
+    assert "here: resumed at step 4 of 6" in err
     assert log.read_manifest(config.parent / "here")["starts"] == [0, 4]
     assert len(log.read_metrics(config.parent / "here")) == 6
 

@@ -123,3 +123,19 @@ def test_a_run_shows_steps_loss_speed_and_the_time_left_on_one_process(first, te
         assert re.search(r"jax tensorwise .* 6/6 0:00:00 loss 4\.375, [\d,]+ tokens/s", last_frame(terminal))
     else:
         assert terminal.getvalue() == ""
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
+    now = iter([0.0, 10.0, 31.0, 31.0, 40.0, 70.0, 70.0])
+    monkeypatch.setattr(consoles.time, "monotonic", lambda: next(now))
+    with consoles.bar("jax rowwise", 9000, done=1000) as advance:
+        for loss in (5, 4, 3, 2):
+            advance(f"loss {loss}")
+    assert capsys.readouterr().err.splitlines() == ["jax rowwise: 1,002 of 9,000, loss 4", "jax rowwise: 1,004 of 9,000, loss 2"]
+
+
+def test_what_is_not_shown_prints_no_line(monkeypatch, capsys):
+    monkeypatch.setattr(consoles, "SECONDS", 0.0)
+    with consoles.bar("jax", 3, shown=False) as advance:
+        advance("")
+    assert capsys.readouterr().err == ""

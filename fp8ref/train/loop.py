@@ -275,6 +275,8 @@ class _Training:
             console.say(
                 f"{self.out}: metrics of {start - len(lines)} of the {start} steps before are lost; training resumes from the checkpoint."
             )
+        if self.processes.first and start:
+            console.say(f"{self.out}: resumed at step {start:,} of {steps:,}")
         before = sum(line["seconds"] for line in lines[-1:])
         title = f"{self.model.backend} {', '.join(self.config.recipes)}"
         try:
