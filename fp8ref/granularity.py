@@ -29,6 +29,7 @@ GRANULARITIES = {
         Granularity(name="blockwise_1x128", other=1, reduced=128),
         Granularity(name="blockwise_128x128", other=128, reduced=128),
         Granularity(name="mx_1x32", other=1, reduced=32),
+        Granularity(name="mx_32x32", other=32, reduced=32),
     )
 }
 """fp8ref's granularities by name (S-6)."""

@@ -1,5 +1,5 @@
 """Scale policies as data: every decision between an amax and a scale (SEMANTICS S-3, S-4, S-9 to
-S-15, S-17).
+S-15, S-17, S-20).
 
 One dataclass holds the decisions, and the policy of each library is one value of it. ``sim.scales``
 implements all of them; a backend implements some and refuses the others. Code asks for decisions,
@@ -8,181 +8,11 @@ of POLICIES.
 """
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 from fp8ref import registry
-from fp8ref.formats import BFLOAT16, FLOAT32, Format
-
-Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents", "one"]
-"""What a policy computes first: a scale, or with the next three a scale_inv; ``one`` computes nothing (S-21)."""
-
-Special = Literal["compute", "one", "keep", "keep_inverse"]
-"""The scale of a zero, infinite or NaN amax.
-
-compute       the result of the arithmetic
-one           scale 1
-keep          the previous scale
-keep_inverse  RN32(1 / previous scale)
-"""
-
-Overflow = Literal["inf", "float32_max"]
-"""The scale that replaces one above float32's range: infinity, or float32's largest number."""
-
-PowerOfTwo = Literal["mask", "exp2_log2"]
-"""How a scale is rounded to a power of two: by its bits, or by way of a float32 logarithm (S-4)."""
-
-Stored = Literal["scale", "scale_inv"]
-"""Which of the two a cast applies: it multiplies by ``scale``, or divides by ``scale_inv``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class E8M0Rule:
-    """The scales that are not the reciprocal of an e8m0 scale_inv (S-14): where scale_inv is
-    2^-127, code 0, and where the amax is NaN.
-
-    scale_of_code_0  where scale_inv is 2^-127; arithmetic would give 2^127.
-    scale_of_nan     ``zero``, ``nan``: scale_inv is NaN, and scale 0 or NaN; ``as_infinite``: both
-                     are those of an infinite amax.
-    """
-
-    scale_of_code_0: float
-    scale_of_nan: Literal["zero", "nan", "as_infinite"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalePolicy:
-    """The decisions from amax to scale, in this order (S-9): floor by eps; ratio; overflow; power
-    of two; special amaxes.
-
-    eps           smaller amaxes are replaced by it, an exact real number, or by RN32(eps) where the
-                  ratio makes scale_inv; 0 has no effect.
-    margin        powers of two of room: fmt.max * 2^-margin takes the place of fmt.max.
-    ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 /
-                  amax)). The next three make scale_inv: ``amax/max``: RN32(amax / fmt.max);
-                  ``amax*(1/max)``: RN32(amax * RN32(1 / fmt.max)); ``exponents``: 2^(floor(log2
-                  amax) - floor(log2 fmt.max)). ``one``: scale 1 for every amax (S-21).
-    power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the
-                  same by way of RN32(log2). Where the ratio makes scale_inv, scale_inv is rounded
-                  up instead, which rounds the scale down.
-    overflow      the scale that replaces one above float32's range.
-    zero, infinite, nan
-                  the scale of such an amax: ``compute``: the result of the arithmetic; ``one``:
-                  scale 1; ``keep``: the previous scale; ``keep_inverse``: RN32(1 / previous scale).
-    stored        ``scale``: tensors are multiplied by scale. ``scale_inv``: they are divided by
-                  scale_inv, and a delayed state holds scale_inv.
-    compute       the dtype of that division: tensor, scale_inv and quotient are rounded to it
-                  (S-13).
-    e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu. None: they
-                  are float32 numbers, and scale is RN32(1 / scale_inv) (S-17).
-
-    Raises:       ValueError: eps outside [0, 1), margin not an integer from 0 to 64, an unknown
-                  word, or decisions that contradict each other.
-    """
-
-    name: str
-    eps: float = 0.0
-    margin: int = 0
-    ratio: Ratio = "max/amax"
-    power_of_two: PowerOfTwo | None = None
-    overflow: Overflow = "inf"
-    zero: Special = "compute"
-    infinite: Special = "compute"
-    nan: Special = "compute"
-    stored: Stored = "scale"
-    compute: Format = FLOAT32
-    e8m0: E8M0Rule | None = None
-
-    def __post_init__(self) -> None:
-        self._one_of("ratio", Ratio)
-        self._one_of("overflow", Overflow)
-        self._one_of("stored", Stored)
-        for key in ("zero", "infinite", "nan"):
-            self._one_of(key, Special)
-        if self.power_of_two not in (None, *get_args(PowerOfTwo)):
-            raise ValueError(f"power_of_two is None, 'mask' or 'exp2_log2'; got {self.power_of_two!r}.")
-        if not 0 <= self.eps < 1:
-            raise ValueError(f"eps must be in [0, 1); got {self.eps}.")
-        if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 64:
-            raise ValueError(f"margin is an integer in [0, 64]; got {self.margin!r}.")
-        if self.compute not in (FLOAT32, BFLOAT16) or (self.compute != FLOAT32 and self.stored == "scale"):
-            raise ValueError(
-                f"compute is float32, or bfloat16 where tensors are divided (stored='scale_inv'); got {self.compute}, stored={self.stored!r}."
-            )
-        if self.e8m0 is not None and not self.makes_scale_inv:
-            raise ValueError(f"e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or 'exponents' and with no other; got {self.ratio!r}.")
-        if self.makes_scale_inv:
-            self._check_scale_inv()
-        if self.unscaled:
-            others = [f.name for f in dataclasses.fields(self) if f.name not in ("name", "ratio") and getattr(self, f.name) != f.default]
-            if others:
-                raise ValueError(
-                    f"a policy without a scale, ratio 'one', takes no other decision; got {', '.join(others)}. Leave them out."
-                )
-
-    def _one_of(self, key: str, allowed) -> None:
-        if getattr(self, key) not in get_args(allowed):
-            raise ValueError(f"{key} is one of {', '.join(get_args(allowed))}; got {getattr(self, key)!r}.")
-
-    def _check_scale_inv(self) -> None:
-        """Refuse decisions that a ratio which makes scale_inv would ignore."""
-        if self.e8m0 is None:
-            if self.ratio == "exponents" or self.power_of_two is not None:
-                raise ValueError(
-                    "a scale_inv that is a power of two has a rule e8m0; got "
-                    f"ratio={self.ratio!r}, power_of_two={self.power_of_two!r}, e8m0=None. Give E8M0Rule, or leave power_of_two out."
-                )
-        elif self.power_of_two is None or (self.ratio == "exponents" and self.power_of_two != "mask"):
-            need = "'mask'" if self.ratio == "exponents" else "'mask' or 'exp2_log2'"
-            raise ValueError(f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two {need}; got {self.power_of_two!r}.")
-        plain = ScalePolicy(name=self.name)
-        for key in ("margin", "overflow", "zero", "infinite", "nan", "stored", *(["eps"] if self.ratio == "exponents" else [])):
-            if getattr(self, key) != getattr(plain, key):
-                raise ValueError(
-                    f"a policy whose ratio makes scale_inv ({self.ratio!r}) leaves {key} at {getattr(plain, key)!r}; got {getattr(self, key)!r}."
-                )
-
-    @property
-    def makes_scale_inv(self) -> bool:
-        """Whether the ratio makes scale_inv, of which scale is then the reciprocal (S-14, S-17)."""
-        return self.ratio in ("amax/max", "amax*(1/max)", "exponents")
-
-    @property
-    def unscaled(self) -> bool:
-        """Whether every scale is 1 (S-21)."""
-        return self.ratio == "one"
-
-    @property
-    def keeps(self) -> bool:
-        """True if the policy needs the previous scale, because it keeps it for some amax (S-11)."""
-        return any(special in ("keep", "keep_inverse") for special in (self.zero, self.infinite, self.nan))
-
-    @property
-    def clause(self) -> str:
-        """The clause of SEMANTICS that decides its scales; S-9, the general one, unless a narrower
-        clause does."""
-        if self.unscaled:
-            return "S-21"
-        if self.e8m0 is not None:
-            return "S-14"
-        if self.makes_scale_inv:
-            return "S-17"
-        if self.stored == "scale_inv":
-            return "S-13"
-        if self.ratio == "max*(1/amax)":
-            return "S-15"
-        if self.floored_quotient:
-            return "S-3" if self.power_of_two is None else "S-4"
-        return "S-9"
-
-    @property
-    def floored_quotient(self) -> bool:
-        """True if only eps and power_of_two may differ from policy ``torchao``.
-
-        The backends implement these policies, and those that make scale_inv.
-        """
-        return self == dataclasses.replace(POLICIES["torchao"], name=self.name, eps=self.eps, power_of_two=self.power_of_two)
-
+from fp8ref.formats import BFLOAT16
+from fp8ref.scale_policy import E8M0Rule as E8M0Rule
+from fp8ref.scale_policy import ScalePolicy as ScalePolicy
 
 # torchao 0.18, float8/float8_utils.py: amax_to_scale, _round_scale_down_to_power_of_2.
 _TORCHAO = ScalePolicy(name="torchao", eps=1e-12)
@@ -207,7 +37,11 @@ _FLAX = ScalePolicy(name="flax", zero="keep", infinite="keep", nan="keep", store
 # if the exponent is negative.
 _MSAMP = ScalePolicy(name="msamp", ratio="max*(1/amax)", power_of_two="exp2_log2", zero="keep", infinite="keep_inverse", nan="keep")
 
-# torchao 0.18, prototype/mx_formats/mx_tensor.py: to_mx (FLOOR), _to_mx_rceil.
+# TransformerEngine, common/recipe/recipe_common.cuh: compute_scale_from_types (d0067d0d), value_for_inf
+# of bfloat16 tensors. Masked it is 2^127, as in te_block.
+_TE_BLOCK_BF16 = dataclasses.replace(_TE_CURRENT, name="te_block_unmasked_bf16", overflow="bfloat16_max")
+
+# torchao 0.18, prototype/mx_formats/mx_tensor.py: to_mx (FLOOR, CEIL, EVEN), _to_mx_rceil.
 _MX_FLOOR = ScalePolicy(
     name="mx_floor", ratio="exponents", power_of_two="mask", e8m0=E8M0Rule(scale_of_code_0=2.0**126, scale_of_nan="zero")
 )
@@ -218,6 +52,27 @@ _MX_RCEIL = ScalePolicy(name="mx_rceil", ratio="amax/max", power_of_two="exp2_lo
 # On a GPU, PyTorch computes tensor / number as tensor * (1 / number) (aten/src/ATen/native/cuda/
 # BinaryDivTrueKernel.cu); on a CPU it divides.
 _DEEPGEMM = ScalePolicy(name="deepgemm", eps=1e-4, ratio="amax*(1/max)")
+
+# torchao 0.18, optim/subclass_fp8.py: quantize_fp8, the blocks of AdamWFp8, on a CPU.
+_ADAMW_FP8 = ScalePolicy(name="torchao_adamw_fp8", eps=1e-12, ratio="amax/max", stored="scale_inv")
+
+# DeepSeek-V3, inference/kernel.py: act_quant_kernel, with scale_fmt None (commit 9b4e9788). Until
+# then it had no eps (commit 06231633).
+_DEEPSEEK = dataclasses.replace(_ADAMW_FP8, name="deepseek_v3", eps=1e-4)
+
+# microxcaling (commit 3b429a84), mx/mx_ops.py: _shared_exponents, _quantize_mx, on a CPU. gfloat 0.5.2,
+# block.py: compute_scale_amax. Both take log2 in float32.
+_MICROXCALING = ScalePolicy(
+    name="microxcaling",
+    ratio="exponents",
+    power_of_two="exp2_log2",
+    e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan", infinite="as_nan"),
+)
+
+# qwix (commit aa623acb), qwix/_src/core/qarray.py: compute_scale_zero_point,
+# quantize_with_scale_zero_point: of float32 arrays, of bfloat16 ones, of qtype mxfp8. XLA on a CPU makes
+# amax / max a product. mxfp8 of 0.1.8, on PyPI, rounds up by log2.
+_QWIX = ScalePolicy(name="qwix", ratio="amax*(1/max)", stored="scale_inv", one_below=2.0**-63)
 
 POLICIES = {
     p.name: p
@@ -232,10 +87,16 @@ POLICIES = {
         dataclasses.replace(_FLAX, name="flax_bf16", compute=BFLOAT16),
         _MSAMP,
         _MX_FLOOR,
+        dataclasses.replace(_MX_FLOOR, name="mx_ceil", ratio="exponents_up"),
+        dataclasses.replace(_MX_FLOOR, name="mx_even", ratio="exponents_even"),
         _MX_RCEIL,
         # TransformerEngine, common/util/ptx.cuh: float_to_e8m0, exp2f_rcp (commit 03198ae1): the
-        # exact round-up.
+        # exact round-up. From v2.13 on (commit 28777046) a scale_inv of 2^-127 has scale 2^127.
         dataclasses.replace(_MX_RCEIL, name="te_mxfp8", power_of_two="mask"),
+        dataclasses.replace(
+            _MX_RCEIL, name="te_mxfp8_2.13", power_of_two="mask", e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan")
+        ),
+        _TE_BLOCK_BF16,
         _DEEPGEMM,
         dataclasses.replace(_DEEPGEMM, name="deepgemm_cpu", ratio="amax/max"),
         # ceil_to_ue8m0 of the same file: the exact round-up, of a NaN too. The eps leaves no code 0.
@@ -245,9 +106,19 @@ POLICIES = {
             power_of_two="mask",
             e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="as_infinite"),
         ),
+        _ADAMW_FP8,
+        _DEEPSEEK,
+        dataclasses.replace(_DEEPSEEK, name="deepseek_v3_2024", eps=0.0),
+        dataclasses.replace(_DEEPSEEK, name="deepseek_v3_ue8m0", power_of_two="exp2_log2"),
+        _MICROXCALING,
+        dataclasses.replace(_MICROXCALING, name="gfloat", e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan")),
+        _QWIX,
+        dataclasses.replace(_QWIX, name="qwix_bf16", compute=BFLOAT16, scale_dtype=BFLOAT16),
+        dataclasses.replace(_QWIX, name="qwix_mx", factor=60 / 31, scale_dtype=BFLOAT16, power_of_two="cut"),
+        dataclasses.replace(_QWIX, name="qwix_mx_0.1.8", power_of_two="exp2_log2"),
     )
 }
-"""The scale policies by name (S-3, S-4, S-9 to S-15, S-17)."""
+"""The scale policies by name (S-3, S-4, S-9 to S-15, S-17, S-20)."""
 
 
 UNSCALED = ScalePolicy(name="unscaled", ratio="one")

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref.conformance import explain, libraries
+from fp8ref.conformance import cuda_header, explain, libraries
 from fp8ref.conformance.inputs import kinds
 from fp8ref.conformance.libraries import Function
+from fp8ref.conformance.transcriptions import TRANSCRIPTIONS
 from fp8ref.conformance.vectors import cast as casts_asked
 from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.formats import E8M0FNU, Format
@@ -27,13 +28,18 @@ from fp8ref.sim import cast
 
 PAGE = Path(__file__).parents[1] / "libraries.md"
 LIBRARIES = ("torch", "jax", "ml_dtypes", "torchao", "flax", "gfloat", "numpy")
-ORDER = ("ml_dtypes", "torch", "jax", "torchao", "flax", "gfloat", "fp8ref.torch", "fp8ref.jax")
+ORDER = (
+    *("ml_dtypes", "torch", "jax", "torchao", "flax", "gfloat", libraries.CUDA_HEADER),
+    *dict.fromkeys(known.library for known in TRANSCRIPTIONS),
+    *("fp8ref.torch", "fp8ref.jax"),
+)
 COUNT = 200_000  # random inputs of a row; SLOWLY for a library that takes one number at a time
 SLOWLY = 2_000
 DEFAULT = "torchao"  # the simulator's policy, where none is named
 CASTS = (
     "row",
     "what",
+    "known by",
     "rounding",
     "above max",
     "infinity",
@@ -45,12 +51,24 @@ CASTS = (
     "differ",
     "simplest that differs",
 )
-SCALES = ("row", "what", "policy", "compared", "differ from it", "those", "differ from `torchao`", "simplest of them")
+SCALES = ("row", "what", "known by", "policy", "compared", "differ from it", "those", "differ from `torchao`", "simplest of them")
 
 
 def row(function: Function) -> str:
     """The name of a function's row, such as ``torchao/mx_even/e5m2``."""
     return "/".join(part for part in (function.library, function.variant, function.fmt.name) if part)
+
+
+def known_by(function: Function) -> str:
+    """Whether the library ran here, in which version, or its source was transcribed, from which file."""
+    if function.transcribed:
+        return f"transcribed: {function.source}"
+    if function.library == libraries.CUDA_HEADER:
+        version = cuda_header.version()
+    else:
+        name = function.library.partition(".")[0]
+        version = "this" if name == "fp8ref" else f"{name} {importlib.metadata.version(name).split('+')[0]}"
+    return f"run: {version}" + (f" {function.source}" if function.source else "")
 
 
 def describe_cast(function: Function, count: int) -> list[str]:
@@ -69,6 +87,7 @@ def describe_cast(function: Function, count: int) -> list[str]:
     return [
         f"`{row(function)}`",
         function.call,
+        known_by(function),
         ", ".join(roundings) or "none",
         _became(found[over], fmt),
         _became(found[kind == "infinite"], fmt),
@@ -107,6 +126,7 @@ def describe_scale(function: Function, count: int) -> list[str]:
     return [
         f"`{row(function)}`",
         f"{function.call}: {made}",
+        known_by(function),
         ", ".join(f"`{p}`" for p in alike) if not those else f"nearest `{nearest}`",
         f"{len(amax):,}",
         f"{sum(those.values()):,}",
@@ -172,6 +192,9 @@ def page(count: int) -> str:
     parts = [
         "# What each library is",
         f"Written by `make libraries` (docs/scripts/libraries.py), on a CPU: {versions()}.",
+        "*known by*: *run* is the installed version of the library, called here; *transcribed* are the steps of its source, written again in "
+        "fp8ref/conformance/transcriptions.py\n"
+        "and not the library itself. `cuda_fp8.hpp` is CUDA's header, compiled for the host.",
         "`python docs/scripts/libraries.py --only ROW` asks and prints a row again. Inputs are the vectors of `fp8ref vectors`: every number "
         "and tie of a format\n"
         "with their neighbors, every power of two and edge of an amax, specials, and random float32 bits.",
@@ -181,9 +204,9 @@ def page(count: int) -> str:
         "input that does, the code found, *for* the simulator's.",
         _markdown(CASTS, table("casts", count)),
         "## Scales",
-        "*policy*: the one of SEMANTICS S-9 or S-14 whose scales they are on all amaxes compared, a previous scale being 1; else the nearest, with the\n"
-        "kinds of amaxes on which it is another, and the simplest of them. Last, the simulator's default, `torchao`; e8m0 codes are compared with it as\n"
-        "the scale_inv that they are.",
+        "*policy*: the one of SEMANTICS S-9, S-14, S-17 or S-20 whose scales they are on all amaxes compared, a previous scale being 1; else\n"
+        "the nearest, with the kinds of amaxes on which it is another, and the simplest of them. Last, the simulator's default, `torchao`;\n"
+        "e8m0 codes are compared with it as the scale_inv that they are.",
         _markdown(SCALES, table("scales", count)),
         "ml_dtypes, torch and jax have no scales of their own. XLA on a CPU flushes subnormal float32 numbers to zero (S-12): flax there takes a subnormal\n"
         "amax for zero, and its `scale_inv` is zero where it would be subnormal. gfloat takes log2 in the amax's dtype: that of a float32 just below a power\n"

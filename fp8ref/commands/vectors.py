@@ -26,7 +26,7 @@ order.
 _FORMAT = ("--format", str, "the FP8 format, such as e4m3fn")
 _SOURCE = ("--source", str, "the dtype of the inputs: float32 (the default), bfloat16, float16; for a cast also float64")
 _POLICY = ("--policy", str, "the scale policy: torchao (the default), or another of SEMANTICS S-9 and S-14")
-_GRANULARITY = ("--granularity", str, "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32")
+_GRANULARITY = ("--granularity", str, "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32")
 _SHAPE = ("--shape", str, "the shape of the tensor, such as 4,128 (the default); for a GEMM M,N,K (default 4,4,256)")
 _SEED = ("--seed", int, "the seed of the random inputs (default 0)")
 _COUNT = ("--count", int, "the number of random inputs, tensors or GEMMs")

@@ -125,10 +125,15 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
     """
     policy = policies.by_name(policy)
     if policy.e8m0 is not None:
-        return f"policy {policy.name}: an e8m0 scale_inv, 2^k (S-14)"
+        return f"policy {policy.name}: an e8m0 scale_inv, 2^k ({policy.clause})"
     if policy.makes_scale_inv:
         ratio = "RN32(amax * RN32(1 / max))" if policy.ratio == "amax*(1/max)" else "RN32(amax / max)"
-        return f"policy {policy.name}: scale_inv = {ratio}, amax at least {policy.eps:g}, and scale = RN32(1 / scale_inv) (S-17)"
+        floor = f", amax at least {policy.eps:g}" if policy.eps else ""
+        floor += f", 1 below {policy.one_below:g}" if policy.one_below else ""
+        floor += f", times {policy.factor:.6g}" if policy.factor != 1 else ""
+        floor += f", in {policy.scale_dtype}" if policy.scale_dtype.name != "float32" else ""
+        floor += f", then a power of two by {policy.power_of_two}" if policy.power_of_two else ""
+        return f"policy {policy.name}: scale_inv = {ratio}{floor}, and scale = RN32(1 / scale_inv) ({policy.clause})"
     special = {"NaN": policy.nan, "infinite": policy.infinite, "zero": policy.zero}.get(kind, "compute")
     if special == "compute" or (kind == "zero" and policy.eps):
         sentence = f"policy {policy.name}: RN32({'max * RN32(1 / amax)' if policy.ratio == 'max*(1/amax)' else 'max / amax'})"

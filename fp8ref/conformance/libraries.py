@@ -2,29 +2,46 @@
 
 ``casts`` and ``scales`` are those of every installed library, bare, and fp8ref's own, for a
 certificate. ``every_cast`` and ``every_scale`` are the rows of docs/libraries.md: these on a CPU,
-and what libraries have besides. Below them is how each is called on NumPy arrays: a framework is
-imported when a function of it is made, not with this module.
+and what libraries have besides. ``library_functions`` has how each is called on NumPy arrays.
 """
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from fp8ref.conformance.arrays import as_numpy
-from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FP8_FORMATS, Format
-from fp8ref.sim import cast
-
-Run = Callable[[np.ndarray], np.ndarray]
-"""A library's cast or scale: float32 [n] -> codes uint8 [n], or what is made of amaxes [n]."""
+from fp8ref.conformance import cuda_header
+from fp8ref.conformance.library_functions import (
+    Run,
+    flax_cast,
+    flax_scale,
+    fp8ref_jax_cast,
+    fp8ref_jax_scale,
+    fp8ref_torch_cast,
+    fp8ref_torch_scale,
+    gfloat_cast,
+    gfloat_scale,
+    jax_cast,
+    ml_dtypes_cast,
+    on_torch,
+    torch_cast,
+    torchao_adamw_scale,
+    torchao_cast,
+    torchao_mx_scale,
+    torchao_scale,
+)
+from fp8ref.conformance.transcriptions import TRANSCRIPTIONS
+from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 
 OURS = ("fp8ref.jax", "fp8ref.jax gpu", "fp8ref.torch", "fp8ref.torch cuda", "fp8ref.torch cuda compiled")
 """fp8ref's own libraries.
 
 They are held to the specification on every input, overflow and NaN included.
 """
+
+CUDA_HEADER = "cuda_fp8.hpp"
+"""The library of the rows that are compiled from CUDA's header, where one is installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +54,9 @@ class Function:
     saturates  whether a cast is asked to saturate.
     made       by a scale: ``scale``, ``scale_inv`` or ``e8m0``, the code of the latter.
     slow       whether it takes one number at a time.
+    source     the file that has it, in the library's package; of a transcription repository, file and commit.
+    transcribed
+               whether the library's source was transcribed, and is not run.
     """
 
     library: str
@@ -47,6 +67,8 @@ class Function:
     saturates: bool = False
     made: str = ""
     slow: bool = False
+    source: str = ""
+    transcribed: bool = False
 
 
 @functools.cache
@@ -98,30 +120,44 @@ def every_cast() -> Iterator[Function]:
         yield from (f for name, f in casts(fmt).items() if " " not in name)  # a device stands behind a blank
     for fmt in (E4M3FN, E5M2):
         saturated, quantize = on_torch("cpu")(torchao_cast(fmt)), functools.partial(flax_cast, fmt=fmt)
-        yield Function(library="torchao", variant="saturated", call="`to_fp8_saturated(x, dtype)`", fmt=fmt, run=saturated)
-        yield Function(library="flax", variant="quantize", call="`fp8_ops.quantize(x, dtype, 1, float32)`", fmt=fmt, run=quantize)
+        yield Function(library="torchao", variant="saturated", call="`to_fp8_saturated(x, dtype)`", fmt=fmt, run=saturated,
+                       source="float8/float8_utils.py")  # fmt: skip
+        yield Function(library="flax", variant="quantize", call="`fp8_ops.quantize(x, dtype, 1, float32)`", fmt=fmt, run=quantize,
+                       source="linen/fp8_ops.py")  # fmt: skip
         for saturate in (False, True):
             call = f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`"
             run = functools.partial(gfloat_cast, fmt=fmt, saturate=saturate)
-            yield Function(library="gfloat", variant="sat" if saturate else "", call=call, fmt=fmt, run=run)
+            yield Function(library="gfloat", variant="sat" if saturate else "", call=call, fmt=fmt, run=run, source="round_ndarray.py")
+    if cuda_header.available():
+        for fmt, saturate in itertools.product((E4M3FN, E5M2), (False, True)):
+            call = f"`__nv_cvt_float_to_fp8(x, {'__NV_SATFINITE' if saturate else '__NV_NOSAT'}, kind)`"
+            yield Function(library=CUDA_HEADER, variant="sat" if saturate else "", call=call, fmt=fmt, source="include/cuda_fp8.hpp",
+                           run=functools.partial(cuda_header.encode, fmt=fmt, saturate=saturate))  # fmt: skip
 
 
 def every_scale() -> Iterator[Function]:
     """Every scale of a library on a CPU."""
     for fmt in (E4M3FN, E5M2):
         torchao = Function(library="torchao", fmt=fmt, made="scale", variant="amax_to_scale", call="`amax_to_scale(amax, dtype)`",
-                           run=on_torch("cpu")(torchao_scale(fmt)))  # fmt: skip
+                           run=on_torch("cpu")(torchao_scale(fmt)), source="float8/float8_utils.py")  # fmt: skip
         yield torchao
         yield replace(torchao, variant="amax_to_scale_pow2", call="`amax_to_scale(amax, dtype, round_scales_to_power_of_2=True)`",
                       run=on_torch("cpu")(torchao_scale(fmt, power_of_two=True)))  # fmt: skip
         for mode in ("floor", "rceil", "ceil", "even"):
             call = f"`to_mx(x, dtype, 32, {mode.upper()})`"
-            yield replace(torchao, variant=f"mx_{mode}", call=call, run=on_torch("cpu")(torchao_mx_scale(fmt, mode)), made="e8m0")
+            yield replace(torchao, variant=f"mx_{mode}", call=call, run=on_torch("cpu")(torchao_mx_scale(fmt, mode)), made="e8m0",
+                          source="prototype/mx_formats/mx_tensor.py")  # fmt: skip
+        if fmt is E4M3FN:  # the format of AdamWFp8's moments
+            yield replace(torchao, variant="adamw_fp8", call="`quantize_fp8(x, block)`", run=on_torch("cpu")(torchao_adamw_scale), made="scale_inv",
+                          source="optim/subclass_fp8.py")  # fmt: skip
         yield Function(library="flax", variant="compute_scale", call="`fp8_ops.compute_scale(amax, 1, max)`", fmt=fmt,
-                       run=functools.partial(flax_scale, fmt=fmt), made="scale_inv")  # fmt: skip
+                       run=functools.partial(flax_scale, fmt=fmt), made="scale_inv", source="linen/fp8_ops.py")  # fmt: skip
         yield Function(library="gfloat", variant="compute_scale_amax", call="`compute_scale_amax(fi.emax, x)`", fmt=fmt,
-                       run=functools.partial(gfloat_scale, fmt=fmt), made="e8m0", slow=True)  # fmt: skip
-        for policy in ("torchao", "torchao_pow2", "torchao_mask", "mx_floor", "mx_rceil", "te_mxfp8"):
+                       run=functools.partial(gfloat_scale, fmt=fmt), made="e8m0", slow=True, source="block.py")  # fmt: skip
+        for known in TRANSCRIPTIONS:
+            yield Function(library=known.library, variant=known.variant, call=known.call, fmt=fmt, run=known.of(fmt), made=known.made,
+                           source=known.source, transcribed=True)  # fmt: skip
+        for policy in ("torchao", "torchao_pow2", "torchao_mask", "mx_floor", "mx_rceil", "te_mxfp8", "te_mxfp8_2.13"):
             ours = Function(library="fp8ref.torch", variant=policy, call=f"`scaling.scale_from_amax(amax, fmt, {policy!r})`", fmt=fmt,
                             run=on_torch("cpu")(fp8ref_torch_scale(fmt, policy)), made="scale")  # fmt: skip
             yield ours
@@ -164,153 +200,3 @@ def _by_library(found: list[Function]) -> dict[str, Function]:
     if not found:
         raise ImportError("a certificate compares libraries with the simulator; none is installed. Install fp8ref[all].")
     return {function.library: function for function in found}
-
-
-def on_torch(device: str, *, compiled: bool = False) -> Callable[[Callable], Run]:
-    """How a function of a tensor, which gives one, runs on arrays."""
-    import torch
-
-    def run(function: Callable) -> Run:
-        used = torch.compile(function, dynamic=True) if compiled else function
-        return lambda x: used(torch.from_numpy(x).to(device)).cpu().numpy()
-
-    return run
-
-
-def on_jax(function: Callable) -> Run:
-    """A function of a JAX array, which gives one, as a function of NumPy's; jitted, as it is in
-    training.
-    """
-    import jax
-
-    compiled = jax.jit(function)
-    return lambda x: np.asarray(compiled(x))
-
-
-def ml_dtypes_cast(fmt: Format) -> Run:
-    """NumPy's astype to ml_dtypes' dtype."""
-    import ml_dtypes
-
-    dtype = getattr(ml_dtypes, f"float8_{fmt}")
-
-    def encode(x: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            return x.astype(dtype).view(np.uint8)
-
-    return encode
-
-
-def torch_cast(fmt: Format) -> Callable:
-    """For ``on_torch``."""
-    import torch
-
-    dtype = getattr(torch, f"float8_{fmt}")
-    return lambda x: x.to(dtype).view(torch.uint8)
-
-
-def jax_cast(fmt: Format) -> Run:
-    """astype to JAX's dtype, jitted."""
-    import jax
-    import jax.numpy as jnp
-
-    dtype = getattr(jnp, f"float8_{fmt}")
-    return on_jax(lambda x: jax.lax.bitcast_convert_type(x.astype(dtype), jnp.uint8))
-
-
-def fp8ref_torch_cast(fmt: Format) -> Callable:
-    """For ``on_torch``."""
-    from fp8ref.torch import cast
-
-    return lambda x: cast.encode(x, fmt)
-
-
-def fp8ref_jax_cast(fmt: Format) -> Run:
-    """fp8ref.jax's cast.encode, jitted."""
-    from fp8ref.jax import cast
-
-    return on_jax(lambda x: cast.encode(x, fmt))
-
-
-def torchao_cast(fmt: Format) -> Callable:
-    """For ``on_torch``: to_fp8_saturated."""
-    import torch
-    from torchao.float8.float8_utils import to_fp8_saturated
-
-    dtype = getattr(torch, f"float8_{fmt}")
-    return lambda x: to_fp8_saturated(x, dtype).view(torch.uint8)
-
-
-def flax_cast(x: np.ndarray, fmt: Format) -> np.ndarray:
-    """fp8_ops.quantize under a scale of 1, not jitted."""
-    import jax.numpy as jnp
-    from flax.linen import fp8_ops
-
-    return as_numpy(fp8_ops.quantize(jnp.asarray(x), getattr(jnp, f"float8_{fmt}"), jnp.float32(1), jnp.float32))
-
-
-def gfloat_cast(x: np.ndarray, fmt: Format, saturate: bool) -> np.ndarray:
-    """gfloat's round_ndarray and encode_ndarray, from float64."""
-    import gfloat  # type: ignore[import-untyped]
-
-    info = _gfloat_info(fmt)
-    return gfloat.encode_ndarray(info, gfloat.round_ndarray(info, x.astype(np.float64), sat=saturate)).astype(np.uint8)
-
-
-def _gfloat_info(fmt: Format):
-    from gfloat import formats
-
-    return {"e4m3fn": formats.format_info_ocp_e4m3, "e5m2": formats.format_info_ocp_e5m2}[fmt.name]
-
-
-def torchao_scale(fmt: Format, *, power_of_two: bool = False) -> Callable:
-    """For ``on_torch``: amax_to_scale."""
-    import torch
-    from torchao.float8.float8_utils import amax_to_scale
-
-    dtype = getattr(torch, f"float8_{fmt}")
-    return lambda amax: amax_to_scale(amax, dtype, round_scales_to_power_of_2=power_of_two)
-
-
-def torchao_mx_scale(fmt: Format, mode: str) -> Callable:
-    """For ``on_torch``: the e8m0 codes of to_mx."""
-    import torch
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-    dtype = getattr(torch, f"float8_{fmt}")
-
-    def codes(amax):
-        blocks = torch.nn.functional.pad(amax[:, None], (0, 31))  # [n, 32]: an amax and 31 zeros
-        return to_mx(blocks, dtype, 32, ScaleCalculationMode(mode))[0].view(torch.uint8).reshape(-1)
-
-    return codes
-
-
-def flax_scale(amax: np.ndarray, fmt: Format) -> np.ndarray:
-    """fp8_ops.compute_scale, flax's scale_inv, not jitted."""
-    import jax.numpy as jnp
-    from flax.linen import fp8_ops
-
-    return as_numpy(fp8_ops.compute_scale(jnp.asarray(amax), jnp.float32(1), jnp.float32(fmt.max)))
-
-
-def gfloat_scale(amax: np.ndarray, fmt: Format) -> np.ndarray:
-    """compute_scale_amax, one amax at a time, as e8m0 codes."""
-    from gfloat.block import compute_scale_amax  # type: ignore[import-untyped]
-
-    emax = _gfloat_info(fmt).emax
-    return cast.encode(np.array([compute_scale_amax(emax, np.full(1, a)) for a in amax], np.float64), E8M0FNU)
-
-
-def fp8ref_torch_scale(fmt: Format, policy: str) -> Callable:
-    """For ``on_torch``."""
-    from fp8ref.torch import scaling
-
-    return lambda amax: scaling.scale_from_amax(amax, fmt, policy)
-
-
-def fp8ref_jax_scale(fmt: Format, policy: str) -> Run:
-    """fp8ref.jax's scaling.scale_from_amax, jitted."""
-    from fp8ref.jax import scaling
-
-    return on_jax(lambda amax: scaling.scale_from_amax(amax, fmt, policy))

@@ -42,7 +42,7 @@ class Accumulation:
                  split_k-th tile, from the i-th on.
     split_tile   length along K of a tile, which stays together in a part.
 
-    Raises:      ValueError: a unit that is not a TensorCore; promotion or split_tile not multiples
+    Raises:      ValueError: a unit that is not a TensorCore, or takes block scales; promotion or split_tile not multiples
                  of 32; split_k below 1; another split_order.
     """
 
@@ -56,6 +56,8 @@ class Accumulation:
     def __post_init__(self) -> None:
         if not isinstance(self.unit, TensorCore):
             raise ValueError(f"unit is a TensorCore, such as UNITS['hopper']; got {self.unit!r}.")
+        if self.unit.block_scales:
+            raise ValueError(f"a plan's unit takes no block scales (G-12); got {self.unit.name!r}. Use block_scaled.matmul (G-23).")
         if self.promotion is not None and (not is_int(self.promotion) or self.promotion < K_STEP or self.promotion % K_STEP):
             raise ValueError(f"promotion is None or a multiple of {K_STEP}; got {self.promotion!r}.")
         if not is_int(self.split_k) or self.split_k < 1:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8ref import epilogue as epilogues
 from fp8ref.epilogue import Epilogue
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
+from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, FP8_FORMATS, Format
 from fp8ref.granularity import block_of
 from fp8ref.sim import accumulate as sums
 from fp8ref.sim import cast, scaling, tensor_core, threads
@@ -24,11 +24,14 @@ OUT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 """The formats that a GEMM's output may be rounded to."""
 
 
-def mma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | TensorCore = "hopper") -> np.ndarray:
-    """One tensor-core instruction: c + the sum of 32 products (SEMANTICS G-10, G-11).
+def mma(
+    a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | TensorCore = "hopper", scale_inv_a=None, scale_inv_b=None
+) -> np.ndarray:
+    """One tensor-core instruction: c + the sum of 32 products (SEMANTICS G-10, G-11, G-23, G-24).
 
-    Shapes:   a_codes [M, 32] and b_codes [N, 32] uint8; c [M, N] float32, the accumulator; float32
-              [M, N].
+    Shapes:   a_codes [M, 32] and b_codes [N, 32] uint8; c [M, N] float32, the accumulator, values
+              of the unit's; scale_inv_a [M, 1] and scale_inv_b [N, 1] float32, numbers of e8m0fnu,
+              for a unit with block scales; float32 [M, N].
     Order:    steps of unit.fused_width products, each from the result of the one before. A step: E
               = the largest exponent of the products (exponents of the factors added, subnormals at
               emin) and the accumulator; each of these cut off below 2^(E - fraction_bits), summed
@@ -40,7 +43,8 @@ def mma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | Tensor
               differs where a step has no product but zeros and |c| is tiny (G-11).
               ``unit.evidence`` says what the numbers of a unit rest on.
     Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an
-              unknown unit.
+              unknown unit; scales of a unit that takes none, or none of one that does; a c that is
+              no number of a float16 accumulator.
     Source:   SEMANTICS G-10.
     """
     unit = tensor_core.by_name(unit)
@@ -50,8 +54,30 @@ def mma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | Tensor
         raise ValueError(f"mma takes a [M, {K_STEP}], b [N, {K_STEP}] and c [M, N]; got {a.shape}, {b.shape} and {c.shape}.")
     if c.dtype != np.float32:
         raise ValueError(f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32).")
-    result = tensor_core.chain_plain(sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit)
-    return canonical(sums.with_specials(result, a, b, c))
+    if unit.accumulator == FLOAT16 and not np.array_equal(cast.round_to(c, FLOAT16), c, equal_nan=True):
+        raise ValueError(
+            f"unit {unit.name!r} has a float16 accumulator; got a c that is no float16. Round it with cast.round_to(c, FLOAT16)."
+        )
+    scales, nan = _exponents_of_scales(scale_inv_a, scale_inv_b, unit, c.shape)
+    result = tensor_core.chain_plain(sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit, scales)
+    return canonical(np.where(nan, np.float32(np.nan), sums.with_specials(result, a, b, c)))
+
+
+def _exponents_of_scales(scale_inv_a, scale_inv_b, unit: TensorCore, shape: tuple[int, ...]) -> tuple[np.ndarray | None, np.ndarray]:
+    """(the sum of both scales' exponents, int [M, N, 1], or None; where one of them is NaN [M, N]); ValueError as mma."""
+    if not unit.block_scales:
+        if scale_inv_a is not None or scale_inv_b is not None:
+            raise ValueError(f"unit {unit.name!r} takes no scales; got some. Use a unit with block_scales, such as 'blackwell_mx'.")
+        return None, np.zeros(shape, bool)
+    given = [np.asarray(scale) for scale in (scale_inv_a, scale_inv_b)]
+    for scale, n in zip(given, shape, strict=True):
+        if scale.dtype != np.float32 or scale.shape != (n, 1) or not np.array_equal(cast.round_to(scale, E8M0FNU), scale, equal_nan=True):
+            raise ValueError(
+                f"unit {unit.name!r} takes a scale_inv of each row, float32 [M, 1] and [N, 1], powers of two or NaN; got {scale.dtype} {scale.shape}."
+            )
+    nan = np.isnan(given[0]) | np.isnan(given[1]).T
+    of_a, of_b = (np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1 for scale in given)
+    return (of_a + of_b.T)[..., None], nan
 
 
 def matmul(

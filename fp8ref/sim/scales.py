@@ -1,4 +1,4 @@
-"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9 to S-15, S-17).
+"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9 to S-15, S-17, S-20).
 
 Order (S-9): floor by eps; ratio; overflow; power of two; special amaxes. ``scale`` multiplies into
 FP8, ``scale_inv`` out of it. Every quotient is formed of exact numbers and rounded once to float32.
@@ -12,8 +12,9 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref import policy as policies
-from fp8ref.formats import Format
+from fp8ref.formats import BFLOAT16, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.sim import cast
 
 
 class Scales(NamedTuple):
@@ -24,7 +25,7 @@ class Scales(NamedTuple):
 
 
 def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> Scales:
-    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9 to S-15, S-17).
+    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9 to S-15, S-17, S-20).
 
     Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, of that
               shape or ().
@@ -54,7 +55,7 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
         if policy.e8m0 is not None:
             return _e8m0_scales(amax, fmt, policy)
         if policy.makes_scale_inv:
-            scale_inv = _scale_inv_ratio(amax, fmt, policy)[()]
+            scale_inv = _scale_inv(amax, fmt, policy)
             return Scales((np.float32(1) / scale_inv)[()], scale_inv)
         floored = np.maximum(amax.astype(np.float64), policy.eps)  # a NaN stays
         scale = _overflow(_ratio(floored, fmt, policy), policy)
@@ -140,9 +141,27 @@ def _scale_inv_ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.n
     return (floored.astype(np.float64) / fmt.max).astype(np.float32)
 
 
+def _scale_inv(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
+    """A scale_inv that is not e8m0: float32 of amax's shape (S-17, S-20)."""
+    scale_inv = _scale_inv_ratio(amax, fmt, policy)
+    # Rounded before the comparison, as in arrays of that dtype, and again after the factor.
+    scale_inv = np.asarray(cast.round_to(scale_inv, policy.compute))
+    scale_inv = np.where(scale_inv < policy.one_below, np.float32(1), scale_inv)
+    scale_inv = np.asarray(cast.round_to(scale_inv * np.float32(policy.factor), policy.scale_dtype), np.float32)
+    if policy.power_of_two == "cut":
+        scale_inv = (scale_inv.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+    elif policy.power_of_two == "exp2_log2":
+        k = np.ceil(np.log2(scale_inv.astype(np.float64)).astype(np.float32))
+        scale_inv = np.exp2(k.astype(np.float64)).astype(np.float32)
+    return scale_inv[()]
+
+
+_LARGEST = {"float32_max": np.float32(FLOAT32.max), "bfloat16_max": np.float32(BFLOAT16.max)}
+
+
 def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
-    """An infinite scale, replaced by float32's maximum where the policy says so."""
-    return scale if policy.overflow == "inf" else np.where(np.isinf(scale), np.finfo(np.float32).max, scale)
+    """An infinite scale, replaced by the largest number that the policy says."""
+    return scale if policy.overflow == "inf" else np.where(np.isinf(scale), _LARGEST[policy.overflow], scale)
 
 
 def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -151,8 +170,8 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
     assert policy.e8m0 is not None
     if policy.e8m0.scale_of_nan == "as_infinite":
         amax = np.where(np.isnan(amax), np.float32(np.inf), amax)
-    if policy.ratio == "exponents":  # the exponent field of a subnormal is 0, far below the clip all the same
-        k = (amax.view(np.uint32) >> 23).astype(np.int64) - 127 - (math.frexp(fmt.max)[1] - 1)
+    if policy.of_exponents:
+        k = _exponent(amax, fmt, policy) - (math.frexp(fmt.max)[1] - 1)
     else:
         quotient = _scale_inv_ratio(amax, fmt, policy).astype(np.float64)
         if policy.power_of_two == "exp2_log2":
@@ -160,9 +179,21 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
         else:
             fraction, k = np.frexp(quotient)  # quotient = fraction * 2^k with fraction in [0.5, 1): 0.5 is a power of two, not rounded up
             k = np.where(np.isinf(quotient), 127, np.where(quotient == 0, -127, k - (fraction == 0.5)))
-    nan = np.isnan(amax)
+    nan = np.isnan(amax) | (np.isinf(amax) & (policy.e8m0.infinite == "as_nan"))
     k = np.where(nan, 0, np.clip(k, -127, 127)).astype(np.int64)
     scale = np.where(k == -127, policy.e8m0.scale_of_code_0, np.ldexp(1.0, -k))
     scale = np.where(nan, 0.0 if policy.e8m0.scale_of_nan == "zero" else np.nan, scale)
     scale_inv = np.where(nan, np.nan, np.ldexp(1.0, k))
     return Scales(scale.astype(np.float32)[()], scale_inv.astype(np.float32)[()])
+
+
+def _exponent(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
+    """log2 of the amax as an integer, by the policy's rule (S-14, S-20); anything for a NaN."""
+    if policy.power_of_two == "exp2_log2":
+        return np.floor(np.log2(amax.astype(np.float64)).astype(np.float32))
+    # By the exponent field: that of a subnormal is 0, far below the clip all the same.
+    bits = amax.view(np.uint32)
+    if policy.ratio == "exponents_even":  # half of the format's last place is added: ties go up
+        bits = np.where(np.isnan(amax), bits, bits + np.uint32(1 << (22 - fmt.mantissa_bits)))
+    up = (bits & np.uint32(0x7FFFFF) != 0) & (policy.ratio == "exponents_up")
+    return (bits >> np.uint32(23)).astype(np.int64) - 127 + up

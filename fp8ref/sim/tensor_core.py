@@ -1,9 +1,9 @@
-"""One step of a tensor core, as data (SEMANTICS G-10, G-11, G-18): how it aligns, cuts off and sums
-a few products.
+"""One step of a tensor core, as data (SEMANTICS G-10, G-11, G-18, G-23, G-24): how it aligns, cuts
+off and sums a few products.
 
 Order of a step: the largest exponent E of its products and the accumulator; each term cut off below
 2^(E - fraction_bits); an exact sum; the sum cut off after output_bits. UNITS holds the units of
-GPUs. ``accumulate`` strings steps together. ``step_plain`` and ``chain_plain`` are the definitions;
+GPUs, MODELED those that rest on one simulator alone. ``accumulate`` strings steps together. ``step_plain`` and ``chain_plain`` are the definitions;
 ``kernels.gemm`` computes the same for units that are ``compiled``.
 """
 
@@ -13,12 +13,13 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import formats, registry
-from fp8ref.formats import E4M3FN, E5M2, Format
+from fp8ref.formats import E4M3FN, E5M2, FLOAT16, FLOAT32, Format
 
 K_STEP = 32
 """The K of one instruction; a tensor core's GEMM has a K that is a multiple of it."""
 
 _NONE = -(1 << 20)  # the exponent of a zero: it takes no part in a maximum
+_LEAST = -126  # the exponent of a zero factor, and of a zero accumulator, under zeros "least"
 _UNBOUNDED = -1000  # an emin below every exponent: subnormals count as if they were normal
 
 Rounding = Literal["toward_zero", "toward_negative", "nearest_even"]
@@ -32,7 +33,7 @@ _CHOICES = {
     "rounding": ROUNDINGS,
     "output_rounding": ROUNDINGS,
     "exponents": ("coded", "factors", "products"),
-    "zeros": ("excluded", "counted"),
+    "zeros": ("excluded", "counted", "least"),
     "subnormals": ("kept", "flushed"),
 }
 
@@ -50,18 +51,22 @@ class TensorCore:
     fraction_bits    fraction bits kept of each term, below the largest exponent of the step.
     output_bits      fraction bits of the result, which has an 8-bit exponent.
     evidence         the source of the numbers. The rule for zeros (G-11) is mmaemu's, not a
-                     recording's; MMA-Sim has another.
+                     recording's; MMA-Sim's is ``least``.
     rounding         how each term is cut off: ``toward_zero``, ``toward_negative`` or
                      ``nearest_even``; output_rounding: how the result is.
     exponents        how the exponent of a product is found: ``coded``, the sum of its factors',
                      subnormals counting as emin; ``factors``, the same with subnormals normalized;
                      ``products``, that of the product's value.
     zeros            ``excluded``: a product with a zero factor takes no part in the largest
-                     exponent; ``counted``: it does, with emin for the zero.
+                     exponent; ``counted``: it does, with emin for the zero; ``least``: with -126,
+                     and a zero accumulator too.
     subnormals       subnormal operands are ``kept``, or ``flushed`` to zero.
+    accumulator      the format of the accumulator and of the result: float32, or float16 (G-24).
+    block_scales     products are scaled by powers of two before they are aligned (G-23).
 
     Raises:          ValueError: a width other than 4, 8, 16 or 32; bits out of range; an unknown
-                     word; counted zeros with exponents other than ``coded``.
+                     word; counted zeros with exponents other than ``coded``; another accumulator,
+                     or more output_bits than it has.
     """
 
     name: str
@@ -72,8 +77,10 @@ class TensorCore:
     rounding: Rounding = "toward_zero"
     output_rounding: Rounding = "toward_zero"
     exponents: Literal["coded", "factors", "products"] = "coded"
-    zeros: Literal["excluded", "counted"] = "excluded"
+    zeros: Literal["excluded", "counted", "least"] = "excluded"
     subnormals: Literal["kept", "flushed"] = "kept"
+    accumulator: Format = FLOAT32
+    block_scales: bool = False
 
     def __post_init__(self) -> None:
         if not is_int(self.fused_width) or self.fused_width not in (4, 8, 16, 32):
@@ -85,14 +92,18 @@ class TensorCore:
         for key, choices in _CHOICES.items():
             if getattr(self, key) not in choices:
                 raise ValueError(f"{key} is one of {', '.join(choices)}; got {getattr(self, key)!r}.")
-        if self.zeros == "counted" and self.exponents != "coded":
-            raise ValueError(f"zeros 'counted' needs exponents 'coded'; got {self.exponents!r}.")
+        if self.zeros != "excluded" and self.exponents != "coded":
+            raise ValueError(f"zeros {self.zeros!r} needs exponents 'coded'; got {self.exponents!r}.")
+        if self.accumulator not in (FLOAT32, FLOAT16) or self.output_bits > self.accumulator.mantissa_bits:
+            raise ValueError(
+                f"the accumulator is float32, or float16 with at most 10 output_bits; got {self.accumulator}, output_bits={self.output_bits}."
+            )
 
     @property
     def compiled(self) -> bool:
         """True if this is the model of G-10 with any width and bits, which is what the compiled
         kernel supports."""
-        return all(getattr(self, key) == getattr(TensorCore, key) for key in _CHOICES)
+        return all(getattr(self, key) == getattr(TensorCore, key) for key in (*_CHOICES, "accumulator", "block_scales"))
 
 
 UNITS = {
@@ -124,9 +135,48 @@ UNITS = {
 """The tensor cores of GPUs by name (G-10)."""
 
 
+_UNCONFIRMED = "as MMA-Sim models {}; unconfirmed by any recording at hand"
+
+MODELED = {
+    u.name: u
+    for u in (
+        TensorCore(
+            name="hopper_f16",
+            fused_width=32,
+            fraction_bits=13,
+            output_bits=10,
+            output_rounding="nearest_even",
+            zeros="least",
+            accumulator=FLOAT16,
+            evidence=_UNCONFIRMED.format("wgmma of Hopper with float16 results"),
+        ),
+        TensorCore(
+            name="ada_f16",
+            fused_width=16,
+            fraction_bits=13,
+            output_bits=10,
+            output_rounding="nearest_even",
+            zeros="least",
+            accumulator=FLOAT16,
+            evidence=_UNCONFIRMED.format("mma of Ada with float16 results"),
+        ),
+        TensorCore(
+            name="blackwell_mx",
+            fused_width=32,
+            fraction_bits=25,
+            output_bits=23,
+            zeros="least",
+            block_scales=True,
+            evidence=_UNCONFIRMED.format("tcgen05.mma, kind mxf8f6f4, with block scales"),
+        ),
+    )
+}
+"""Tensor cores that rest on one simulator alone, by name (G-23, G-24). Plans of G-12 have none of them."""
+
+
 def by_name(unit: str | TensorCore) -> TensorCore:
-    """The unit of that name; a TensorCore is itself; ValueError for anything else."""
-    return registry.lookup("unit is a TensorCore or", UNITS, unit, TensorCore)
+    """The unit of that name, in UNITS or MODELED; a TensorCore is itself; ValueError for anything else."""
+    return registry.lookup("unit is a TensorCore or", UNITS | MODELED, unit, TensorCore)
 
 
 def check_pair(fmt_a: Format, fmt_b: Format) -> None:
@@ -137,9 +187,13 @@ def check_pair(fmt_a: Format, fmt_b: Format) -> None:
         raise ValueError(f"tensor cores multiply e4m3fn and e5m2; got {fmt_a} and {fmt_b}. Use accumulate 'exact' or 'f32'.")
 
 
-def step_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
+def step_plain(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore, scales: np.ndarray | None = None
+) -> np.ndarray:
     """The definition of one step: a [..., M, w] and b [..., N, w] of FP8 formats, c [..., M, N] of
-    float32; float64 [..., M, N].
+    the accumulator's; float64 [..., M, N].
+
+    scales  of a unit with block_scales: int [..., M, N], the sum of both scales' exponents.
 
     All are finite values in float64. Everything is exact in float64: a term has at most 27 bits
     above its unit, and 33 of them are summed.
@@ -147,22 +201,32 @@ def step_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b
     if unit.subnormals == "flushed":
         a, b = (np.where(np.abs(v) < 2.0**fmt.emin, 0, v) for v, fmt in ((a, fmt_a), (b, fmt_b)))
     products = a[..., :, None, :] * b[..., None, :, :]  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
-    largest = np.maximum(_of_products(a, b, products, fmt_a, fmt_b, unit).max(axis=-1), exponents(c, -126))
+    of_products = _of_products(a, b, products, fmt_a, fmt_b, unit)
+    if scales is not None:
+        products, of_products = np.ldexp(products, scales[..., None]), of_products + scales[..., None]
+    of_c = exponents(c, unit.accumulator.emin, _LEAST if unit.zeros == "least" else _NONE)
+    largest = np.maximum(of_products.max(axis=-1), of_c)
     largest = np.where(largest < _UNBOUNDED, 0, largest)  # nothing but zeros
     # In units of 2^(E - fraction_bits), cutting a term off is rounding it to an integer.
     scale = unit.fraction_bits - largest
     cut = _CUTS[unit.rounding]
     total = cut(np.ldexp(products, scale[..., None])).sum(axis=-1) + cut(np.ldexp(c, scale))
-    return _round_result(np.ldexp(total, -scale), unit.output_bits, unit.output_rounding)
+    return _round_result(np.ldexp(total, -scale), unit.output_bits, unit.output_rounding, unit.accumulator)
 
 
-def chain_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
+def chain_plain(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore, scales: np.ndarray | None = None
+) -> np.ndarray:
     """Steps over all of K, each from the result of the one before: a [..., M, K], b [..., N, K], c
-    [..., M, N]; float32 [..., M, N]."""
+    [..., M, N]; float32 [..., M, N].
+
+    scales  of a unit with block_scales: int [..., M, N, K / w], for each step.
+    """
     acc = c.astype(np.float64)
-    for k in range(0, a.shape[-1], unit.fused_width):
+    for i, k in enumerate(range(0, a.shape[-1], unit.fused_width)):
         part = slice(k, k + unit.fused_width)
-        acc = step_plain(a[..., part].astype(np.float64), b[..., part].astype(np.float64), acc, fmt_a, fmt_b, unit)
+        of_step = None if scales is None else scales[..., i]
+        acc = step_plain(a[..., part].astype(np.float64), b[..., part].astype(np.float64), acc, fmt_a, fmt_b, unit, of_step)
     return acc.astype(np.float32)
 
 
@@ -178,13 +242,15 @@ def _of_products(a: np.ndarray, b: np.ndarray, products: np.ndarray, fmt_a: Form
     if unit.exponents == "products":
         return exponents(products, _UNBOUNDED)
     emins = (fmt_a.emin, fmt_b.emin) if unit.exponents == "coded" else (_UNBOUNDED, _UNBOUNDED)
-    of_a, of_b = (exponents(v, emin, emin if unit.zeros == "counted" else _NONE) for v, emin in zip((a, b), emins, strict=True))
+    of_a, of_b = (
+        exponents(v, emin, {"excluded": _NONE, "counted": emin, "least": _LEAST}[unit.zeros]) for v, emin in zip((a, b), emins, strict=True)
+    )
     return of_a[..., :, None, :] + of_b[..., None, :, :]
 
 
-def _round_result(value: np.ndarray, bits: int, rounding: Rounding) -> np.ndarray:
-    """Round a step's sum to ``bits`` fraction bits, the exponent at least -126; infinity from 2^128
-    on; a zero result is +0."""
-    exponent = np.maximum(np.frexp(value)[1] - 1, -126)
+def _round_result(value: np.ndarray, bits: int, rounding: Rounding, accumulator: Format = FLOAT32) -> np.ndarray:
+    """Round a step's sum to ``bits`` fraction bits, the exponent at least that of the accumulator's
+    smallest normal number; infinity from twice its largest power of two on; a zero result is +0."""
+    exponent = np.maximum(np.frexp(value)[1] - 1, accumulator.emin)
     cut = np.ldexp(_CUTS[rounding](np.ldexp(value, bits - exponent)), exponent - bits)
-    return np.where(np.abs(cut) >= 2.0**128, np.copysign(np.inf, cut), cut) + 0.0
+    return np.where(np.abs(cut) >= 2.0 ** (accumulator.bias + 1), np.copysign(np.inf, cut), cut) + 0.0

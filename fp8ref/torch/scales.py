@@ -59,8 +59,8 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     policy = policies.by_name(policy)
     if policy.unscaled:
         return policy
-    if not policy.floored_quotient and not policy.makes_scale_inv:
-        known = ", ".join(name for name, p in policies.POLICIES.items() if p.floored_quotient or p.makes_scale_inv)
+    if not policy.in_backends:
+        known = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
         raise ValueError(
             f"fp8ref.torch scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}."
         )

@@ -9,10 +9,8 @@ from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim import scales as sim
 
 AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-FLOORED = [p for p in POLICIES.values() if p.floored_quotient or (p.makes_scale_inv and not p.e8m0)] + [
-    ScalePolicy(name="small_eps", eps=1e-27)
-]
-E8M0 = [p for p in POLICIES.values() if p.e8m0]
+FLOORED = [p for p in POLICIES.values() if p.in_backends and not p.e8m0] + [ScalePolicy(name="small_eps", eps=1e-27)]
+E8M0 = [p for p in POLICIES.values() if p.in_backends and p.e8m0]
 formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
 

@@ -14,7 +14,7 @@ from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim
 
-IMPLEMENTED = [p for p in POLICIES.values() if p.floored_quotient or p.makes_scale_inv]
+IMPLEMENTED = [p for p in POLICIES.values() if p.in_backends]
 FLOORED = [p for p in IMPLEMENTED if p.floored_quotient]
 policies = pytest.mark.parametrize("policy", [*FLOORED, ScalePolicy(name="small_eps", eps=1e-27)], ids=lambda p: p.name)
 

@@ -168,8 +168,8 @@ def test_planted_faults_are_caught(monkeypatch):
     true_step = tensor_core.step_plain
     narrow = tensor_core.UNITS["ada"]
 
-    def floor(a, b, c, fmt_a, fmt_b, unit):
-        return np.floor(true_step(a, b, c, fmt_a, fmt_b, unit) * 2.0**6) / 2.0**6
+    def floor(a, b, c, fmt_a, fmt_b, unit, scales=None):
+        return np.floor(true_step(a, b, c, fmt_a, fmt_b, unit, scales) * 2.0**6) / 2.0**6
 
     monkeypatch.setattr(tensor_core, "step_plain", floor)
     assert caught(test_odd, unit="hopper")

@@ -183,7 +183,7 @@ def test_mma_takes_any_memory_order_and_empty_sides(rng):
         ((32,), (2, 32), (2,), {}, r"got \(32,\)"),
         ((2, 32), (3, 32), (3, 2), {}, r"and \(3, 2\)"),
         ((2, 32), (2, 32), (), {}, r"and \(\)"),
-        ((2, 32), (2, 32), (2, 2), {"unit": "volta"}, "hopper, ada, blackwell; got 'volta'"),
+        ((2, 32), (2, 32), (2, 2), {"unit": "volta"}, "hopper, ada, blackwell, hopper_f16, ada_f16, blackwell_mx; got 'volta'"),
         ((2, 32), (2, 32), (2, 2), {"unit": None}, "a TensorCore or one of hopper"),
         ((2, 32), (2, 32), (2, 2), {"fmt_a": E4M3FNUZ}, "e4m3fn and e5m2; got e4m3fnuz and e4m3fn"),
         ((2, 32), (2, 32), (2, 2), {"fmt_b": E8M0FNU}, "got e4m3fn and e8m0fnu"),

@@ -7,7 +7,7 @@ import mma_integers
 import numpy as np
 import pytest
 
-from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
 from fp8ref.sim import cast, gemm, tensor_core
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.scaling import Quantized
@@ -110,9 +110,12 @@ def operand(codes, fmt):
         ({"rounding": "floor"}, "rounding is one of toward_zero, toward_negative, nearest_even; got 'floor'"),
         ({"output_rounding": None}, "output_rounding is one of .*; got None"),
         ({"exponents": "normalized"}, "exponents is one of coded, factors, products; got 'normalized'"),
-        ({"zeros": True}, "zeros is one of excluded, counted; got True"),
+        ({"zeros": True}, "zeros is one of excluded, counted, least; got True"),
         ({"zeros": "counted", "exponents": "products"}, "zeros 'counted' needs exponents 'coded'; got 'products'"),
+        ({"zeros": "least", "exponents": "factors"}, "zeros 'least' needs exponents 'coded'; got 'factors'"),
         ({"subnormals": "flush"}, "subnormals is one of kept, flushed; got 'flush'"),
+        ({"accumulator": BFLOAT16}, "the accumulator is float32, or float16 with at most 10 output_bits; got bfloat16"),
+        ({"accumulator": FLOAT16}, "at most 10 output_bits; got float16, output_bits=13"),
     ],
 )
 def test_a_unit_that_cannot_be_is_refused(change, message):
@@ -134,7 +137,9 @@ def test_by_name_finds_names_and_returns_units_themselves():
     assert tensor_core.by_name("ada") is UNITS["ada"]
     assert tensor_core.by_name(HOPPER) is HOPPER
     for what in ("turing", None, 1):
-        with pytest.raises(ValueError, match=f"unit is a TensorCore or one of hopper, ada, blackwell; got {what!r}"):
+        with pytest.raises(
+            ValueError, match=f"unit is a TensorCore or one of hopper, ada, blackwell, hopper_f16, ada_f16, blackwell_mx; got {what!r}"
+        ):
             tensor_core.by_name(what)
 
 

@@ -200,10 +200,13 @@ def _ordinary(subject: Subject, fmt: Format, made: str, shows: str, interval: in
 
 
 def _policies(margin: int) -> list[ScalePolicy]:
-    """The policies that make float32 scales, those of delayed scaling first, under that margin."""
+    """The policies that make float32 scales, those of delayed scaling first, under that margin.
+
+    Not those of S-20: none is of delayed scaling.
+    """
     first = ["te_delayed", "flax"]
     ordered = [POLICIES[name] for name in (*first, *(name for name in POLICIES if name not in first))]
-    usable = [policy for policy in ordered if policy.e8m0 is None and policy.name != "flax_bf16"]
+    usable = [policy for policy in ordered if policy.e8m0 is None and policy.name != "flax_bf16" and policy.clause != "S-20"]
     return [
         policy if policy.makes_scale_inv else dataclasses.replace(policy, margin=margin if 0 <= margin <= 64 else 0) for policy in usable
     ]

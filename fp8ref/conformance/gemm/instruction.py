@@ -4,6 +4,7 @@ The step from C = 0 is identified as a GEMM of K = 32. Its unit then has to pred
 groups of chosen accumulators, and for random ones.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ SIDE = 128
 """Rows of a and of b that the instruction's function is called with."""
 
 FULL, TOP_FLOAT = 0x7F7FFFFF, 128
+ZERO_PRODUCTS = "accumulators and zero products"
+"""The group whose results tell the rules for zero factors apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,18 +142,16 @@ def identify(
     findings = [width, *found]
     groups, compared, equal = [], 0, 0
     for group, (a, b, c) in _groups(fmt_a, fmt_b):
-        d = _diagonal(multiply, a, b, c, fmt_a, fmt_b)
-        groups.append(InstructionGroup(group=group, a=a, b=b, c=c, d=d))
-        if units:
-            expected = np.array(
-                [
-                    gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=units[0])[0, 0]
-                    for x, y, z in zip(a, b, c, strict=True)
-                ]
-            )
-            same = expected.view(np.uint32) == d.view(np.uint32)
+        groups.append(InstructionGroup(group=group, a=a, b=b, c=c, d=_diagonal(multiply, a, b, c, fmt_a, fmt_b)))
+    if units:
+        zeros = next(group for group in groups if group.group == ZERO_PRODUCTS)
+        units, of_zeros = _of_zero_factors(units, zeros, fmt_a, fmt_b)
+        findings = [of_zeros if finding.what == "zeros" else finding for finding in findings]
+        for of in groups:
+            expected = _expected(of, units[0], fmt_a, fmt_b)
+            same = expected.view(np.uint32) == of.d.view(np.uint32)
             compared, equal = compared + same.size, equal + int(same.sum())
-            findings.append(_of_group(group, c, d, expected, same))
+            findings.append(_of_group(of.group, of.c, of.d, expected, same))
     for i in range(-(-count // SIDE**2) if units else 0):
         same = _random(multiply, fmt_a, fmt_b, units[0], seed + i)
         compared, equal = compared + same.size, equal + int(same.sum())
@@ -165,6 +166,35 @@ def identify(
         compared=compared,
         equal=equal,
     )
+
+
+def _expected(of: InstructionGroup, unit: TensorCore, fmt_a: Format, fmt_b: Format) -> np.ndarray:
+    """A unit's results of a group, float32 [Q]."""
+    return np.array(
+        [
+            gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=unit)[0, 0]
+            for x, y, z in zip(of.a, of.b, of.c, strict=True)
+        ]
+    )
+
+
+def _of_zero_factors(units: list[TensorCore], of: InstructionGroup, fmt_a: Format, fmt_b: Format) -> tuple[list[TensorCore], Finding]:
+    """The units with the rule for zero factors that the group shows, and the finding (G-11).
+
+    A chain from 0 cannot show it: only a tiny accumulator next to zero products does.
+    """
+    rules = ["excluded", "least"] if units[0].exponents == "coded" and units[0].zeros == "excluded" else [units[0].zeros]
+    right = {
+        rule: int(np.sum(_expected(of, dataclasses.replace(units[0], zeros=rule), fmt_a, fmt_b).view(np.uint32) == of.d.view(np.uint32)))  # type: ignore[arg-type]
+        for rule in rules
+    }
+    evidence = f"tiny accumulators next to zero products: {', '.join(f'{n} of {of.d.size} as {rule!r}' for rule, n in right.items())}"
+    fits = [rule for rule, n in right.items() if n == of.d.size]
+    found = fits[0] if fits else None
+    if found == "least":  # only where exponents are coded (G-18)
+        coded = [unit for unit in units if (unit.exponents, unit.zeros) == ("coded", "excluded")]
+        units = [dataclasses.replace(unit, zeros="least") for unit in coded]
+    return units, Finding(what="zeros", value=found, evidence=evidence, others=tuple(fits[1:]))
 
 
 def random_operands(fmt_a: Format, fmt_b: Format, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -222,7 +252,7 @@ def _groups(fmt_a: Format, fmt_b: Format) -> Iterator[tuple[str, tuple[np.ndarra
     finite = [x for x in scaled if abs(x) < 2.0**TOP_FLOAT]
     yield "accumulators alone", _made([({}, c) for c in finite])
     zeros = [{0: (0, fmt_b.max_code)}, {31: (fmt_a.max_code, 0)}, dict.fromkeys(range(K_STEP), (128, one_b))]
-    yield "accumulators and zero products", _made([(terms, c) for terms in zeros for c in finite])
+    yield ZERO_PRODUCTS, _made([(terms, c) for terms in zeros for c in finite])
     near = [sign * m * 2.0**e for e in range(-20, 22) for m in odd for sign in (1, -1)]
     yield "accumulators and 1 x 1", _made([({0: (one_a, one_b)}, c) for c in near])
     large = {0: (fmt_a.max_code, fmt_b.max_code)}

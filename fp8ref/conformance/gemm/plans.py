@@ -24,8 +24,11 @@ from fp8ref.sim import accumulate, cast, gemm
 from fp8ref.sim.accumulate import SPLIT_ORDERS, SPLIT_TILE, Accumulation
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
-UNIT = tuple(f.name for f in dataclasses.fields(TensorCore) if f.name not in ("name", "evidence"))
-"""The keys of a plan in JSON that describe its unit, one step of a tensor core."""
+UNIT = tuple(f.name for f in dataclasses.fields(TensorCore) if f.name not in ("name", "evidence", "accumulator", "block_scales"))
+"""The keys of a plan in JSON that describe its unit, one step of a tensor core.
+
+A probe looks for float32 accumulators without block scales alone (G-18).
+"""
 
 PLAN = tuple(f.name for f in dataclasses.fields(Accumulation) if f.name not in ("name", "unit"))
 """The keys of a plan in JSON that describe its accumulation."""

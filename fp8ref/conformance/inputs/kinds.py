@@ -53,7 +53,7 @@ AMAX_CLAUSES = {
 }
 """{kind of an amax under a policy: its clauses}; the first kind that applies is the kind.
 
-The clauses are those that a kind adds to the policy's formula (S-3, S-9, S-14, S-15, S-17).
+The clauses are those that a kind adds to the policy's formula (S-3, S-9, S-14, S-15, S-17, S-20).
 """
 
 AMAXES = tuple(AMAX_CLAUSES)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref import profiles
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.finding import Counterexample, Finding, Outcome, other_devices
 from fp8ref.conformance.quantizer import counterexamples, policy_match
@@ -37,6 +38,7 @@ def result_dict(
         },
         "policy": matched.names[0] if matched.agreements else None,
         "same_policies": matched.names[1:],
+        "profiles": list(dict.fromkeys(p for name in matched.names for p in profiles.of_policy(name))) if matched.agreements else [],
         "nearest_policy": matched.nearest.candidate.policy.name,
         "deviation": matched.deviation or None,
         "scales_to": chosen.scale_fmt.max if matched.agreements else None,

@@ -49,8 +49,9 @@ class Deviation:
         return dataclasses.replace(policy, **self.changes) if self.changes else policy
 
     def applies_to(self, policy: ScalePolicy) -> bool:
-        """Whether it changes the policy. One of e8m0 scales has no eps, and its own ratio (S-14)."""
-        return not self.changes or (policy.e8m0 is None and any(getattr(policy, key) != value for key, value in self.changes.items()))
+        """Whether it changes the policy. One of e8m0 scales has no eps (S-14), one that makes scale_inv its own ratio (S-17)."""
+        fixed = policy.e8m0 is not None or ("ratio" in self.changes and policy.makes_scale_inv)
+        return not self.changes or (not fixed and any(getattr(policy, key) != value for key, value in self.changes.items()))
 
 
 def _other_amax(change: Callable[[np.ndarray], np.ndarray]) -> Amax:

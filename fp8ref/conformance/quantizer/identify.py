@@ -5,6 +5,7 @@ that holds for other shapes, dtypes and strides. Counterexamples are searched fo
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def identify_quantizer(
         unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     else:
         groups = quantizer_inputs.groups(SHAPE, at, along)
-        largest = chosen.scale_fmt.max / 2.0**chosen.policy.margin
+        largest = _of_scale_1(chosen)
         more, rounding, answers = identify_inner_cast(quantizer, chosen.fmt, largest, groups)
         findings += more
         different = unexpected_rounding(answers, chosen.fmt, largest, chosen.policy.compute)
@@ -129,6 +130,12 @@ def identify_quantizer(
         named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
         unlike=unexplained, expected=expect, differences=differences, limits=limits,
     )  # fmt: skip
+
+
+def _of_scale_1(chosen: Candidate) -> float:
+    """The largest amax of scale 1: the max that is scaled to, less the margin; under ``exponents_up`` its power of two."""
+    largest = chosen.scale_fmt.max / 2.0**chosen.policy.margin
+    return 2.0 ** math.floor(math.log2(largest)) if chosen.policy.ratio == "exponents_up" else largest
 
 
 def identify_inner_cast(quantizer: Quantizer, fmt: Format, largest: float, group: np.ndarray) -> tuple[list[Finding], Behavior, Responses]:

@@ -56,6 +56,22 @@ def test_a_simulated_instruction(unit, pair):
     assert {group.group for group in result.groups} == GROUPS
 
 
+@pytest.mark.parametrize(
+    ("unit", "pair"), [("hopper", (E4M3FN, E4M3FN)), ("ada", (E5M2, E4M3FN)), ("blackwell", (E4M3FN, E4M3FN))], ids=str
+)
+def test_the_rule_for_zero_factors_is_found(unit, pair):  # G-11
+    """The open question: steps from 0 are alike, and tiny accumulators next to zero products tell mmaemu's rule from MMA-Sim's."""
+    least = dataclasses.replace(UNITS[unit], zeros="least")
+    result = found(simulated(least), *pair, count=0)
+    assert result.ok
+    assert {one.zeros for one in result.units} == {"least"}
+    said = next(f for f in result.findings if f.what == "zeros")
+    assert (said.value, said.others) == ("least", ())
+    assert "as 'excluded', 468 of 468 as 'least'" in said.evidence
+    other = next(f for f in found(simulated(unit), *pair, count=0).findings if f.what == "zeros")
+    assert (other.value, other.others) == ("excluded", ())
+
+
 def test_an_accumulator_that_is_added_afterwards():
     """It is not aligned with the products: steps from 0 are Hopper's, and accumulators next to products tell."""
     late = mma_integers.HOPPER._replace(late=True)

@@ -14,7 +14,7 @@ from fp8ref.formats import E8M0FNU, FP8_FORMATS
 from fp8ref.policy import POLICIES
 from fp8ref.sim import cast
 
-FORMULA = {f"S-{n}" for n in (3, 4, 9, 14, 15, 17)}  # the clauses that state the formula of some policy
+FORMULA = {f"S-{n}" for n in (3, 4, 9, 14, 15, 17, 20)}  # the clauses that state the formula of some policy
 
 
 def kind(x: float, spacing: Fraction, fmt, numbers: list[Fraction], ties: list[Fraction]) -> str:

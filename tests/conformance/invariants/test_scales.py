@@ -25,6 +25,18 @@ BREAK = {
     "deepgemm": {"power_of_two_equivariance", "range_used", "reciprocal"},  # an eps of 1e-4; scale_inv first (S-17)
     "deepgemm_cpu": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepgemm_ue8m0": {"power_of_two_equivariance", "range_used"},
+    # S-20:
+    "mx_ceil": {"range_used"},  # 448 itself gets twice the scale_inv that it needs
+    "mx_even": {"within_max"},
+    "microxcaling": {"within_max"},
+    "gfloat": {"within_max"},
+    "torchao_adamw_fp8": {"reciprocal"},  # scale_inv first
+    "deepseek_v3": {"power_of_two_equivariance", "range_used", "reciprocal"},
+    "deepseek_v3_2024": {"finite", "reciprocal"},  # no eps
+    "deepseek_v3_ue8m0": {"power_of_two_equivariance", "range_used"},
+    "qwix": {"reciprocal"},
+    "qwix_bf16": {"reciprocal"},
+    "qwix_mx_0.1.8": {"power_of_two_equivariance"},  # RN32(log2)
 }
 """The invariants that policies break, each for a reason that their clause states. The others break none."""
 
