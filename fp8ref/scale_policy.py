@@ -207,7 +207,8 @@ class ScalePolicy:
     @property
     def floored_quotient(self) -> bool:
         """True if only eps and power_of_two may differ from policy ``torchao``."""
-        return not self.makes_scale_inv and dataclasses.replace(self, name="", eps=0.0, power_of_two=None) == ScalePolicy(name="")
+        # torch.compile traces this: it cannot make a policy of constants
+        return not self.makes_scale_inv and dataclasses.replace(self, name="", eps=0.0, power_of_two=None) == _PLAIN
 
     @property
     def in_backends(self) -> bool:
@@ -218,3 +219,6 @@ class ScalePolicy:
         further = (self.one_below, self.factor, self.scale_dtype, self.stored) != (0, 1, FLOAT32, "scale")
         without_e8m0 = self.e8m0 is None and self.power_of_two is not None
         return plain and not further and not without_e8m0 and (self.e8m0 is None or self.e8m0.infinite == "computed")
+
+
+_PLAIN = ScalePolicy(name="")

@@ -378,7 +378,8 @@ def test_a_run_goes_on_from_its_last_checkpoint(config, fake, run, every, starts
     code, _, err = run(*command, "--resume")
     assert code == 0
     # the first run's line, and the second's
-    assert err == COVERAGE + ("here has no checkpoint yet: it starts again from step 0.\n" if every == "0" else "") + COVERAGE
+    said = "here has no checkpoint yet: it starts again from step 0.\n" if every == "0" else ""
+    assert err == COVERAGE + said + COVERAGE + ("here: resumed at step 4 of 6\n" if every == "2" else "")
     assert [line["step"] for line in log.read_metrics(out)] == list(range(6))
     assert [line["loss"] for line in log.read_metrics(out)] == [5 - 0.125 * i for i in range(6)]
     manifest = log.read_manifest(out)
