@@ -385,11 +385,6 @@ class OptimizerConfig:
                 f"optimizer.layout {layout.name!r} has blocks of consecutive elements, which parallel.tensor = {parallel.tensor} cuts by columns "
                 "(O-11). Use a layout with one scale a tensor, such as sqrt_e5m2, or parallel.tensor 1."
             ]
-        if backend == "jax" and parallel.scan and any(moment.scaling is not None for moment in layout.kept):
-            return [
-                f"optimizer.layout {layout.name!r} has scales of each parameter, and parallel.scan keeps all layers' as one. Use parallel.scan False, "
-                "or layout float32 or bfloat16."
-            ]
         return []
 
     def learning_rate_at(self, step: int, steps: int) -> float:
