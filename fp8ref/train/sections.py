@@ -370,11 +370,6 @@ class OptimizerConfig:
             return []
         moments = (layout.m, layout.v)
         if backend == "torch" and layout.keeps_master:
-            if parallel.tensor > 1:
-                return [
-                    f"in PyTorch optimizer.layout {layout.name!r} keeps masters of parameters that fsdp and data cut, and not parallel.tensor; got "
-                    f"{parallel.tensor}. Set it to 1, or use a layout with float32 masters, such as msamp or sqrt_e5m2."
-                ]
             if parallel.compile == "model":
                 return [
                     f"optimizer.layout {layout.name!r} sums the embedding's gradient in float32 beside a bfloat16 table (M-2), which a graph of the whole "
