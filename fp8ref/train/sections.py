@@ -369,12 +369,11 @@ class OptimizerConfig:
         if layout is None:
             return []
         moments = (layout.m, layout.v)
-        if backend == "torch" and layout.keeps_master:
-            if parallel.compile == "model":
-                return [
-                    f"optimizer.layout {layout.name!r} sums the embedding's gradient in float32 beside a bfloat16 table (M-2), which a graph of the whole "
-                    "model rounds; got parallel.compile 'model'. Use 'block'."
-                ]
+        if backend == "torch" and layout.keeps_master and parallel.compile == "model":
+            return [
+                f"optimizer.layout {layout.name!r} sums the embedding's gradient in float32 beside a bfloat16 table (M-2), which a graph of the whole "
+                "model rounds; got parallel.compile 'model'. Use 'block'."
+            ]
         if backend == "torch" and parallel.tensor > 1 and any(moment.block is not None for moment in moments):
             return [
                 f"optimizer.layout {layout.name!r} has blocks of consecutive elements, which parallel.tensor = {parallel.tensor} cuts by columns "
