@@ -245,9 +245,11 @@ def test_the_first_process_decides_for_all(small, fake, tmp_path):  # T-9
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{}, {"kind": "adamw_states", "layout": "sqrt_e4m3_f16"}], ids=["adamw", "masters"])
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_a_schedule_is_its_recipes_one_after_the_other(backend, small, tmp_path):  # T-9
+def test_a_schedule_is_its_recipes_one_after_the_other(backend, optimizer, small, tmp_path):  # T-9, O-16
     """The losses are those of one run for each recipe, chained by checkpoints; each recipe is compiled once."""
+    small = small.replace(optimizer=optimizer)
     phases = ((0, "tensorwise"), (1, "rowwise"), (2, "bf16"), (3, "tensorwise"))
     batches, trainer, chained = loader.open_batches(small), loop.trainer(backend, scheduled(small, *phases)), None
     for step, recipe in phases:
@@ -271,10 +273,11 @@ def test_a_schedule_is_its_recipes_one_after_the_other(backend, small, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{}, {"kind": "adamw_states", "layout": "sqrt_e4m3_f16"}], ids=["adamw", "masters"])
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_a_resumed_schedule_has_the_bits_of_an_unbroken_one(backend, small, tmp_path):  # T-9, K-2
+def test_a_resumed_schedule_has_the_bits_of_an_unbroken_one(backend, optimizer, small, tmp_path):  # T-9, K-2
     """Before, at and after a switch; histories wait while another recipe runs, and go on after it."""
-    config = scheduled(small, *BACK, checkpoint={"every": 1, "keep_last": 6})
+    config = scheduled(small, *BACK, checkpoint={"every": 1, "keep_last": 6}, optimizer=optimizer)
     whole = loop.train(config, backend, tmp_path / "whole")
     for after in (1, 2, 3):
         run = tmp_path / str(after)
