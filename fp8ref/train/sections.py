@@ -85,7 +85,8 @@ class NumericsConfig:
     """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise, mxfp8, blockwise_deepgemm or blockwise_ue8m0."""
     schedule: schedules.Entries | None = None
     """Recipes by phase, such as [[0, "tensorwise"], [8000, "bf16"]], the first of them numerics.recipe. A phase begins at a step, or at a string:
-    "learning_rate < 3e-4" after warm-up, or "sqnr < 18" (dB) of an operand of the phase before, which statistics.every measures."""
+    "learning_rate < 3e-4" after warm-up, or, of what statistics.every measures, "sqnr < 18" (dB) of an operand of the phase before or "update_error > 0.1"
+    of optimizer states."""
     filter_fqns: tuple[str, ...] = ()
     """Modules to keep in high precision, by whole name components or shell patterns. ``auto_filter_small_kn`` keeps small linears. lm_head is
     always kept."""
