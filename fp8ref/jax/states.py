@@ -267,7 +267,7 @@ def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tup
         new.append(leaf(p, g, stored, decayed, layout, (seed, count, number), is_stack))
         number += p.shape[0] if is_stack else 1
     first, *trees = (structure.unflatten(parts) for parts in zip(*new, strict=True)) if new else (grads, *held)
-    return first, AdamWState(count, *trees, *[None] * (3 - len(trees)), state.decisions)
+    return first, AdamWState(count, *trees)._replace(decisions=state.decisions)
 
 
 def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool):

@@ -54,7 +54,8 @@ def init(shape: tuple[int, ...], layout: str | Layout = "sqrt_e4m3") -> State:
     Raises:   ValueError: an unknown layout; a tensor without elements.
     """
     layout, own = states.by_name(layout), _layout_of(layout, shape)
-    return State(0, *(moments.zeros(shape, moment) for moment in (own.m, own.v)), layout_decisions.written(layout))
+    m, v = (moments.zeros(shape, moment) for moment in (own.m, own.v))
+    return State(0, m, v, layout_decisions.written(layout))
 
 
 def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +186,7 @@ def step(
             assert old is not None
             after.append(moments.store(pieces, old, moment, which, p.shape, at, key, layout))
     weights_after = after[2] if layout.keeps_master else np.concatenate(weights).reshape(p.shape)
-    return weights_after, State(state.step + 1, *after[:2], state.decisions)
+    return weights_after, state._replace(step=state.step + 1, m=after[0], v=after[1])
 
 
 def in_range(g: np.ndarray) -> np.ndarray:

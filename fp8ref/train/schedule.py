@@ -115,7 +115,9 @@ def _phase(begins: int | str, recipe: str) -> Phase:
             "a phase of numerics.schedule begins at a step, at 'learning_rate < NUMBER', at 'sqnr < NUMBER' (in dB) or at 'update_error > NUMBER'; "
             f"got {begins!r}."
         )
-    return Phase(recipe=recipe, **{what: threshold})
+    if what == "learning_rate":
+        return Phase(recipe=recipe, learning_rate=threshold)
+    return Phase(recipe=recipe, sqnr=threshold) if what == "sqnr" else Phase(recipe=recipe, update_error=threshold)
 
 
 def _check_states(recipes: Iterable[str]) -> None:

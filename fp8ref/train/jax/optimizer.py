@@ -55,7 +55,8 @@ class Optimizer:
         of_each = [self._stacks.specs(named(tree, stored=True)) for tree in (state.m, state.v, masters)]
 
         def begun(name: str, weight: jax.Array) -> AdamWState:
-            own = AdamWState(P(), *(of[name] for of in of_each), P())  # type: ignore[arg-type]  # specs in place of arrays
+            m, v, master = (of[name] for of in of_each)
+            own = AdamWState(P(), m, v, master, P())  # type: ignore[arg-type]  # specs in place of arrays
             return jax.jit(self._transformation.init, out_shardings=self._on_mesh(own))(weight)
 
         each = {name: begun(name, weight) for name, weight in weights}
