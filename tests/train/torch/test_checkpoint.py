@@ -67,6 +67,7 @@ def equal(a, b):
         ("tensorwise", "adamw_states", {"fsdp": 2}, {"fsdp": 2}),
         ("tensorwise", "msamp_o2", {"fsdp": 2}, {}),
         pytest.param("tensorwise", "sqrt_e4m3_f16", {"fsdp": 2}, {"fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param("tensorwise", "msamp_o2", {"fsdp": 2, "tensor": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
         pytest.param("rowwise", "sqrt_e4m3_f16", {"data": 2, "fsdp": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
         pytest.param("tensorwise", "adamw_states", {"fsdp": 4}, {"fsdp": 2}, marks=pytest.mark.slow),
         pytest.param("rowwise", "adamw_states", {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
