@@ -126,7 +126,7 @@ def with_scales(scale):
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, granularity="row"), "tensorwise"),
         (lambda: scaling.quantize(np.ones((2, 2)), E4M3FN), "float64"),
         (lambda: scaling.quantize(np.ones((2, 2), ">f8"), E4M3FN), "byte order"),
-        (lambda: scaling.quantize(np.ones((2, 2), np.float32), BFLOAT16), "FP8: e4m3fn.*got bfloat16"),
+        (lambda: scaling.quantize(np.ones((2, 2), np.float32), BFLOAT16), "quantized to e4m3fn, .*got bfloat16"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E8M0FNU), "got e8m0fnu"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), "e4m3fn"), "a Format"),
         (lambda: scaling.scale_from_amax(np.float32(1), "e4m3fn"), "a Format"),
