@@ -57,13 +57,13 @@ def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, 
         others["not saturating" if saturate else "saturating"] = of(x, saturate=not saturate)
     others |= {f"rounding to {first} first": of(cast.round_to(x, first)) for first in (BFLOAT16, FLOAT16, FLOAT32)}
     if fmt.signed:
-        magnitude, sign = expected & 0x7F, expected & 0x80
+        magnitude, sign = expected & ~np.uint8(fmt.sign_bit), expected & np.uint8(fmt.sign_bit)
         subnormal = (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits)
         others["flushing subnormals to zero"] = np.where(subnormal, sign, expected)
         others["flushing subnormals to +0"] = np.where(subnormal, 0, expected)
         others["losing the sign"] = magnitude
         others["losing the sign of zero"] = np.where(magnitude == 0, 0, expected)
-        others["negating"] = expected ^ 0x80
+        others["negating"] = expected ^ np.uint8(fmt.sign_bit)
     others["NaN"] = np.full_like(expected, fmt.nan_code)
     others["zero"] = np.zeros_like(expected)
     found = cast.canonical_nans(found, fmt)

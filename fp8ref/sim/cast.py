@@ -291,7 +291,13 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
         raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
     if (seed is not None) != (rounding == "stochastic"):
         raise ValueError(f"stochastic rounding needs a seed, and other roundings take none; got rounding={rounding!r}, seed={seed}.")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64):
+    if seed is not None:
+        check_seed(seed)
+
+
+def check_seed(seed: object) -> None:
+    """ValueError unless it is an integer in [0, 2^64)."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
 
 

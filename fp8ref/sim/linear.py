@@ -167,6 +167,7 @@ def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> No
 
 def seed_of(seed: int, which: Gemm) -> int:
     """The seed of a GEMM's operands: words 0 and 1 of Philox's counter, the place of the GEMM in L-2, stream 2 (S-24)."""
+    cast.check_seed(seed)
     low, high = (int(word) for word in philox.words(np.array([list(OPERANDS).index(which)]), 2, seed)[0, :2])
     return high << 32 | low
 
