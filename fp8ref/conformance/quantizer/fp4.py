@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref import profiles
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
 from fp8ref.conformance.inputs import fp4_inputs
@@ -103,7 +104,8 @@ def identify_fp4(
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, findings=findings, identified=is_known, expected=expect,
         found={"format": fmt.name if is_known else None, "policy": found.policy if matched else None, "granularity": found.granularity,
-               "axis": found.axis, "rounding": rounding, "packing": packing, "scales": scales},
+               "axis": found.axis, "rounding": rounding, "packing": packing, "scales": scales,
+               "profiles": profiles.of_policy(found.policy, fmt.bits) if is_known else []},
         summary=(f"{found.policy} to {fmt} in {found.granularity}, axis {found.axis}, {rounding}, {packing}" if is_known
                  else f"no known quantizer to {fmt}; the nearest is {found}"),
         named=is_known and (rounding in ("nearest_even", "stochastic")) and packing != "high first",
