@@ -134,7 +134,8 @@ PROFILES = {
         Profile(
             name="te-nvfp4", library=_TE, versions="d0067d0", known="transcribed", bits=4, cast="saturating", policies=("te_nvfp4",),
             granularities=("nvfp4_1x16", "nvfp4_16x16"),
-            sources=(f"{_TE_COMMON}cast/nvfp4/core_nvfp4.cuh d0067d0d", "NVIDIA/TransformerEngine transformer_engine/pytorch/custom_recipes/reference_nvfp4.py d0067d0d"),
+            sources=(f"{_TE_COMMON}cast/nvfp4/core_nvfp4.cuh d0067d0d",
+                     "NVIDIA/TransformerEngine transformer_engine/pytorch/custom_recipes/reference_nvfp4.py d0067d0d"),
         ),
         Profile(
             name="cuda-fp8", library="CUDA", versions="12.8 to 13", known="run", cast="saturating", sources=("CUDA 13.0 include/cuda_fp8.hpp",),

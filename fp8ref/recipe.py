@@ -52,6 +52,9 @@ CUT_AXES: dict[Style, dict[Role, int]] = {"colwise": {"weight": 0, "grad_output"
 """The axis along which each style cuts the tensors of a linear; the third one is whole on every rank."""
 
 
+_HIGH_PRECISION = GemmSpec()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Three GEMMs of two operands, as a and b; all in high precision unless given.
@@ -62,9 +65,9 @@ class Recipe:
     """
 
     name: str
-    output: GemmSpec = GemmSpec()
-    grad_input: GemmSpec = GemmSpec()
-    grad_weight: GemmSpec = GemmSpec()
+    output: GemmSpec = _HIGH_PRECISION
+    grad_input: GemmSpec = _HIGH_PRECISION
+    grad_weight: GemmSpec = _HIGH_PRECISION
 
     @property
     def gemms(self) -> dict[Gemm, GemmSpec]:
@@ -251,7 +254,7 @@ def weight_copy(recipe: str | Recipe) -> CastSpec:
     return spec
 
 
-def trained() -> dict[str, Recipe]:
+def trained_recipes() -> dict[str, Recipe]:
     """The recipes that backends and the trainer take, by name: all but those under simulation alone (R-9)."""
     return {name: recipe for name, recipe in RECIPES.items() if not recipe.simulated}
 
@@ -263,11 +266,11 @@ def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
     """
     found = RECIPES.get(recipe) if isinstance(recipe, str) else recipe
     if found is None:
-        raise ValueError(f"{what} is one of {', '.join(trained())}; got {recipe!r}.")
+        raise ValueError(f"{what} is one of {', '.join(trained_recipes())}; got {recipe!r}.")
     if found.simulated:
         raise ValueError(
             f"{what} {found.name!r} is for the simulator alone, under simulation (R-9): no backend computes it. "
-            f"Use fp8ref.sim.linear to study it, or one that trains: {', '.join(trained())}."
+            f"Use fp8ref.sim.linear to study it, or one that trains: {', '.join(trained_recipes())}."
         )
     return found
 

@@ -51,7 +51,14 @@ def transformer_engine(x, rows=1):
 def pairs(x):
     """cast_to_fp4x2: the thresholds between neighbors, ties to the even code."""
     code = torch.zeros_like(x, dtype=torch.uint8)
-    for low, high, closed, value in ((0.25, 0.75, False, 1), (0.75, 1.25, True, 2), (1.25, 1.75, False, 3), (1.75, 2.5, True, 4), (2.5, 3.5, False, 5), (3.5, 5, True, 6)):
+    for low, high, closed, value in (
+        (0.25, 0.75, False, 1),
+        (0.75, 1.25, True, 2),
+        (1.25, 1.75, False, 3),
+        (1.75, 2.5, True, 4),
+        (2.5, 3.5, False, 5),
+        (3.5, 5, True, 6),
+    ):
         size = x.abs()
         code[(size >= low) & (size <= high) if closed else (size > low) & (size < high)] = value
     code[x.abs() > 5] = 7

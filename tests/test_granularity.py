@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from fp8ref import granularity
 
-NAMES = ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32", "mx_32x32")
+NAMES = ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32", "mx_32x32", "nvfp4_1x16", "nvfp4_16x16")
 
 
 def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

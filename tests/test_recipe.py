@@ -64,19 +64,33 @@ def test_every_cast_of_a_recipe_has_its_policy(name):  # R-1
 
 
 def test_recipes_under_simulation_are_those_of_fp4_rotated_or_stochastic():
-    assert [name for name, spec in RECIPES.items() if spec.simulated] == ["nvfp4", "mxfp4"] == [n for n in RECIPES if n not in recipe.trained()]
+    assert (
+        [name for name, spec in RECIPES.items() if spec.simulated]
+        == ["nvfp4", "mxfp4"]
+        == [n for n in RECIPES if n not in recipe.trained_recipes()]
+    )
     nvfp4 = RECIPES["nvfp4"]
-    assert [cast.rounding for cast in nvfp4.casts] == ["nearest_even", "nearest_even", "stochastic", "nearest_even", "stochastic", "nearest_even"]
+    assert [cast.rounding for cast in nvfp4.casts] == [
+        "nearest_even",
+        "nearest_even",
+        "stochastic",
+        "nearest_even",
+        "stochastic",
+        "nearest_even",
+    ]
     assert [cast.rotation for cast in nvfp4.casts] == [None] * 4 + [NVFP4_ROTATION] * 2
-    assert nvfp4.stochastic and not RECIPES["mxfp4"].stochastic
+    assert nvfp4.stochastic
+    assert not RECIPES["mxfp4"].stochastic
     row = CastSpec(fmt=E4M3FN, granularity="rowwise", rounding="stochastic")
     assert Recipe(name="mine", output=GemmSpec(a=row, b=CastSpec(fmt=E4M3FN), accumulate="fast")).simulated
 
 
 def test_a_recipe_under_simulation_is_refused_by_name_and_told_what_trains():
-    with pytest.raises(ValueError, match="recipe 'nvfp4' is for the simulator alone.*fp8ref.sim.linear.*one that trains: bf16, tensorwise"):
+    with pytest.raises(
+        ValueError, match=r"recipe 'nvfp4' is for the simulator alone.*fp8ref.sim.linear.*one that trains: bf16, tensorwise"
+    ):
         recipe.check_trained("nvfp4")
-    with pytest.raises(ValueError, match="recipe is one of bf16, .*; got 'fp4'"):
+    with pytest.raises(ValueError, match=r"recipe is one of bf16, .*; got 'fp4'"):
         recipe.check_trained("fp4")
     assert recipe.check_trained("tensorwise") is RECIPES["tensorwise"]
 
@@ -97,7 +111,9 @@ def test_a_delayed_cast_is_tensorwise_and_by_its_own_policy():  # H-1
     config = DELAYED["delayed"]
     spec = CastSpec(fmt=E4M3FN, policy=config.policy, delayed=config)
     assert spec.delayed is config
-    with pytest.raises(ValueError, match=r"tensorwise and uses its own policy \('te_delayed'\), without a rotation; got 'rowwise' and policy 'te_delayed'"):
+    with pytest.raises(
+        ValueError, match=r"tensorwise and uses its own policy \('te_delayed'\), without a rotation; got 'rowwise' and policy 'te_delayed'"
+    ):
         dataclasses.replace(spec, granularity="rowwise")
     with pytest.raises(ValueError, match="got 'tensorwise' and policy 'torchao'"):
         CastSpec(fmt=E4M3FN, delayed=config)

@@ -100,7 +100,7 @@ def require_quantized(
 
     Give at least one of scale, scale_inv and e8m0, the codes of scale_inv; of a policy with a scale of
     the tensor, tensor_scale_inv too (S-22). All that are given are compared, scales before codes. Codes
-    of 4 bits are one a byte: ``cast.unpack`` makes them of pairs.
+    of 4 bits are one a byte: ``packing.unpack`` makes them of pairs.
 
     Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as
               many elements as ``scale_shape`` gives.

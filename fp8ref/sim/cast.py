@@ -41,7 +41,7 @@ _PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2
 
 
 def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None) -> np.ndarray:
-    """Round x once to a format of 8 or 4 bits and return its codes, one a byte (``pack`` puts two of 4 bits into one).
+    """Round x once to a format of 8 or 4 bits and return its codes, one a byte (``packing`` puts two of 4 bits into one).
 
     rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic, by a seed in
               [0, 2^64) and the flat index in C order.
@@ -125,31 +125,8 @@ def decode(codes, fmt: Format) -> np.ndarray:
     if fmt.bits not in _CODED:
         raise ValueError(f"decode takes codes of {', '.join([*QUANTIZED_FORMATS, 'e8m0fnu'])}; got {fmt}.")
     if fmt.bits == 4 and codes.size and codes.max() > 15:
-        raise ValueError(f"codes of {fmt} are one a byte, at most 15; got {codes.max()}. Unpack pairs with cast.unpack.")
+        raise ValueError(f"codes of {fmt} are one a byte, at most 15; got {codes.max()}. Unpack pairs with packing.unpack.")
     return _table(fmt)[codes]
-
-
-def pack(codes) -> np.ndarray:
-    """Two codes of 4 bits a byte, the first in its low half (SEMANTICS F-5).
-
-    Shapes:   codes uint8 [..., 2n], at most 15; uint8 [..., n].
-    Raises:   ValueError: other dtypes or codes, or an odd number of them along the last axis.
-
-    >>> pack(np.uint8([1, 2, 15, 0])), unpack(np.uint8([33, 15]))
-    (array([33, 15], dtype=uint8), array([ 1,  2, 15,  0], dtype=uint8))
-    """
-    codes = np.asarray(codes)
-    if codes.dtype != np.uint8 or codes.ndim == 0 or codes.shape[-1] % 2 or (codes.size and codes.max() > 15):
-        raise ValueError(f"pack takes uint8 codes up to 15, an even number along the last axis; got {codes.dtype} {codes.shape}.")
-    return codes[..., ::2] | codes[..., 1::2] << np.uint8(4)
-
-
-def unpack(packed) -> np.ndarray:
-    """The codes of 4 bits, one a byte, that ``pack`` put into pairs: uint8 [..., n] -> uint8 [..., 2n]."""
-    packed = np.asarray(packed)
-    if packed.dtype != np.uint8 or packed.ndim == 0:
-        raise ValueError(f"unpack takes uint8 pairs [..., n]; got {packed.dtype} {packed.shape}.")
-    return np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:

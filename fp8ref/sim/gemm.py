@@ -265,7 +265,9 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
     _check_shapes(a.codes, b.codes, out_dtype)
     block = block_of(a.granularity, b.granularity)
     if block is None and (a.tensor_scale_inv is not None or b.tensor_scale_inv is not None):
-        raise ValueError(f"scales of two levels go with blocks along K (S-22); got {a.granularity} and {b.granularity}. Dequantize and use matmul_hp.")
+        raise ValueError(
+            f"scales of two levels go with blocks along K (S-22); got {a.granularity} and {b.granularity}. Dequantize and use matmul_hp."
+        )
     if block is not None and (epilogue.round_first or epilogue.bias == "fused"):
         raise ValueError(
             f"epilogue {epilogue.name!r} scales "

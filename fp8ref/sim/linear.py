@@ -157,7 +157,9 @@ def quantize_operands(
 
 def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> None:
     """ValueError unless a seed is given just where one of these GEMMs rounds stochastically."""
-    needed = any(cast_spec is not None and cast_spec.rounding == "stochastic" for g in gemms for cast_spec in (recipe.gemms[g].a, recipe.gemms[g].b))
+    needed = any(
+        cast_spec is not None and cast_spec.rounding == "stochastic" for g in gemms for cast_spec in (recipe.gemms[g].a, recipe.gemms[g].b)
+    )
     if needed != (seed is not None):
         what = "rounds stochastically in" if needed else "rounds nothing stochastically in"
         raise ValueError(

@@ -3,8 +3,8 @@
 Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
 ``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
 multiplies by scale_inv (S-8). ``amax_plain`` and ``quantize_plain`` are the definitions. Their
-compiled twins are in ``kernels.scaling``, and the last part of this file prepares what those take:
-any tensor and granularity as a matrix over a coarser grid of scales.
+compiled twins are in ``kernels.scaling``, and take any tensor and granularity as a matrix over a coarser
+grid of scales (``scale_grid``).
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, threads, two_level
 from fp8ref.sim.cast import Rounding
 from fp8ref.sim.kernels import scaling as kernels
+from fp8ref.sim.scale_grid import Grid, grid_of
 from fp8ref.sim.scales import Scales, magnitudes, scales_from_amax
 from fp8ref.sim.scales import scale_from_amax as scale_from_amax
 from fp8ref.sim.scales import scale_inv_from_scale as scale_inv_from_scale
@@ -254,33 +255,6 @@ def check_target(fmt: Format) -> None:
 def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
     """x rounded to the dtype in which the policy divides (S-13); x itself where that is float32."""
     return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
-
-
-class Grid(NamedTuple):
-    """A tensor as a matrix [rows, columns] over a grid of scales: row r takes row group[r] of the
-    scales, ``width`` elements a scale."""
-
-    rows: int
-    columns: int
-    group: np.ndarray
-    width: int
-    scales: tuple[int, int]
-
-
-def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
-    """The grid of a tensor of this shape. Raises as ``granularity.blocks``."""
-    sizes = granularities.blocks(granularity, shape, axis)
-    size = int(np.prod(shape, dtype=np.int64))
-    if granularity == "tensorwise":
-        # One scale, so that rows may be cut anywhere: long ones, for the kernel's lanes.
-        columns = next((c for c in (4096, 512, 64) if size % c == 0), shape[-1] if shape else 1)
-        return Grid(size // columns, columns, np.zeros(size // columns, np.int64), columns, (1, 1))
-    group = np.zeros((), np.int64)
-    for n, block in zip(shape[:-1], sizes[:-1], strict=True):  # C order: the last of these axes varies fastest
-        group = group[..., None] * -(-n // block) + np.arange(n) // block
-    counts = [-(-n // block) for n, block in zip(shape, sizes, strict=True)]
-    scales = (int(np.prod(counts[:-1], dtype=np.int64)), counts[-1])
-    return Grid(size // shape[-1], shape[-1], group.reshape(-1), sizes[-1], scales)
 
 
 def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:

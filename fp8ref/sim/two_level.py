@@ -61,16 +61,16 @@ def scales_from_amaxes(amax, tensor_amax, fmt: Format = E2M1FN, policy: str | Sc
     one, top = np.float32(1), np.float32(fmt.max)
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if rule.tensor == "encode":
-            encode = np.minimum(np.float32(rule.block_fmt.max * fmt.max) / tensor, _LARGEST)
-            encode = np.where((tensor == 0) | (encode == 0), one, encode)
+            bounded = np.minimum(np.float32(rule.block_fmt.max * fmt.max) / tensor, _LARGEST)
+            encode = np.where((tensor == 0) | (bounded == 0), one, bounded)
             block = _block_scale(amax * (encode * (one / top)), rule)
-            inverse = one / encode
+            inverse = np.asarray(one / encode)
             scale = np.minimum(one / (block * inverse), _LARGEST)
         else:
-            inverse = tensor / np.float32(rule.block_fmt.max * fmt.max) if rule.tensor == "decode" else one
+            inverse = np.asarray(tensor / np.float32(rule.block_fmt.max * fmt.max) if rule.tensor == "decode" else one)
             block = _block_scale(amax / top / inverse, rule)
             scale = one / inverse / block
-    return TwoLevelScales(np.asarray(scale)[()], block, np.asarray(inverse, np.float32)[()])
+    return TwoLevelScales(np.asarray(scale)[()], block, inverse.astype(np.float32)[()])
 
 
 def _block_scale(value: np.ndarray, rule: policies.TwoLevel) -> np.ndarray:

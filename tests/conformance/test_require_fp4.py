@@ -7,7 +7,7 @@ from fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level
 
 from fp8ref.conformance.require import require_cast, require_quantized, require_scales
 from fp8ref.formats import E2M1FN
-from fp8ref.sim import cast, scaling, two_level
+from fp8ref.sim import cast, packing, scaling, two_level
 
 
 def test_require_cast(rng):  # C-9
@@ -34,12 +34,17 @@ def test_require_quantized_takes_libraries_and_shows_a_fault(rng):  # S-22, S-14
     given = torch.from_numpy(x)
     two, one, (pairs, e8m0) = torchao_nvfp4(given), torchao_nvfp4_one_level(given), torchao_mx("rceil")(given)
     how = {"granularity": "nvfp4_1x16", "policy": "torchao_nvfp4"}
-    codes, block, tensor = cast.unpack(two.qdata.numpy()), two.scale.float(), two.per_tensor_scale
+    codes, block, tensor = packing.unpack(two.qdata.numpy()), two.scale.float(), two.per_tensor_scale
     require_quantized(x, codes, E2M1FN, scale_inv=block, tensor_scale_inv=tensor, **how)
     require_quantized(
-        x, cast.unpack(one.qdata.numpy()), E2M1FN, scale_inv=one.scale.float(), granularity="nvfp4_1x16", policy="torchao_nvfp4_one_level"
+        x,
+        packing.unpack(one.qdata.numpy()),
+        E2M1FN,
+        scale_inv=one.scale.float(),
+        granularity="nvfp4_1x16",
+        policy="torchao_nvfp4_one_level",
     )
-    require_quantized(x, cast.unpack(pairs.numpy()), E2M1FN, e8m0=e8m0.view(torch.uint8), granularity="mx_1x32", policy="mx_rceil")
+    require_quantized(x, packing.unpack(pairs.numpy()), E2M1FN, e8m0=e8m0.view(torch.uint8), granularity="mx_1x32", policy="mx_rceil")
     with pytest.raises(AssertionError, match="tensor_scale_inv of e2m1fn differs:") as error:
         require_quantized(x, codes, E2M1FN, scale_inv=block, tensor_scale_inv=tensor * 2, **how)
     assert "T = RN32(the tensor's amax / 2688), at least 0.015625 (S-22)" in str(error.value)

@@ -51,22 +51,12 @@ def test_stochastic_rounding_is_unbiased():  # C-2
     np.testing.assert_allclose(mean, x[:: 1 << 16], atol=5 * 2.0**-8)
 
 
-def test_pairs():  # F-5
-    codes = np.random.default_rng(0).integers(0, 16, (3, 8), dtype=np.uint8)
-    packed = cast.pack(codes)
-    assert packed.shape == (3, 4) and packed[0, 0] == codes[0, 0] + 16 * codes[0, 1]
-    np.testing.assert_array_equal(cast.unpack(packed), codes)
-
-
 def test_errors():
     for call, message in (
         (lambda: cast.encode(np.ones(2, np.float32), E2M1FN, saturate=False), "casts to it saturate"),
         (lambda: cast.round_to(np.ones(2, np.float32), E2M1FN), "casts to it saturate"),
         (lambda: cast.encode(np.ones(2, np.float32), BFLOAT16), "formats of 8 or 4 bits; got bfloat16"),
         (lambda: cast.decode(np.uint8([16]), E2M1FN), "at most 15; got 16. Unpack pairs"),
-        (lambda: cast.pack(np.uint8([1])), "an even number along the last axis"),
-        (lambda: cast.pack(np.uint8([16, 0])), "codes up to 15"),
-        (lambda: cast.unpack(np.ones(2)), "takes uint8 pairs"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

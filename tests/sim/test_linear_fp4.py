@@ -10,13 +10,15 @@ from fp4_libraries import transformer_engine
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.rotation import NVFP4_ROTATION, Rotation
-from fp8ref.sim import cast, gemm, hadamard, linear, scaling
+from fp8ref.sim import cast, gemm, hadamard, linear, packing, scaling
 
 
 @pytest.fixture
 def operands(rng):
     """x [64, 96], w [48, 96], g [64, 48], values of bfloat16."""
-    return tuple(cast.round_to(rng.standard_normal(shape) * size, BFLOAT16) for shape, size in (((64, 96), 1), ((48, 96), 0.1), ((64, 48), 1e-3)))
+    return tuple(
+        cast.round_to(rng.standard_normal(shape) * size, BFLOAT16) for shape, size in (((64, 96), 1), ((48, 96), 0.1), ((64, 48), 1e-3))
+    )
 
 
 def nv(x, granularity="nvfp4_1x16", **options):
@@ -48,7 +50,7 @@ def test_a_square_of_a_weight_has_the_codes_of_its_transpose(operands):  # S-22:
     a, b = nv(w, "nvfp4_16x16"), nv(np.ascontiguousarray(w.T), "nvfp4_16x16")
     np.testing.assert_array_equal(a.codes, b.codes.T)
     codes, _, _ = transformer_engine(torch.from_numpy(w), 16)
-    np.testing.assert_array_equal(cast.pack(a.codes), codes.numpy())
+    np.testing.assert_array_equal(packing.pack(a.codes), codes.numpy())
     assert (nv(w).codes != nv(np.ascontiguousarray(w.T)).codes.T).any()
 
 
@@ -95,9 +97,11 @@ def test_a_recipe_of_ones_own_may_round_forward_or_rotate_in_fp8(operands):  # S
     of_a = scaling.quantize(a, E4M3FN, granularity="rowwise", rounding="stochastic", seed=linear.seed_of(9, "output"))
     expected = gemm.matmul(of_a, scaling.quantize(b, E4M3FN, granularity="rowwise"), out_dtype=BFLOAT16)
     np.testing.assert_array_equal(linear.forward(x, w, mine, seed=9), expected)
-    with pytest.raises(ValueError, match="recipe 'mine' rounds stochastically in output .*got seed=None. Give a seed"):
+    with pytest.raises(ValueError, match=r"recipe 'mine' rounds stochastically in output .*got seed=None. Give a seed"):
         linear.forward(x, w, mine)
-    with pytest.raises(ValueError, match="recipe 'mine' rounds nothing stochastically in grad_input and grad_weight .*got seed=1. Leave it out"):
+    with pytest.raises(
+        ValueError, match=r"recipe 'mine' rounds nothing stochastically in grad_input and grad_weight .*got seed=1. Leave it out"
+    ):
         linear.backward(g, x, w, mine, seed=1)
 
 

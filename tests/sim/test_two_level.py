@@ -7,7 +7,7 @@ from fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level, tr
 
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN
 from fp8ref.policy import FP4_POLICIES, ScalePolicy, TwoLevel
-from fp8ref.sim import cast, gemm, scaling, stats, two_level
+from fp8ref.sim import cast, gemm, packing, scaling, stats, two_level
 
 EXPONENTS = (-120, -40, -3, 0, 60, 118)
 
@@ -29,7 +29,7 @@ def assert_equal(x, q, pairs, scale_inv):
     with np.errstate(invalid="ignore", over="ignore"):
         number = ~np.isnan(x * scaling.spread(q.scale, x.shape, q.granularity, q.axis))
     assert number.mean() > 0.5
-    np.testing.assert_array_equal(q.codes[number], cast.unpack(pairs)[number])
+    np.testing.assert_array_equal(q.codes[number], packing.unpack(pairs)[number])
     assert set(q.codes[~number]) <= {7}
 
 
@@ -52,7 +52,12 @@ def test_te_nvfp4_is_its_sources(granularity, rows, rng):  # S-22
     for x in (*tensors(rng), np.zeros((16, 32), np.float32)):
         codes, scale, amax = transformer_engine(torch.from_numpy(x), rows)
         q = scaling.quantize(x, E2M1FN, granularity=granularity, policy="te_nvfp4")
-        assert_equal(x, q._replace(scale_inv=np.repeat(q.scale_inv, rows, axis=0), scale=np.repeat(q.scale, rows, axis=0), granularity="nvfp4_1x16"), codes.numpy(), scale.float().numpy())
+        assert_equal(
+            x,
+            q._replace(scale_inv=np.repeat(q.scale_inv, rows, axis=0), scale=np.repeat(q.scale, rows, axis=0), granularity="nvfp4_1x16"),
+            codes.numpy(),
+            scale.float().numpy(),
+        )
         if amax > 2.0**-110:  # S_enc is below float32's max: 1 / S_enc is two roundings, of 2^-24 each, and the quotient by 2688 one
             np.testing.assert_allclose(q.tensor_scale_inv, amax.numpy() / np.float32(2688), rtol=2.0**-22, atol=0)
 
@@ -69,8 +74,11 @@ def test_a_block_that_is_too_small_gets_scale_0_or_the_smallest():  # S-22
     x = np.zeros((1, 32), np.float32)
     x[0, 0], x[0, 16] = 6, 6 * 2.0**-20
     te, torchao = (scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy=p) for p in ("te_nvfp4", "torchao_nvfp4"))
-    assert te.scale_inv[0, 1] == 0 and te.scale[0, 1] == np.finfo(np.float32).max and te.codes[0, 16] == 7
-    assert torchao.scale_inv[0, 1] == 2.0**-6 and torchao.codes[0, 16] == 0
+    assert te.scale_inv[0, 1] == 0
+    assert te.scale[0, 1] == np.finfo(np.float32).max
+    assert te.codes[0, 16] == 7
+    assert torchao.scale_inv[0, 1] == 2.0**-6
+    assert torchao.codes[0, 16] == 0
     assert scaling.dequantize(te)[0, 16] == 0
 
 
@@ -86,18 +94,22 @@ def test_an_infinite_tensor_has_the_block_scales_of_its_policy():  # S-22
 
 @pytest.mark.parametrize("policy", FP4_POLICIES)
 def test_a_gemm_scales_each_block_and_last_the_tensors(policy, rng):  # G-13, S-22
-    a, b = (scaling.quantize(rng.standard_normal((n, 64)).astype(np.float32), E2M1FN, granularity="nvfp4_1x16", policy=policy) for n in (5, 7))
+    a, b = (
+        scaling.quantize(rng.standard_normal((n, 64)).astype(np.float32), E2M1FN, granularity="nvfp4_1x16", policy=policy) for n in (5, 7)
+    )
     total = np.zeros((5, 7), np.float32)
     for i in range(4):
         part = slice(16 * i, 16 * i + 16)
-        acc = (cast.decode(a.codes[:, part], E2M1FN) @ cast.decode(b.codes[:, part], E2M1FN).T).astype(np.float32)  # exact: below 2^24 quarters
+        acc = (cast.decode(a.codes[:, part], E2M1FN) @ cast.decode(b.codes[:, part], E2M1FN).T).astype(
+            np.float32
+        )  # exact: below 2^24 quarters
         total = total + acc * a.scale_inv[:, i : i + 1] * b.scale_inv[:, i : i + 1].T
     expected = total if a.tensor_scale_inv is None else total * (a.tensor_scale_inv * b.tensor_scale_inv)
     np.testing.assert_array_equal(gemm.matmul(a, b), expected)
     with pytest.raises(ValueError, match="tensor cores multiply e4m3fn and e5m2; got e2m1fn"):
         gemm.matmul(a, b, accumulate="hopper_fast")
+    whole = scaling.quantize(np.ones((2, 32), np.float32), E2M1FN, granularity="rowwise", policy="te_nvfp4")
     with pytest.raises(ValueError, match="scales of two levels go with blocks along K"):
-        whole = scaling.quantize(np.ones((2, 32), np.float32), E2M1FN, granularity="rowwise", policy="te_nvfp4")
         gemm.matmul(whole, whole)
 
 
@@ -109,15 +121,15 @@ def test_statistics_of_a_tensor_in_two_levels(rng):  # Q-1
 
 
 def test_errors():  # S-22
-    with pytest.raises(ValueError, match="policy 'te_nvfp4' makes scales from a block's amax and the tensor's"):
+    with pytest.raises(ValueError, match=r"policy 'te_nvfp4' makes scales from a block's amax and the tensor's"):
         scaling.scale_from_amax(np.float32(1), E2M1FN, "te_nvfp4")
-    with pytest.raises(ValueError, match="two-level scales are of e2m1fn.*got e4m3fn"):
+    with pytest.raises(ValueError, match=r"two-level scales are of e2m1fn.*got e4m3fn"):
         scaling.quantize(np.ones((1, 16), np.float32), E4M3FN, granularity="nvfp4_1x16", policy="te_nvfp4")
-    with pytest.raises(ValueError, match="two-level scales are of e2m1fn.*policy 'torchao'"):
+    with pytest.raises(ValueError, match=r"two-level scales are of e2m1fn.*policy 'torchao'"):
         two_level.scales_from_amaxes(np.float32([1]), np.float32(1), policy="torchao")
     with pytest.raises(ValueError, match=r"one amax, of shape \(\); got \(1,\)"):
         two_level.scales_from_amaxes(np.float32([1]), np.float32([1]))
-    with pytest.raises(ValueError, match="with two_level .* takes no other decision; got margin"):
+    with pytest.raises(ValueError, match=r"with two_level .* takes no other decision; got margin"):
         ScalePolicy(name="mine", margin=1, two_level=TwoLevel(tensor="none"))
     for wrong in ({"tensor": "both"}, {"tensor": "none", "smallest": 1.0}, {"tensor": "none", "block_fmt": E2M1FN}):
         with pytest.raises(ValueError, match=r"encode, decode, none|smallest is in \[0, 1\)"):

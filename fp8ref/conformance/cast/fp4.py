@@ -16,6 +16,7 @@ from fp8ref.conformance.inputs import cast_inputs, dtypes
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
+from fp8ref.sim.packing import unpack
 
 NAN_CODES = {"saturating": (7, 7), "ml_dtypes": (8, 0), "torchao_f4": (3, 11)}
 """What NaN and -NaN become, by the name of a cast: that of C-9 and PTX; ml_dtypes 0.6; torchao 0.18's
@@ -23,6 +24,9 @@ f32_to_f4_unpacked. The three are one on numbers."""
 
 CALLS = 256
 """Calls of which the rate of stochastic rounding is taken."""
+
+
+_REPEATING: tuple[cast.Rounding, ...] = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
 
 
 def identify_fp4_cast(
@@ -44,19 +48,23 @@ def identify_fp4_cast(
     x = np.concatenate([x, np.zeros(x.size % 2, np.float32)])
     number = ~np.isnan(x)
     got, packing = _codes(subject, x, source, fmt)
-    found = {mode: cast.encode_plain(x, fmt, rounding=mode) for mode in cast.ROUNDINGS if mode != "stochastic"}
+    found = {mode: cast.encode_plain(x, fmt, rounding=mode) for mode in _REPEATING}
     wrong = {mode: (got != codes) & number for mode, codes in found.items()}
-    rounding = min(wrong, key=lambda mode: int(wrong[mode].sum()))
+    nearest = min(wrong, key=lambda mode: int(wrong[mode].sum()))
     repeats = np.array_equal(got, _codes(subject, x, source, fmt)[0])
     fair = repeats or _is_stochastic(subject, source, fmt)
     unlike = []
-    if repeats and wrong[rounding].any():
-        i = int(np.argmax(wrong[rounding]))
-        unlike = [_counterexample(x, got, found[rounding], i, source, fmt, "C-2")]
+    if repeats and wrong[nearest].any():
+        i = int(np.argmax(wrong[nearest]))
+        unlike = [_counterexample(x, got, found[nearest], i, source, fmt, "C-2")]
     elif not fair:
-        unlike = [Counterexample(input="the mean of many calls", bits=(), dtype=source, got="a biased code", expected="an unbiased one", clause="C-2")]
-    rounding = rounding if repeats else "stochastic"
-    pair = tuple(int(v) for v in _codes(subject, np.float32([np.nan, -np.float32(np.nan)] * 8), source, fmt)[0][:2])
+        unlike = [
+            Counterexample(
+                input="the mean of many calls", bits=(), dtype=source, got="a biased code", expected="an unbiased one", clause="C-2"
+            )
+        ]
+    rounding: str = nearest if repeats else "stochastic"
+    pair = tuple(int(v) for v in _codes(subject, np.array([np.nan, -np.nan] * 8, np.float32), source, fmt)[0][:2])
     known = [n for n, codes in NAN_CODES.items() if codes == pair] if rounding in ("nearest_even", "stochastic") and not unlike else []
     findings = [
         Finding(what="rounding", value=rounding, evidence=f"{x.size} numbers of {fmt}, midpoints, neighbors and infinities"),
@@ -87,7 +95,9 @@ def _codes(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> tuple[n
     made = subjects.read_array(subject.ask(x, source))
     if made is None or made[0].shape not in (x.shape, (x.size // 2,)):
         given = "no array" if made is None else f"{made[1]} {list(made[0].shape)}"
-        raise ConformanceError(f"{subject.name} gives {given}; a cast to {fmt} of [{x.size}] gives uint8 [{x.size}], pairs [{x.size // 2}], or values.")
+        raise ConformanceError(
+            f"{subject.name} gives {given}; a cast to {fmt} of [{x.size}] gives uint8 [{x.size}], pairs [{x.size // 2}], or values."
+        )
     array, dtype = made
     if dtype in FLOATS:
         codes = cast.encode_plain(array.astype(np.float32), fmt)
@@ -100,8 +110,8 @@ def _codes(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> tuple[n
         return array, "one a byte"
     swapped = array << np.uint8(4) | array >> np.uint8(4)
     expected = cast.encode_plain(x, fmt)
-    agree = [int((cast.unpack(pairs) == expected).sum()) for pairs in (array, swapped)]
-    return (cast.unpack(array), "low first") if agree[0] >= agree[1] else (cast.unpack(swapped), "high first")
+    agree = [int((unpack(pairs) == expected).sum()) for pairs in (array, swapped)]
+    return (unpack(array), "low first") if agree[0] >= agree[1] else (unpack(swapped), "high first")
 
 
 def _is_stochastic(subject: Subject, source: str, fmt: Format) -> bool:

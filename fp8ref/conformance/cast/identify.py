@@ -50,7 +50,9 @@ def identify_cast(
     """
     if isinstance(fmt, Format) and fmt.name in formats.FP4_FORMATS:
         if exhaustive:
-            raise ValueError(f"exhaustive is of casts to FP8; {fmt} is asked at every number, midpoint and neighbor of these. Leave it out.")
+            raise ValueError(
+                f"exhaustive is of casts to FP8; {fmt} is asked at every number, midpoint and neighbor of these. Leave it out."
+            )
         return identify_fp4_cast(function, fmt, name=name, expect=expect, framework=framework, device=device)
     check_format(fmt)
     wanted = None if expect is None else behavior.by_name(expect)

@@ -9,7 +9,7 @@ from fp8ref.sim import cast
 SHAPE = (128, 256)
 """The shape [M, K] of all of them: of whole blocks along both axes, as kernels ask."""
 
-BLOCK = 16
+_BLOCK = 16
 
 
 def tensors(source: str) -> dict[str, np.ndarray]:
@@ -26,13 +26,13 @@ def tensors(source: str) -> dict[str, np.ndarray]:
     ties = (grid[1:] + grid[:-1]) / 2
     near = np.concatenate([ties, np.nextafter(ties, np.float32(8)), np.nextafter(ties, np.float32(0)), grid])
     tie = rng.choice(near, SHAPE) * rng.choice([-1, 1], SHAPE)
-    tie[:, ::BLOCK], tie[::BLOCK, :] = 6, 6  # one amax in each block, along either axis
+    tie[:, ::_BLOCK], tie[::_BLOCK, :] = 6, 6  # one amax in each block, along either axis
     edge = np.concatenate([f * np.float32(2.0) ** np.arange(-3, 4) for f in (1, 1.25, 1.5, 1.75)]).astype(np.float32)
     edge = np.concatenate([edge, np.nextafter(edge, np.float32(99)), np.nextafter(edge, np.float32(0))])
-    edges = rng.uniform(-1, 1, SHAPE) * _of_squares(rng.choice(edge, (SHAPE[0] // BLOCK, SHAPE[1] // BLOCK)))
-    edges[::BLOCK, ::BLOCK] = rng.choice(edge, (SHAPE[0] // BLOCK, SHAPE[1] // BLOCK))
+    edges = rng.uniform(-1, 1, SHAPE) * _of_squares(rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK)))
+    edges[::_BLOCK, ::_BLOCK] = rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK))
     spread = rng.standard_normal(SHAPE) * np.exp2(rng.uniform(-4, 4, (SHAPE[0], 1))) * np.exp2(rng.uniform(-4, 4, (1, SHAPE[1])))
-    wide = rng.standard_normal(SHAPE) * _of_squares(np.exp2(rng.integers(-24, 8, (SHAPE[0] // BLOCK, SHAPE[1] // BLOCK)).astype(float)))
+    wide = rng.standard_normal(SHAPE) * _of_squares(np.exp2(rng.integers(-24, 8, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK)).astype(float)))
     wide[5, 7] = 2.0**16
     wide[32:48, 32:64] = 0
     small = spread * 2.0**-100
@@ -41,5 +41,5 @@ def tensors(source: str) -> dict[str, np.ndarray]:
 
 
 def _of_squares(values: np.ndarray) -> np.ndarray:
-    """Each value over a square of BLOCK."""
-    return np.repeat(np.repeat(values, BLOCK, axis=0), BLOCK, axis=1)
+    """Each value over a square of _BLOCK."""
+    return np.repeat(np.repeat(values, _BLOCK, axis=0), _BLOCK, axis=1)

@@ -94,13 +94,24 @@ def identify_fp4(
     findings = [
         Finding(what="packing", value=packing, evidence=f"codes of {len(tensors)} tensors {list(fp4_inputs.SHAPE)}"),
         Finding(what="granularity", value=found.granularity, evidence=f"axis {found.axis}"),
-        Finding(what="policy", value=found.policy if matched else None, others=others if matched else (str(found),), evidence=_count(tensors, agreeing)),
-        Finding(what="rounding", value=rounding, evidence=bias.text if bias else "ties and their neighbors under scales that are powers of two"),
-        Finding(what="scales", value=", ".join(f"{n}: {what or 'unknown'}" for n, what in scales.items()) or "none", evidence="by their numbers"),
+        Finding(
+            what="policy",
+            value=found.policy if matched else None,
+            others=others if matched else (str(found),),
+            evidence=_count(tensors, agreeing),
+        ),
+        Finding(
+            what="rounding", value=rounding, evidence=bias.text if bias else "ties and their neighbors under scales that are powers of two"
+        ),
+        Finding(
+            what="scales", value=", ".join(f"{n}: {what or 'unknown'}" for n, what in scales.items()) or "none", evidence="by their numbers"
+        ),
         Finding(what="NaN", value=fp4_outputs.codes_of_nan(subject, source), evidence="not compared: e2m1fn has no NaN (C-9)"),
     ]
     is_known = matched and not unlike
-    differences = _differences(expect, granularity, axis, [found, *agreeing], tensors, answers, fmt, source, packing, not repeats) if wanted else []
+    differences = (
+        _differences(expect, granularity, axis, [found, *agreeing], tensors, answers, fmt, source, packing, not repeats) if wanted else []
+    )
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, findings=findings, identified=is_known, expected=expect,
         found={"format": fmt.name if is_known else None, "policy": found.policy if matched else None, "granularity": found.granularity,
@@ -122,7 +133,9 @@ def _nearest(tensors, answers, fmt: Format, *, stochastic: bool) -> tuple[Candid
         for candidate in some:
             expected = {kind: candidate.quantize(x, fmt) for kind, x in tensors.items()}
             for packing in answers["spread"].packings:
-                wrong = sum(int(differs(answers[kind], q, tensors[kind], packing, stochastic=stochastic).sum()) for kind, q in expected.items())
+                wrong = sum(
+                    int(differs(answers[kind], q, tensors[kind], packing, stochastic=stochastic).sum()) for kind, q in expected.items()
+                )
                 found.append((wrong, candidate, packing))
         return sorted(found, key=lambda one: one[0])  # stable: the usual ones first
 
@@ -132,7 +145,9 @@ def _nearest(tensors, answers, fmt: Format, *, stochastic: bool) -> tuple[Candid
         ranked = compared(candidates())
         if ranked[0][0]:  # another rounding, of the scales that came nearest
             nearest = list(dict.fromkeys(c for _, c, _ in ranked[:6]))
-            ranked = sorted(ranked + compared([dataclasses.replace(c, rounding=r) for r in ROUNDINGS[1:] for c in nearest]), key=lambda one: one[0])
+            ranked = sorted(
+                ranked + compared([dataclasses.replace(c, rounding=r) for r in ROUNDINGS[1:] for c in nearest]), key=lambda one: one[0]
+            )
     best = ranked[0]
     return best[1], [c for wrong, c, packing in ranked if wrong == 0 and packing == best[2]], best[2]
 
@@ -179,7 +194,9 @@ def _wrong_scale(name: str, kind: str, what: str | None, found: Candidate, sourc
     )  # fmt: skip
 
 
-def _differences(expect, granularity, axis, ours: Sequence[Candidate], tensors, answers, fmt, source, packing, stochastic) -> list[Counterexample]:
+def _differences(
+    expect, granularity, axis, ours: Sequence[Candidate], tensors, answers, fmt, source, packing, stochastic
+) -> list[Counterexample]:
     """Where it is not what was expected: of the policy's own granularities, or the one that is expected."""
     fitting = [c for c in candidates() if c.policy == expect and granularity in (None, c.granularity) and axis in (None, c.axis)]
     fitting = [dataclasses.replace(c, rounding="toward_zero") if stochastic else c for c in fitting]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from fp8ref.conformance.quantizer import outputs
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import E4M3FN, E8M0FNU
 from fp8ref.sim import cast, scaling
+from fp8ref.sim.packing import unpack
 from fp8ref.sim.scaling import Quantized
 
 PACKINGS = ("low first", "high first")
@@ -45,7 +47,7 @@ class Output:
         if self.bytes is None or packing == "one a byte":
             return self.bytes
         pairs = self.bytes if packing == "low first" else self.bytes << np.uint8(4) | self.bytes >> np.uint8(4)
-        return cast.unpack(pairs)
+        return unpack(pairs)
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
         """Values as they are in its dtype."""
@@ -100,13 +102,15 @@ def codes_of_nan(subject: Subject, source: str) -> str:
     except ConformanceError:
         return "refused"
     got = found.codes(found.packings[0])
-    return ", ".join(str(v) for v in (found.values if got is None else got)[0, :2])
+    shown = found.values if got is None else got
+    assert shown is not None
+    return ", ".join(str(v) for v in shown[0, :2])
 
 
 def known_scales(x: np.ndarray, q: Quantized) -> dict[str, np.ndarray]:
     """All that a quantizer may return as a scale, by name."""
     tensor = np.float32(1) if q.tensor_scale_inv is None else q.tensor_scale_inv
-    known = {"scale": q.scale, "scale_inv": q.scale_inv, "amax": scaling.amax(x, q.granularity, axis=q.axis)}
+    known: dict[str, Any] = {"scale": q.scale, "scale_inv": q.scale_inv, "amax": scaling.amax(x, q.granularity, axis=q.axis)}
     if q.tensor_scale_inv is not None:
         known |= {"scale_inv * tensor_scale_inv": tensor * q.scale_inv, "tensor_scale_inv": tensor, "tensor_amax": scaling.amax(x)}
     with np.errstate(all="ignore"):
@@ -117,7 +121,9 @@ def known_scales(x: np.ndarray, q: Quantized) -> dict[str, np.ndarray]:
 def name_scales(x: np.ndarray, answer: Output, q: Quantized) -> dict[str, str | None]:
     """What each returned array is; None for one that is none of the scales."""
     known = known_scales(x, q)
-    return {name: next((k for k, v in known.items() if any(_same(a, v, q) for a in arrays)), None) for name, arrays in answer.scales.items()}
+    return {
+        name: next((k for k, v in known.items() if any(_same(a, v, q) for a in arrays)), None) for name, arrays in answer.scales.items()
+    }
 
 
 def wrong_scale(x: np.ndarray, answer: Output, q: Quantized, names: Mapping[str, str | None]) -> str | None:
@@ -162,7 +168,9 @@ def bias(subject: Subject, x: np.ndarray, floor: Quantized, source: str, packing
     floor     x rounded toward zero. Each rounding up is a trial of its own, of variance p (1 - p).
     """
     with np.errstate(all="ignore"):
-        scaled = np.minimum(np.abs(x * scaling.spread(floor.scale, x.shape, floor.granularity, floor.axis)), floor.fmt.max).astype(np.float64)
+        scaled = np.minimum(np.abs(x * scaling.spread(floor.scale, x.shape, floor.granularity, floor.axis)), floor.fmt.max).astype(
+            np.float64
+        )
     lower = (floor.codes & 7).astype(np.int64)
     numbers = cast.decode(np.append(np.arange(8), 7).astype(np.uint8), floor.fmt).astype(np.float64)
     spacing = np.where(numbers[lower + 1] > numbers[lower], numbers[lower + 1] - numbers[lower], 1)

@@ -58,9 +58,7 @@ def identify_quantizer(
                quantizer: it raises, gives other shapes, changes its input, or does not repeat itself.
     """
     if isinstance(fmt, Format) and fmt.name in FP4_FORMATS:
-        return identify_fp4(
-            function, fmt, name=name, expect=expect, granularity=granularity, axis=axis, framework=framework, device=device
-        )
+        return identify_fp4(function, fmt, name=name, expect=expect, granularity=granularity, axis=axis, framework=framework, device=device)
     check_format(fmt)
     wanted = None if expect is None else policy_data.by_name(expect)
     if wanted is None and (granularity is not None or axis is not None):

@@ -24,7 +24,17 @@ from fp8ref.sim import cast
 
 # The names that libraries give to the parts of a quantized tensor
 _CODES = ("codes", "_data", "qdata", "qvalue", "data", "quantized")
-_SCALES = ("scale", "_scale", "scale_inv", "_scale_inv", "scales", "scale_inverse", "scaling_factor", "tensor_scale_inv", "per_tensor_scale")
+_SCALES = (
+    "scale",
+    "_scale",
+    "scale_inv",
+    "_scale_inv",
+    "scales",
+    "scale_inverse",
+    "scaling_factor",
+    "tensor_scale_inv",
+    "per_tensor_scale",
+)
 
 
 class WrongShapeError(ConformanceError):
