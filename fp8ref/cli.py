@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = known.run(known, options)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("interrupted; files written so far are kept", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read what this prints, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -25,7 +25,7 @@ KEPT = ("gate_proj", "down_proj")
 They have the widest gradient, and the input with the most exponents.
 """
 
-SEEDS = {"jax": 3, "torch": 1}
+SEEDS = 3
 """How many seeds each recipe is trained with: FP8 is judged by the bf16 run of equal seeds."""
 
 
@@ -68,11 +68,10 @@ def demo(config: "Config", out: Path) -> bool:
         for recipe in RECIPES
     }
     made = [out / f"{backend}-{recipe}" for backend, recipe in runs]
-    for backend, count in SEEDS.items():
-        for i, recipe in itertools.product(range(1, count), RECIPES):
-            keys = {"run": {"seed": config.run.seed + i}, "data": {"seed": config.data.seed + i}}
-            made.append(out / f"{backend}-{recipe}-seed{config.run.seed + i}")
-            _train(_config(config, backend, recipe).replace(**keys), backend, made[-1])
+    for backend, i, recipe in itertools.product(loop.BACKENDS, range(1, SEEDS), RECIPES):
+        keys = {"run": {"seed": config.run.seed + i}, "data": {"seed": config.data.seed + i}}
+        made.append(out / f"{backend}-{recipe}-seed{config.run.seed + i}")
+        _train(_config(config, backend, recipe).replace(**keys), backend, made[-1])
     final = {key: lines[-1]["val_loss"] for key, lines in runs.items()}
     reports = {recipe: crosscheck(_config(config, "jax", recipe)) for recipe in RECIPES[1:]}
     for recipe, report in reports.items():

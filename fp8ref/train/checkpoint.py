@@ -131,7 +131,7 @@ class Checkpoints:
         except Exception as error:
             if self._processes.first:  # makes room for the manifest and the logs
                 shutil.rmtree(unfinished, ignore_errors=True)
-            raise OSError(f"checkpoint {final.name} could not be written: {error}. {REMEDY}") from error
+            raise OSError(f"checkpoint {final} could not be written: {error}. {REMEDY}") from error
 
     def _prepare(self, unfinished: Path) -> None:
         make_empty(unfinished)

@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -66,12 +66,14 @@ class RunLog:
 
     def step(self, metrics: dict) -> None:
         """Append the metrics of a step."""
-        self._metrics.write(_line(metrics))
-        self._metrics.flush()
+        with _naming(self.out / METRICS):
+            self._metrics.write(_line(metrics))
+            self._metrics.flush()
 
     def statistics(self, line: dict) -> None:
         """Append quantization statistics, and the health of states, of a step (Q-8, Q-12)."""
-        with (self.out / STATISTICS).open("a", encoding="utf-8") as file:
+        path = self.out / STATISTICS
+        with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write(_line(line))
 
     def sync(self) -> None:
@@ -93,8 +95,21 @@ class RunLog:
         self.status(self._manifest["status"], schedule=self._manifest["schedule"] | {"ran": ran})
 
     def close(self) -> None:
-        """Close the files."""
-        self._metrics.close()
+        """Close the files.
+
+        Raises:   OSError: a line could not be written.
+        """
+        with _naming(self.out / METRICS):
+            self._metrics.close()
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """In this context an OSError, which knows no path where it comes from a write, names this one."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} could not be written: {error.strerror or error}. Free space, or make the directory writable.") from error
 
 
 class Unwritten:
@@ -293,11 +308,12 @@ def _replace(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old one or the new one."""
     # fsync before the rename: otherwise a crash may leave the new name with no contents
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        checkpoint.sync(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OSError(f"{path} could not be written: {error.strerror or error}. Free space, or make the directory writable.") from error
+    with _naming(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            checkpoint.sync(temporary)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise

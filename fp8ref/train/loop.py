@@ -182,6 +182,9 @@ def train(
             alone = config.under(recipe)
             said = f"{recipe}: " * (config.numerics.schedule is not None) + coverage.of(alone, alone.decisions())["summary"]
             on_first(functools.partial(console.say, said))
+        if (warmup := config.optimizer.warmup_steps) > config.run.steps:
+            said = f"optimizer.warmup_steps {warmup:,} is more than run.steps {config.run.steps:,}: the learning rate never reaches"
+            on_first(functools.partial(console.say, f"{said} optimizer.learning_rate"))
         run = on_first(
             lambda: trackers.attach(
                 log.create(
@@ -264,6 +267,7 @@ class _Training:
         size = train_state.disk_bytes(config, model.backend)
         self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes, size=size)
         self.watch = profiling.Stopwatch()
+        self.interrupted: Callable[[], bool] = lambda: False
 
     def all(self, start: int) -> list[dict]:
         """Train from step ``start`` to the last.
@@ -280,9 +284,13 @@ class _Training:
         before = sum(line["seconds"] for line in lines[-1:])
         title = f"{self.model.backend} {', '.join(self.config.recipes)}"
         try:
-            with self.processes.naming_lost_processes(), console.bar(title, steps, shown=self.processes.first, done=start) as advance:
-                if self.stop():
-                    raise StoppedError("stopped by SIGTERM before a step was taken; --resume continues.")
+            with (
+                self.processes.naming_lost_processes(),
+                console.bar(title, steps, shown=self.processes.first, done=start) as advance,
+                signals.deferring_ctrl_c() as self.interrupted,
+            ):
+                if stop := self.stop():
+                    raise stop("before a step was taken; --resume continues.")
                 for step in range(start, steps):
                     metrics = self.step(step) | {"seconds": before + self.watch.total}
                     run.step(metrics)
@@ -359,12 +367,17 @@ class _Training:
         if lowest is not None and self.phases.measure(step, lowest[0]) and self.processes.first:
             console.say(f"step {step}: {lowest[1]} has an SQNR of {lowest[0]:.2f} dB, below that of the next phase")
 
-    def stop(self) -> bool:
-        """Whether SIGTERM came to any process: the same answer on all."""
-        return any(self.processes.gather(self.stop_requested()))
+    def stop(self) -> Callable[[str], BaseException] | None:
+        """The error that stops the run, given what was saved, if SIGTERM or Ctrl-C came to any process: the same on all."""
+        came = self.processes.gather((self.stop_requested(), self.interrupted()))
+        if any(sigterm for sigterm, _ in came):
+            return lambda saved: StoppedError(f"stopped by SIGTERM {saved}")
+        if any(ctrl_c for _, ctrl_c in came):
+            return lambda saved: KeyboardInterrupt(f"interrupted {saved}")
+        return None
 
-    def save(self, done: int, *, stop: bool) -> None:
-        """After ``done`` steps: save a checkpoint if one is due, then stop if ``stop``."""
+    def save(self, done: int, *, stop: Callable[[str], BaseException] | None) -> None:
+        """After ``done`` steps: save a checkpoint if one is due or the run stops, then raise what stops it."""
         last, every = done == self.config.run.steps, self.config.checkpoint.every
         with self.watch("checkpoint"):
             self.checkpoints.check()
@@ -375,7 +388,7 @@ class _Training:
             if last or stop:  # no process may end before the first has completed the checkpoint
                 together(self.processes, self.checkpoints.finish)
         if stop and not last:
-            raise StoppedError(f"stopped by SIGTERM after {done} steps, which are saved; --resume continues.")
+            raise stop(f"after {done} {'step, which is' if done == 1 else 'steps, which are'} saved; --resume continues.")
 
 
 def _explain(model: Trainer, step: int, metrics: dict[str, float], remedy: str) -> str:

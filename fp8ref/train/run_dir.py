@@ -80,6 +80,19 @@ class Lock:
             self._descriptor = None
 
 
+def killed(out: Path) -> bool:
+    """Whether the process that trained here is gone, so that "running" is not its last word.
+
+    False also if it ran on another machine, whose locks are not seen here, or where files have no locks.
+    """
+    try:
+        with (out / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
+            return file.read().rstrip().endswith(f" on {platform.node()}")
+    except OSError:  # held, or no lock file
+        return False
+
+
 def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, overwrite: bool) -> bool:
     """Whether there is anything to train in this directory.
 

@@ -446,7 +446,7 @@ class CheckpointConfig:
     """How often checkpoints are written, and how many are kept (SEMANTICS K)."""
 
     every: int = 100
-    """Steps between checkpoints; 0 for none in between. The state after the last step, or on SIGTERM, is always saved."""
+    """Steps between checkpoints; 0 for none in between. The state after the last step, on SIGTERM and on Ctrl-C is always saved."""
     keep_last: int = 2
     """Checkpoints to keep. Older ones are removed once a newer one is complete."""
 

@@ -1,5 +1,6 @@
-"""SIGTERM handling: clusters send it before they take a machine; a run stops between steps."""
+"""What stops a run between steps: SIGTERM, which clusters send before they take a machine, and Ctrl-C."""
 
+import os
 import signal
 import sys
 import threading
@@ -40,6 +41,34 @@ def deferring_sigterm() -> Iterator[Callable[[], bool]]:
         yield handler.came.is_set
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+SAID = b"\nThe run stops after this step, when its state is saved. Ctrl-C again stops it at once.\n"
+"""What the first Ctrl-C prints on standard error."""
+
+
+@contextmanager
+def deferring_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """In this context the first Ctrl-C sets a flag and prints ``SAID``; the next one raises KeyboardInterrupt.
+
+    Yields a function that returns the flag. Does nothing outside the main thread, or where SIGINT has
+    another handler than Python's, such as none in a shell's background jobs.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: False
+        return
+    came = threading.Event()
+
+    def handler(*_) -> None:
+        came.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, SAID)  # not print: the signal may have come in the middle of one
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield came.is_set
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

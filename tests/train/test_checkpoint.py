@@ -197,7 +197,8 @@ def test_a_disk_that_is_full_leaves_the_ones_before(tmp_path, monkeypatch, cut):
         monkeypatch.setattr(checkpoint.os, "fsync" if cut == "manifest" else "replace", full)
     writer.save(model, 2)
     with pytest.raises(
-        OSError, match=r"checkpoint step-00000002 could not be written: .*No space left.*make room, and continue with --resume"
+        OSError,
+        match=r"checkpoint .*checkpoints/step-00000002 could not be written: .*No space left.*make room, and continue with --resume",
     ):
         writer.finish()
     writer.finish()  # told once

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from made_runs import DATA, begin, finished
@@ -227,6 +228,29 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, small, monkeypatch):
     with pytest.raises(OSError, match=r"manifest\.json could not be written: No space left on device\. Free space"):
         run.status("failed")
     assert not list((tmp_path / "run").glob("*.tmp"))
+    run.close()
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file on a full disk")
+SAID = r"could not be written: No space left on device\. Free space"
+
+
+@FULL
+def test_a_full_disk_is_named_with_the_metrics(tmp_path, small):
+    run = begin(tmp_path / "run", small)
+    run._metrics.close()
+    run._metrics = Path("/dev/full").open("a")  # noqa: SIM115  (the run closes it)
+    for write in (lambda: run.step({"step": 0}), run.close):  # what could not be written is tried again
+        with pytest.raises(OSError, match=r"run/metrics\.jsonl " + SAID):
+            write()
+
+
+@FULL
+def test_a_full_disk_is_named_with_the_statistics(tmp_path, small):
+    run = begin(tmp_path / "run", small)
+    (tmp_path / "run" / "statistics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"run/statistics\.jsonl " + SAID):
+        run.statistics({"step": 0})
     run.close()
 
 

@@ -283,6 +283,15 @@ def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, s
     assert not trainer.batches
 
 
+def test_a_warm_up_longer_than_the_run_is_warned_of(tmp_path, small, fake, capsys):
+    fake()
+    loop.train(small.replace(optimizer={"warmup_steps": small.run.steps}), "jax", tmp_path / "reached")
+    assert "warmup_steps" not in capsys.readouterr().err
+    loop.train(small.replace(optimizer={"warmup_steps": small.run.steps + 1}), "jax", tmp_path / "run")
+    said = "optimizer.warmup_steps 7 is more than run.steps 6: the learning rate never reaches optimizer.learning_rate"
+    assert said in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_sigterm_before_the_first_step_is_heard(tmp_path, small, monkeypatch):  # K-8
     def building(*_):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -2,6 +2,8 @@ import os
 import signal
 import threading
 
+import pytest
+
 from fp8ref.train import signals
 
 
@@ -43,3 +45,25 @@ def test_a_thread_leaves_it_alone():
     thread.start()
     thread.join()
     assert found == [(False, signal.getsignal(signal.SIGTERM))]
+
+
+def test_the_first_ctrl_c_is_remembered_and_the_second_ends_it(capfd):
+    with signals.deferring_ctrl_c() as asked:
+        assert not asked()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked()
+        assert "The run stops after this step" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_another_handler_of_ctrl_c_is_left_alone():
+    """As in a shell's background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals.deferring_ctrl_c() as asked:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert not asked()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fp8ref.errors import ConfigError
+from fp8ref.train import run_dir
 from fp8ref.train.report import run_files
 
 SAME = ("model", "optimizer", "data.batch_size", "data.sequence_length", "run.steps")
@@ -111,12 +112,16 @@ class Run:
 def read(path: Path) -> Run:
     """The run in a directory, finished or not.
 
-    A run whose first step was not finite has no steps, and is accepted.
+    A run whose first step was not finite has no steps, and is accepted. One whose process was killed is
+    interrupted.
 
     Raises:   ConfigError: there is no run; a file is damaged; no step was taken yet.
     """
     name = str(path).encode(errors="replace").decode()  # bytes of a file name that are not UTF-8 cannot be printed
-    run = Run(path=path, name=name, manifest=run_files.manifest(path), lines=run_files.metrics(path), statistics=run_files.statistics(path))
+    manifest = run_files.manifest(path)
+    if manifest["status"] == "running" and run_dir.killed(path):
+        manifest |= {"status": "interrupted"}
+    run = Run(path=path, name=name, manifest=manifest, lines=run_files.metrics(path), statistics=run_files.statistics(path))
     if not run.lines and not run.diverged:
         error = f": {run.manifest['error']}" if run.manifest.get("error") else ""
         raise ConfigError(f"{path} has no step yet (its status is {run.manifest['status']!r}{error}). Leave it out, or train it first.")

@@ -24,6 +24,9 @@ NO_BITS = ("statistics", "checkpoint", "log")
 """Sections of the config that change no bit of training, in which runs of an arm may differ."""
 
 
+ONE_PAIR = "; to judge FP8 by bf16, train both with a second seed, or more"
+"""What is added to the verdict on an arm that has one pair (E-4)."""
+
 TINY = 1e-6
 """Losses closer to 0 than this, in nats, count as this for the margin, which is not 0."""
 
@@ -151,7 +154,7 @@ def judged(group: Sequence[Run]) -> list[Arm]:
 
 
 def verdict(arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, margin: float | None = None) -> Verdict:
-    """Judge an arm by the bf16 runs of its group (E-2 to E-4).
+    """Judge an arm by the bf16 runs of its group (E-2 to E-4). An arm of one pair is not told.
 
     margin: in nats; None: ``gap.MARGIN`` of bf16's loss.
     """
@@ -169,6 +172,8 @@ def verdict(arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, m
     if not others:
         return Verdict(kind="cannot tell", reason=f"{reference.runs[0].name}, which it is judged by, ended by {reference.runs[0].diverged}")
     found = between(arm.runs, others, confidence=confidence, margin=margin)
+    if found.compared and found.compared.gap.by == "steps":
+        found = dataclasses.replace(found, kind="cannot tell", reason=ONE_PAIR + found.reason)
     backends = [side[0].manifest["backend"] for side in (arm.runs, others)]
     foreign = (
         f"; no bf16 run is of backend {backends[0]}, and those of {backends[1]} differ in more than FP8" if len(set(backends)) > 1 else ""
@@ -181,12 +186,14 @@ def between(
 ) -> Verdict:
     """Judge runs that differ in seeds alone by others that do (E-2 to E-5); none of them diverged.
 
-    Logs are matched in order, runs by their seeds.
+    Logs are matched in order, runs by their seeds. The verdict on one pair is of these two runs.
     """
     mine, others = _kept(mine), _kept(others)
     pairs = [(run, other) for run in mine for other in others if run.seeds == other.seeds]
     if any(isinstance(run, Log) for run in (*mine, *others)):
         pairs = list(zip(mine, others, strict=True))
+    if len(pairs) == 1 and len(mine) + len(others) > 2:  # E-2: seeds that differ tell more than the steps of a pair
+        pairs = []
     if not pairs and len(mine) + len(others) < 3:
         reason = (
             f"{mine[0].name} has seeds {mine[0].seeds} and {others[0].name} {others[0].seeds}: two runs of different seeds show no effect "
@@ -246,14 +253,14 @@ def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = 
     said += f"; margin {margin:.4f}"
     if gap.too_short:
         said += f"; neighboring steps correlate by {gap.phi:.2f}, too much for so few"
-    if kind != "cannot tell":
+    if kind != "cannot tell" or gaps.decide(gap, margin) != kind:
         return said
     if gap.by == "seeds":
         needed = gaps.seeds_needed(gap, margin, confidence=confidence)
         return f"{said}; at this spread {needed if needed else f'more than {gaps.MOST_SEEDS:,}'} matched seeds would settle it"
     if gap.by == "unmatched":
         return said
-    return f"{said}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle it for these two, or more seeds"
+    return f"{said}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle it for these two"
 
 
 def seeds_of(group: Sequence[Run]) -> Seeds:

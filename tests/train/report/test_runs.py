@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from fp8ref.errors import ConfigError
+from fp8ref.train import run_dir
 from fp8ref.train.report import runs
 
 
@@ -32,6 +33,19 @@ def test_a_torn_last_line_is_left_out(made):
 def test_a_run_without_steps_is_refused_with_its_status(tmp_path, small):
     with pytest.raises(ConfigError, match=r"no step yet .*'running'"):
         made_runs.make(tmp_path / "run", small, [], status="running")
+
+
+def test_a_run_whose_process_was_killed_is_interrupted(tmp_path, small):
+    """Its manifest says running, and nobody holds the lock. On another machine's lock nothing is known."""
+    path = made_runs.make(tmp_path / "run", small, [5.0], status="running").path
+    assert runs.read(path).manifest["status"] == "running"  # no lock file: copied from elsewhere
+    held = run_dir.Lock()
+    held.take(path)
+    assert runs.read(path).manifest["status"] == "running"
+    held.close()
+    assert runs.read(path).manifest["status"] == "interrupted"
+    (path / run_dir.LOCK).write_text("process 1 on another machine\n")
+    assert runs.read(path).manifest["status"] == "running"
 
 
 def test_why_there_is_no_step_is_said(tmp_path, small):

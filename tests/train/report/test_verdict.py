@@ -61,12 +61,22 @@ def test_a_matched_gap_that_the_spread_of_seeds_would_hide_is_worse(seeds, fp8):
     assert gaps.decide(apart.gap.last, found.margin) == "cannot tell"
 
 
-def test_one_pair_is_judged_by_its_steps(seeds, fp8):  # E-5
+def test_the_interval_of_one_pair_is_of_its_steps(seeds, fp8):  # E-5
     found = judged([seeds[0], fp8(0.2)])
     difference = np.array([fp8(0.2).losses[step] - seeds[0].losses[step] for step in range(60)])
     np.testing.assert_allclose(found.compared.gap.mean, gaps.running_mean(difference, 5), rtol=1e-9)
     assert found.compared.steps.tolist() == list(range(4, 60))
     assert "by the steps of one pair; another seed may differ" in found.said
+
+
+def test_one_pair_tells_which_of_two_runs_is_worse_but_nothing_of_fp8(seeds, tmp_path, small):  # E-4, E-6
+    noise = 0.1 + np.random.default_rng(0).normal(0, 1e-3, 60)
+    losses = np.array([seeds[0].losses[step] for step in range(60)]) + noise
+    run = made_runs.make(tmp_path / "noisy", small, losses, recipe="tensorwise")
+    assert verdict.between([run], [seeds[0]]).kind == "worse"
+    found = judged([seeds[0], run])
+    assert found.kind == "cannot tell"
+    assert "to judge FP8 by bf16, train both with a second seed, or more" in found.said
 
 
 def test_runs_of_other_seeds_are_unmatched(seeds, fp8):  # E-2
