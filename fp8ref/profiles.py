@@ -138,6 +138,10 @@ PROFILES = {
                      "NVIDIA/TransformerEngine transformer_engine/pytorch/custom_recipes/reference_nvfp4.py d0067d0d"),
         ),
         Profile(
+            name="hip-fp8", library="HIP", versions="0038705", known="transcribed",
+            sources=("ROCm/clr hipamd/include/hip/amd_detail/amd_hip_fp8.h 00387053",),
+        ),
+        Profile(
             name="cuda-fp8", library="CUDA", versions="12.8 to 13", known="run", cast="saturating", sources=("CUDA 13.0 include/cuda_fp8.hpp",),
         ),
     )

@@ -49,7 +49,8 @@ def test_the_page_lists_each_profile_with_its_policies():
 
 def test_what_is_transcribed_says_so():
     transcribed = {known.library for known in TRANSCRIPTIONS}
-    assert {p.library for p in PROFILES.values() if p.known == "transcribed"} == transcribed
+    # HIP's casts are transcribed in tests/conformance/test_hip_header.py.
+    assert {p.library for p in PROFILES.values() if p.known == "transcribed"} == transcribed | {"HIP"}
 
 
 def test_by_name():
