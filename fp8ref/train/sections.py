@@ -300,7 +300,7 @@ class OptimizerConfig:
 
     kind: Literal["adamw", "adamw_fused", "adamw_fp8", "adamw_states"] = "adamw"
     """AdamW in float32 (adamw), or with the states of optimizer.layout (adamw_states). PyTorch: also torch's fused AdamW, or torchao's AdamW with
-    e4m3 moments in blocks of 256."""
+    e4m3 moments in blocks of 256, which stores small second moments as 0: their updates explode."""
     layout: str | None = None
     """How adamw_states keeps its moments: float32, bfloat16, msamp, fishman, sqrt_e5m2, sqrt_e4m3, torchao, te or coat; and masters in float16
     too: msamp_o2 or sqrt_e4m3_f16. Default: sqrt_e4m3."""
