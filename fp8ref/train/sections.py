@@ -228,11 +228,6 @@ class ParallelConfig:
                 "parallel.reduce_dtype 'float8_e4m3fn' casts rounded gradients, and XLA under plain jit inserts no such sum; got through "
                 f"{self.through!r}, reduce {self.reduce!r}. Use through 'shard_map' and reduce 'rounded'.",
             )
-        require(
-            self.accumulate_dtype != "float8_e4m3fn" or not self.scan,
-            "parallel.accumulate_dtype 'float8_e4m3fn' has a scale for each weight, and parallel.scan keeps all layers' as one. Use bfloat16, or "
-            "parallel.scan False.",
-        )
         if self.reduce == "accumulators":
             require(
                 "bfloat16" not in (self.reduce_dtype, self.tensor_reduce_dtype),
