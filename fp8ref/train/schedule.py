@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fp8ref.recipe import RECIPES, delayed_casts
+from fp8ref.recipe import RECIPES, check_trained, delayed_casts
 
 Entries = tuple[tuple[int | str, str], ...]
 """The entries of a schedule, as the config has them: where a phase begins, and its recipe."""
@@ -101,8 +101,7 @@ def parse(entries: Entries) -> tuple[Phase, ...]:
 
 
 def _phase(begins: int | str, recipe: str) -> Phase:
-    if recipe not in RECIPES:
-        raise ValueError(f"a recipe of numerics.schedule is one of {', '.join(RECIPES)}; got {recipe!r}.")
+    check_trained(recipe, "a recipe of numerics.schedule")
     if isinstance(begins, int) and not isinstance(begins, bool):
         return Phase(recipe=recipe, step=begins)
     found = _CONDITION.fullmatch(str(begins))

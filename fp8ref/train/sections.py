@@ -106,7 +106,7 @@ class NumericsConfig:
     stated order, rounded once, several times slower."""
 
     def __post_init__(self) -> None:
-        require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
+        recipes.check_trained(self.recipe, "numerics.recipe")
         if self.schedule is not None:
             first = schedules.parse(self.schedule)[0].recipe
             require(

@@ -328,6 +328,7 @@ def test_what_is_not_finite_is_nan():  # O-2
         assert differing(state.m["w"].codes, wanted.m.codes) == 0 or wanted.m.codes.dtype != np.uint8, name
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", ["te", "msamp_o2"])
 @pytest.mark.parametrize("row", [0, 7, 15])
 def test_what_is_not_finite_reaches_all_devices(name, row):  # O-2, O-11, P-3

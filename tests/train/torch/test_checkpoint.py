@@ -98,6 +98,7 @@ def test_a_state_is_read_by_any_mesh(tmp_path, recipe, kind, before, after):  # 
         assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in saved[0][1]], rel=2.0**-9)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "adamw_fp8", "adamw_states", *WITH_MASTERS])
 def test_moments_of_every_optimizer_are_kept_bit_for_bit(tmp_path, kind):  # K-2, T-6
     with torch.compiler.set_stance("force_eager"):
