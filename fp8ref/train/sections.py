@@ -228,11 +228,6 @@ class ParallelConfig:
                 "parallel.reduce_dtype 'float8_e4m3fn' casts rounded gradients, and XLA under plain jit inserts no such sum; got through "
                 f"{self.through!r}, reduce {self.reduce!r}. Use through 'shard_map' and reduce 'rounded'.",
             )
-        require(
-            self.accumulate_dtype != "float8_e4m3fn" or not self.scan,
-            "parallel.accumulate_dtype 'float8_e4m3fn' has a scale for each weight, and parallel.scan keeps all layers' as one. Use bfloat16, or "
-            "parallel.scan False.",
-        )
         if self.reduce == "accumulators":
             require(
                 "bfloat16" not in (self.reduce_dtype, self.tensor_reduce_dtype),
@@ -304,7 +299,7 @@ class OptimizerConfig:
 
     kind: Literal["adamw", "adamw_fused", "adamw_fp8", "adamw_states"] = "adamw"
     """AdamW in float32 (adamw), or with the states of optimizer.layout (adamw_states). PyTorch: also torch's fused AdamW, or torchao's AdamW with
-    e4m3 moments in blocks of 256."""
+    e4m3 moments in blocks of 256, which stores small second moments as 0: their updates explode."""
     layout: str | None = None
     """How adamw_states keeps its moments: float32, bfloat16, msamp, fishman, sqrt_e5m2, sqrt_e4m3, torchao, te or coat; and masters in float16
     too: msamp_o2 or sqrt_e4m3_f16. Default: sqrt_e4m3."""
