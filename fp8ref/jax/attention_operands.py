@@ -76,10 +76,15 @@ def quantize(given: Inputs, use: Use, scales_: dict) -> dict[str, Heads]:
     found = {}
     for role, x in (("q", given.q), ("k", given.k), ("v", given.v)):
         if variant.rotated and role != "v":
-            x = hadamard.rotate(x, hadamard.signs(x.shape[-1], use.seed))
+            x = rotated(x, use)
         how: dict = {"heads": heads, "along_tokens": role == "v", "scale": scales_.get(role), "over": use.over}
         found[role] = head_scaling.quantize(x, variant.fmt, variant.granularity, variant.policy, **how)
     return found
+
+
+def rotated(x: jax.Array, use: Use) -> jax.Array:
+    """q or k as a rotated variant quantizes it (A-13)."""
+    return hadamard.rotate(x, hadamard.signs(x.shape[-1], use.seed))
 
 
 def probability_scale(variant: Variant, scales_: dict) -> tuple[jax.Array, jax.Array]:
@@ -209,7 +214,7 @@ class Parts:
     def scores(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant scales them (A-4), or in
         the fast form."""
-        with jax.named_scope("attention:scores"):
+        with self.use.scope("scores"):
             s = self.dot(self.block(self.q, block), self.tile(self.k, tile), ((4,), (3,)))
         if self.use.fast:
             return s * self.whole_factor(block, tile)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8ref.attention import Variant
+from fp8ref.attention_products import Role
 from fp8ref.torch import attention_forward as forward
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, head_scaling
@@ -41,11 +42,13 @@ def gradients(
     """
     variant, device, tensors = spec.variant, do.device, saved.tensors
     fmt = variant.gradient_fmt or variant.fmt
-    along = {name: _both(x, form, variant, shape) for name, x, form in (("q", q, variant.fmt), ("k", k, variant.fmt), ("do", do, fmt))}
-    do_features = along["do"][0]
+    of_tokens: tuple[tuple[Role, Tensor], ...] = (("q", q), ("k", k), ("do", do))
+    along = {role: along_tokens(x, role, variant, shape) for role, x in of_tokens}
+    amax = head_scaling.amax(do, "mx_1x32", heads=shape.key_heads)
+    do_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, amax_of_groups=amax)
     of_do = operands.grouped(head_scaling.dequantize(do_features), shape, MX)
-    do_tokens, q_tokens = (tokens_of(operands.grouped(_tokens(along[name][1]), shape, MX)) for name in ("do", "q"))
-    k_tokens = operands.along_tokens(_tokens(along["k"][1]))
+    do_tokens, q_tokens = (tokens_of(operands.grouped(_tokens(along[name]), shape, MX)) for name in ("do", "q"))
+    k_tokens = operands.along_tokens(_tokens(along["k"]))
     q8, k8 = (
         operands.grouped(head_scaling.dequantize(tensors["q"]), shape, MX),
         operands.along_features(head_scaling.dequantize(tensors["k"])),
@@ -80,13 +83,11 @@ def gradients(
     return rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)
 
 
-def _both(x: Tensor, fmt, variant: Variant, shape: Shape) -> tuple[Heads, Heads]:
-    """x with blocks along its features, and along its tokens."""
-    found = []
-    for along_tokens in (False, True):
-        amax = head_scaling.amax(x, "mx_1x32", heads=shape.key_heads, along_tokens=along_tokens)
-        found.append(head_scaling.quantize(x, fmt, "mx_1x32", variant.policy, amax_of_groups=amax, along_tokens=along_tokens))
-    return found[0], found[1]
+def along_tokens(x: Tensor, role: Role, variant: Variant, shape: Shape) -> Heads:
+    """q, k or do as a product over tokens takes it: with blocks along them."""
+    fmt = (variant.gradient_fmt or variant.fmt) if role == "do" else variant.fmt
+    amax = head_scaling.amax(x, "mx_1x32", heads=shape.key_heads, along_tokens=True)
+    return head_scaling.quantize(x, fmt, "mx_1x32", variant.policy, amax_of_groups=amax, along_tokens=True)
 
 
 def _tokens(x: Heads) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import AfterValidator, Field
 
+from fp8ref import attention_products
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS
@@ -36,8 +37,11 @@ Whole = Annotated[int, Field(ge=0, le=2**53)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 """An integer from 1 to 2^53."""
 
-GEMM_OPERANDS = tuple(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles)
-"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``."""
+GEMM_OPERANDS = (
+    *(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles),
+    *(f"{product}/{role}" for product, role in attention_products.ROWS),
+)
+"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``, and those of attention's products that are measured."""
 
 
 def _operand(name: str) -> str:

@@ -1,0 +1,60 @@
+"""Observe the FP8 operands of attention in a model that runs eagerly (SEMANTICS Q-13)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fp8ref.attention_products import Product, Role
+from fp8ref.torch.head_scaling import Heads
+
+Observer = Callable[[str, Product, Role, Tensor, Heads], None]
+"""Called as observer(layer, product, role, x, tensor): x [B, H, T, D] and its quantized form, in the first product that
+has these codes."""
+
+
+class _Observing:
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.inside: list[str] = []
+
+
+_observing: list[_Observing] = []
+
+
+@contextmanager
+def observe_attention(layers: Mapping[str, nn.Module], observer: Observer) -> Iterator[None]:
+    """In this context, report q, k, v and do of every FP8 attention that these modules compute.
+
+    layers    modules by the names to report. Each computes attention at most once in a forward pass.
+    The backward pass of what was computed here reports as well. A forward pass that checkpointing runs again does not.
+    """
+    mine = _Observing(observer)
+    handles = []
+    for name, module in layers.items():
+        handles.append(module.register_forward_pre_hook(lambda module, args, name=name: mine.inside.append(name)))
+        handles.append(module.register_forward_hook(lambda module, args, out: mine.inside.pop() and None, always_call=True))
+    _observing.append(mine)
+    try:
+        yield
+    finally:
+        _observing.remove(mine)
+        for handle in handles:
+            handle.remove()
+
+
+def layer() -> str | None:
+    """The layer that runs, if it is observed."""
+    return _observing[-1].inside[-1] if _observing and _observing[-1].inside else None
+
+
+def again() -> bool:
+    """Whether a backward pass runs: a forward pass in it is a checkpointed layer's, which was reported before."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def report(name: str | None, product: Product, role: Role, x: Tensor, tensor: Heads) -> None:
+    """Tell the observer; nothing if nobody observes the layer."""
+    if name is not None and _observing:
+        _observing[-1].observer(name, product, role, x.detach(), tensor)
