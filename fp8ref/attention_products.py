@@ -74,11 +74,16 @@ def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, 
     raise AssertionError(f"{role} is in no product")
 
 
+def products(variant: Variant) -> tuple[Product, ...]:
+    """The products of a step by a variant: without a backward pass, two."""
+    return PRODUCTS if variant.backward is not None else PRODUCTS[:2]
+
+
 def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand]:
     """Every operand that a run measures of attention by a variant in these layers, in order; [] unless it is in FP8."""
     if variant is None or variant.fmt.bits != 8:
         return []
-    rows = [row for row in ROWS if variant.backward is not None or row[0] in ("scores", "values")]
+    rows = [row for row in ROWS if row[0] in products(variant)]
     return [
         AttentionOperand(layer, product, role, formats(product, variant)[OPERANDS[product].index(role)])
         for layer in layers

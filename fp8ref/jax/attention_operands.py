@@ -22,7 +22,7 @@ from fp8ref.jax.head_scaling import MX, Heads
 QUERIES = 512
 """Queries of a block under a mask that hides keys. Without one all queries are a block."""
 
-_FAST = ("hopper_fast", "ada")
+FAST = ("hopper_fast", "ada")
 """Plans that accumulate in a tensor core's own registers. XLA's dot is then of fast accumulation."""
 
 
@@ -256,6 +256,6 @@ class Parts:
         """A GEMM of codes, float32, of equal leading dims; accumulated as the library does (G-7). FP8 operands
         stay FP8."""
         leading = tuple(range(batch))
-        fast = a.dtype.itemsize > 1 or self.variant.plan in _FAST
+        fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
         how = {"precision": gemm.PRECISION["fast" if fast else "slow"], "preferred_element_type": jnp.float32}
         return lax.dot_general(a, b, (axes, (leading, leading)), **how)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pydantic
 import tyro
 
-from fp8ref import configs as shipped
 from fp8ref import attention, linear_rules, linear_selection, llama
+from fp8ref import configs as shipped
 from fp8ref.attention import Variant
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import Rule

@@ -205,7 +205,7 @@ class Step:
         def measure(params, copies, fp8_state, tokens):
             rows = {name: len(stats.ROWS) for name, recipe in self.linears.items() if recipe.fp8}
             if self.measured_attention:
-                rows |= dict.fromkeys([f"{llama.STACK}.self_attn"] if self.config.parallel.scan else self.measured_attention, len(ROWS))
+                rows |= dict.fromkeys(self.attention_in_program, len(ROWS))
             taps = {name: self.layout.apart(jnp.zeros((*self.stacks.leading(name), count, stats.LENGTH))) for name, count in rows.items()}
             (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, copies, fp8_state, tokens)
             # taps collect as the observations do: forward as aux, backward as a gradient
@@ -237,6 +237,11 @@ class Step:
     def measured_attention(self) -> list[str]:
         """The names of the layers' attention in FP8, in the order of the statistics."""
         return self.config.attention_in_fp8
+
+    @property
+    def attention_in_program(self) -> list[str]:
+        """The same as the program names them: under a scan one name for all layers."""
+        return [f"{llama.STACK}.self_attn"] if self.config.parallel.scan and self.measured_attention else self.measured_attention
 
     def _split(self, weights: dict) -> tuple[Any, dict]:
         """The model's graph and its parameters, a tree."""

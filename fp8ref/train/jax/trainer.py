@@ -258,10 +258,10 @@ class Trainer:
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program
-        (SEMANTICS B).
+        (SEMANTICS B-7, B-15).
 
-        Raises:   ConfigError: a planned FP8 GEMM or gather is missing, on a GPU also from the
-                  compiled program; unless run.allow_fallback.
+        Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
+                  missing, on a GPU also from the compiled program; unless run.allow_fallback.
         """
         # The lowered program shows every planned GEMM before XLA rewrites any; on a GPU the compiled
         # one is read as well, because XLA may still replace an FP8 GEMM there.
@@ -271,6 +271,9 @@ class Trainer:
         placements = {path: placement for path in planned if (placement := self._layout.placement(path))}
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(program, planned, placements, plan)
+        attended = self._step.attention_in_program
+        if self._variant is not None:
+            missing += proof.missing_products(program, attended, self._variant)
         compiled = proof.read_compiled(lowered.compile()) if self._layout.on_gpu else None
         missing += proof.lost(compiled, program) if compiled else []
         if missing and not self.config.run.allow_fallback:
@@ -282,6 +285,10 @@ class Trainer:
         for key in ("gemms", "simulated", "on_dequantised_operands"):
             if key in found:
                 found[key] = [self._of_layer(one, i) for one in found[key] for i in self._layers_of(one)]
+        if self._variant is not None and attended:
+            found["attention"] = proof.manifest_of_products(program, attended, self._variant)
+            for key in ("gemms", "on_dequantised_operands"):
+                found["attention"][key] = [self._of_layer(one, i) for one in found["attention"][key] for i in self._layers_of(one)]
         return found
 
     def lowered(self, tokens: np.ndarray) -> jax.stages.Lowered:

@@ -185,6 +185,15 @@ class Simulated:
 
 
 @dataclass
+class AttentionProof:
+    """The products of attention by a variant in a traced step, each distinct one once."""
+
+    variant: str
+    gemms: list[Gemm]
+    on_dequantised_operands: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Proof:
     """The GEMMs of a traced step, and what was planned but missing. gathers: number by dtype."""
 
@@ -195,6 +204,7 @@ class Proof:
     on_dequantised_operands: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
     simulated: list[Simulated] = field(default_factory=list)
+    attention: AttentionProof | None = None
 
 
 @dataclass
@@ -253,6 +263,7 @@ for _kind in (
     Linear,
     Gemm,
     Simulated,
+    AttentionProof,
     Proof,
     Planned,
     Schedule,
