@@ -88,7 +88,8 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
         @staticmethod
         @linear_input.without_autocast
         def backward(ctx, do: Tensor):
-            return (*_backward(ctx, spec, roles[0], do), *(None for _ in ctx.needs_input_grad[3:]))
+            with attention_observer.inside(ctx.layer):
+                return (*_backward(ctx, spec, roles[0], do), *(None for _ in ctx.needs_input_grad[3:]))
 
     return AttentionFunction
 

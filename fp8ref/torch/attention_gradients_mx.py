@@ -26,6 +26,7 @@ from fp8ref.torch.attention_gradients import (
     tokens_of,
 )
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.head_scaling import MX, Heads, pad
 from fp8ref.torch.scales import Scales
 
@@ -64,17 +65,19 @@ def gradients(
         s = forward.scores(q8, k8, tile, variant)
         p = again(s, lse[:, :, tile.rows], tile, tensors, spec, shape, documents)
         p8 = cast.to_fp8(p * P_SCALE, variant.fmt)
-        dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
+        with multiplying("grad_probabilities"):
+            dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
         ds = (dp - d[:, :, tile.rows, :, None]) * p * spec.softmax_scale(shape.features)
         if report != "nothing":
             largest = torch.maximum(largest, ds.abs().amax())
         if report == "all":
             saturated = saturated + head_scaling.above_range(p * P_SCALE, variant.fmt).sum()
-        add_heads(dv, products_of_heads(p8.float() / P_SCALE, do_tokens, tile, variant), tile)
+        add_heads(dv, products_of_heads("grad_v", p8.float() / P_SCALE, do_tokens, tile, variant), tile)
         low = _quantize(ds, 4, variant)
-        found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
+        with multiplying("grad_q"):
+            found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
         dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds.shape[:-1], -1)
-        add_heads(dk, products_of_heads(_quantize(ds, 2, variant), q_tokens, tile, variant), tile)
+        add_heads(dk, products_of_heads("grad_k", _quantize(ds, 2, variant), q_tokens, tile, variant), tile)
     if report != "nothing":
         (largest,) = operands.share([largest], spec)
     one = torch.ones((), device=device)

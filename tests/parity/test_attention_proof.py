@@ -2,11 +2,15 @@
 
 import jax.numpy as jnp
 import pytest
+import torch
+from torch.nn import functional
 
 from fp8ref.attention_products import PRODUCTS
 from fp8ref.errors import ConfigError
 from fp8ref.jax import attention as attention_jax
 from fp8ref.jax.attention_operands import Parts
+from fp8ref.torch import attention as attention_torch
+from fp8ref.torch import attention_fast_operands, attention_observer, attention_operands, batched_gemm
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 
@@ -79,3 +83,74 @@ def test_attention_by_another_function_stops_a_jax_run(config, monkeypatch):  # 
         proven("jax", config)
     allowed = proven("jax", config.replace(run={"allow_fallback": True}))
     assert len([line for line in allowed["missing"] if "self_attn/" in line]) == 6
+
+
+def of_torch(fmt: str, accumulate: str | None, layers: int = 1) -> set[tuple]:
+    return {(f"model.layers.{i}.self_attn/{product}", fmt, fmt, accumulate) for i in range(layers) for product in PRODUCTS}
+
+
+def seen(found: dict) -> set[tuple]:
+    return {(gemm["gemm"], gemm["a"], gemm["b"], gemm["accumulate"]) for gemm in found["attention"]["gemms"]}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_torch_runs_products_of_codes_in_the_stated_form(checkpointing, config):  # B-15
+    config = config.replace(
+        model={"num_hidden_layers": 2}, numerics={"attention_arithmetic": "stated"}, parallel={"checkpointing": checkpointing}
+    )
+    found = proven("torch", config)
+    assert seen(found) == of_torch("f8e4m3fn", "slow", 2)
+    assert all(gemm["fp8"] for gemm in found["attention"]["gemms"])
+    assert (found["missing"], found["attention"]["on_dequantised_operands"]) == ([], [])
+    assert not any("self_attn/" in gemm["gemm"] for gemm in found["gemms"])
+
+
+@pytest.mark.parametrize("variant", ["cudnn", "mxfp8"])
+def test_torch_names_products_of_dequantized_operands(variant, config):  # A-18, G-16
+    found = proven("torch", config.replace(numerics={"attention": variant}))
+    assert seen(found) == of_torch("f32", None)
+    assert found["attention"]["on_dequantised_operands"] == [f"{LAYER}/{product}" for product in PRODUCTS]
+    assert found["missing"] == []
+
+
+def test_codes_that_a_device_takes_are_asked_for(config, monkeypatch):
+    monkeypatch.setattr(attention_fast_operands, "takes_codes", lambda codes, variant: variant.fmt.bits == 8)
+    assert seen(proven("torch", config)) == of_torch("f8e4m3fn", "slow")
+    products = batched_gemm.products
+    monkeypatch.setattr(batched_gemm, "products", lambda a, b, **how: products(a.float(), b.float(), **how))
+    with pytest.raises(ConfigError, match=rf"{LAYER}/scores: planned f8e4m3fn x f8e4m3fn, slow; f32 x f32"):
+        proven("torch", config)
+
+
+@pytest.mark.parametrize("arithmetic", ["fast", "stated"])
+def test_attention_by_another_function_stops_a_torch_run(arithmetic, config, monkeypatch, tmp_path):  # B-15
+    monkeypatch.setattr(
+        attention_torch, "apply", lambda q, k, v, **how: functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    )
+    with pytest.raises(ConfigError, match=rf"{LAYER}/scores: planned .*; no product of it was seen"):
+        loop.train(config.replace(numerics={"attention_arithmetic": arithmetic}), "torch", tmp_path / "run")
+
+
+def test_one_wider_product_stops_a_torch_run(config, monkeypatch):  # B-15
+    products = attention_operands.products
+
+    def widened(a, b, variant):
+        wide = attention_observer.product() == "grad_q"
+        return products(*(x.float() if wide else x for x in (a, b)), variant)
+
+    monkeypatch.setattr(attention_operands, "products", widened)
+    config = config.replace(numerics={"attention_arithmetic": "stated"})
+    with pytest.raises(ConfigError, match=rf"\n  {LAYER}/grad_q: planned f8e4m3fn x f8e4m3fn, slow; f32 x f32\n"):
+        proven("torch", config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")  # inductor and dynamo
+def test_a_compiled_block_is_read_off_its_graphs(codes, config, monkeypatch):  # B-15
+    torch.compiler.reset()  # a graph that is known is not made again, and has nothing to read
+    if codes:  # what a GPU's graphs have
+        monkeypatch.setattr(attention_fast_operands, "takes_codes", lambda codes, variant: variant.fmt.bits == 8)
+    found = proven("torch", config.replace(model={"num_hidden_layers": 2}, parallel={"compile": "block"}))
+    assert found["read_from"] == "inductor post-grad graphs"
+    assert seen(found) == (of_torch("f8e4m3fn", "slow", 2) if codes else of_torch("f32", None, 2))

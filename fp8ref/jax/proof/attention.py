@@ -29,9 +29,7 @@ def missing_products(program: Program, layers: Sequence[str], variant: Variant) 
 def manifest_of_products(program: Program, layers: Sequence[str], variant: Variant) -> dict:
     """The proof of attention as a run's manifest keeps it: each distinct dot once, and products of dequantized operands."""
     here = [dot for dot in gemms(program) if dot.layer in layers and dot.which in products(variant)]
-    found = [
-        {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in here
-    ]
+    found = [{"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in here]
     return {
         "variant": variant.name,
         "gemms": [one for i, one in enumerate(found) if one not in found[:i]],

@@ -197,7 +197,7 @@ class Trainer:
         ranks."""
         of_linears, variant = planned(self.decisions), self.config.attention_variant
         of_attention = attention_products.planned(self.config.attention_in_fp8, variant)
-        operands = [*of_linears, *of_attention]
+        operands: list[Operand | AttentionOperand] = [*of_linears, *of_attention]
         if not operands:
             return self._step.backward(tokens), {}
         found: stats.Parts = {}
@@ -238,27 +238,34 @@ class Trainer:
         return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
-        """The GEMMs and gathers of a step, for the manifest (SEMANTICS B-8).
+        """The GEMMs and gathers of a step, for the manifest (SEMANTICS B-8, B-15).
 
         Call it before the first step.
 
         They are traced in a pass that updates nothing.
-        Raises:   ConfigError: a planned FP8 GEMM or gather is missing, unless run.allow_fallback.
+        Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
+                  missing, unless run.allow_fallback.
         """
         keys = self.config.parallel
         planned = {d.path: d.recipe for d in self.decisions if d.fp8}
-        with (proof.trace_compiled if keys.compile != "none" else proof.trace_eager)(self.model) as traced:
+        variant, attention = self.config.attention_variant, dict(self._attention())
+        with (proof.trace_compiled if keys.compile != "none" else proof.trace_eager)(self.model, attention) as traced:
             self._step.backward(tokens)
         self._step.forget()
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(traced, planned, plan)
         if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
             missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
+        codes = variant is not None and proof.multiplies_codes(variant, self.config.numerics.attention_arithmetic, self._device)
+        layers = self.config.attention_in_fp8
+        if variant is not None:
+            missing += proof.missing_products(traced, layers, variant, codes=codes)
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
                 "the step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
             )
-        return proof.manifest(traced, planned, missing, proof.gathers(self.model), plan)
+        found = proof.manifest(traced, planned, missing, proof.gathers(self.model), plan)
+        return found | ({"attention": proof.manifest_of_products(traced, layers, variant, codes=codes)} if variant and layers else {})
 
 
 def _whole(x: torch.Tensor) -> np.ndarray:
