@@ -68,10 +68,8 @@ def along_tokens(product: Product, role: Role) -> bool:
 
 def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, Role]:
     """The product that first has these codes and scales of a role. Blocks along another axis are other codes."""
-    for other, of in ROWS:
-        if of == role and (variant.granularity != "mx_1x32" or along_tokens(other, role) == along_tokens(product, role)):
-            return other, role
-    raise AssertionError(f"{role} is in no product")
+    blocks = variant.granularity == "mx_1x32"
+    return next(row for row in ROWS if row[1] == role and (not blocks or along_tokens(*row) == along_tokens(product, role)))
 
 
 def products(variant: Variant) -> tuple[Product, ...]:
