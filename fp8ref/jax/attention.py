@@ -23,7 +23,6 @@ from jax import lax
 
 from fp8ref import attention as data
 from fp8ref.attention import FULL, Arithmetic, Mask, Variant
-from fp8ref.attention_products import Product, Role
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
@@ -221,19 +220,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict
 
 def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) -> jax.Array | None:
     """The tap with measurements of q, k and v."""
-    if tap is None:
-        return None
-    first: tuple[tuple[Product, Role, jax.Array], ...] = (
-        ("scores", "q", given.q),
-        ("scores", "k", given.k),
-        ("values", "v", given.v),
-    )
-    found: attention_stats.Measured = {}
-    for product, role, x in first:
-        if use.variant.rotated and role != "v":
-            x = operands.rotated(x, use)
-        found |= attention_stats.measure(x, result.tensors[role], product, role, use.variant)
-    return tap + attention_stats.rows(found)
+    return None if tap is None else tap + attention_stats.rows(attention_stats.of_forward(given, result.tensors, use))
 
 
 def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, tap: jax.Array | None, use: Use):
@@ -269,19 +256,8 @@ def _gradients(use: Use, saved, cotangents):
     known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
     found = _backward(do, Inputs(q, k, v, documents), result, known, use)
     if tap is not None:
-        tap = tap + attention_stats.rows(_measured_again(do, Inputs(q, k, v, documents), found, use))
+        tap = tap + attention_stats.rows(attention_stats.of_backward(do, Inputs(q, k, v, documents), found.tensors["do"], use))
     return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), tap
-
-
-def _measured_again(do: jax.Array, given: Inputs, found: Gradients, use: Use) -> attention_stats.Measured:
-    """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks along the tokens."""
-    if use.variant.granularity != "mx_1x32":
-        return attention_stats.measure(do, found.tensors["do"], "grad_v", "do", use.variant)
-    of_features = attention_stats.measure(do, found.tensors["do"], "grad_probabilities", "do", use.variant)
-    again: tuple[tuple[Product, Role, jax.Array], ...] = (("grad_v", "do", do), ("grad_q", "k", given.k), ("grad_k", "q", given.q))
-    for product, role, x in again:
-        of_features |= attention_stats.measure(x, gradients_mx.along_tokens(x, role, given, use), product, role, use.variant)
-    return of_features
 
 
 _attention.defvjp(_saved, _gradients)

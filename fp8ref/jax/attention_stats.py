@@ -3,17 +3,47 @@
 A measurement is that of ``stats``: its groups are those of the scales of attention.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
 from fp8ref.attention import Variant
 from fp8ref.attention_products import OPERANDS, ROWS, Product, Role, along_tokens, first_use, formats
+from fp8ref.jax import attention_gradients_mx as gradients_mx
+from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import head_scaling, stats
+from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.head_scaling import MX, Heads
 from fp8ref.jax.scaling import Quantized
 
 Measured = dict[tuple[Product, Role], jax.Array]
 """(product, role) -> measurement float32 [stats.LENGTH]."""
+
+
+def of_forward(given: Inputs, tensors: Mapping[str, Heads], use: Use) -> Measured:
+    """Measurements of q, k and v, after a rotation if the variant has one."""
+    found: Measured = {}
+    first: tuple[tuple[Product, Role, jax.Array], ...] = (("scores", "q", given.q), ("scores", "k", given.k), ("values", "v", given.v))
+    for product, role, x in first:
+        if use.variant.rotated and role != "v":
+            x = operands.rotated(x, use)
+        found |= measure(x, tensors[role], product, role, use.variant)
+    return found
+
+
+def of_backward(do: jax.Array, given: Inputs, tensor: Heads, use: Use) -> Measured:
+    """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks along the tokens.
+
+    tensor    the quantized do; under MX along its features.
+    """
+    if use.variant.granularity != "mx_1x32":
+        return measure(do, tensor, "grad_v", "do", use.variant)
+    found = measure(do, tensor, "grad_probabilities", "do", use.variant)
+    again: tuple[tuple[Product, Role, jax.Array], ...] = (("grad_v", "do", do), ("grad_q", "k", given.k), ("grad_k", "q", given.q))
+    for product, role, x in again:
+        found |= measure(x, gradients_mx.along_tokens(x, role, given, use), product, role, use.variant)
+    return found
 
 
 def measure(x: jax.Array, tensor: Heads, product: Product, role: Role, variant: Variant) -> Measured:
