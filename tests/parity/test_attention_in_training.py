@@ -133,9 +133,9 @@ def test_a_compiled_block_trains(config):  # A-18, B-9
 
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_the_stated_arithmetic_is_a_choice_by_name(backend, config, monkeypatch):
-    module = attention_jax if backend == "jax" else attention_torch
-    asked, apply = [], module.apply
-    monkeypatch.setattr(module, "apply", lambda *a, **k: asked.append(k["arithmetic"]) or apply(*a, **k))
+    module, name = (attention_jax, "apply_with_stats") if backend == "jax" else (attention_torch, "apply")
+    asked, apply = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *a, **k: asked.append(k["arithmetic"]) or apply(*a, **k))
     tokens = loader.open_batches(config).step(0)
     found = [loop.trainer(backend, config.replace(numerics={"attention_arithmetic": how})).evaluate(tokens) for how in ("fast", "stated")]
     assert set(asked[: len(asked) // 2]) == {"fast"}
