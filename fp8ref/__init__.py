@@ -16,6 +16,7 @@ The specification is docs/spec, whose numbered clauses, such as S-5, everything 
     train   config.load, loop.train, data, checkpoints, report: one training loop, a backend each in jax and torch.
     estimate
             report.of, dry_run.show: what a config would take on a GPU, from shapes and published rates.
+    study   what would FP8 do to a model of yours? recording.Recording of its operands, cast_error.judge, depth_error.compare, page.write.
     configs the configurations that commands take by name, such as tiny.
     plots   figures as functions: arrays in, matplotlib's Axes out.
     cli     the ``fp8ref`` command, ``python -m fp8ref``.

@@ -174,7 +174,7 @@ def test_what_makes_bits_states_its_sections(module):
 def test_the_package_says_where_to_begin():
     said = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) or ""
     parts = [p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists() and p.name != "commands"]
-    assert {"sim", "jax", "torch", "conformance", "crosscheck", "estimate", "configs", "plots", "train"} == set(parts)
+    assert {"sim", "jax", "torch", "conformance", "crosscheck", "estimate", "configs", "plots", "study", "train"} == set(parts)
     begins = {}
     for room in parts:
         paragraph = re.search(rf"^ {{4}}{room}\s(.*?)(?=^ {{4}}\w|\n\n)", said, re.MULTILINE | re.DOTALL)

@@ -24,6 +24,7 @@ FIGURES = {
     "cast_difference": lambda ax: plots.cast_difference(ax, X[0], Q.codes[0], E4M3FN),
     "code_difference": lambda ax: plots.code_difference(ax, Q, Q),
     "code_map": lambda ax: plots.code_map(ax, E5M2),
+    "depth_lines": lambda ax: plots.depth_lines(ax, {"rowwise": [0.0, 0.1], "tensorwise": [0.0, 0.2]}),
     "error_histogram": lambda ax: plots.error_histogram(ax, {"fast": np.array([0.01, 0.02]), "slow": np.array([0.0, 0.01])}),
     "error_lines": lambda ax: plots.error_lines(ax, [32, 64], {"fast": [0.1, 0.2], "slow": [0.0, 0.1]}, ylabel="bias"),
     "error_map": lambda ax: plots.error_map(ax, X, Q),
@@ -42,12 +43,21 @@ FIGURES = {
     "scale_difference": lambda ax: plots.scale_difference(ax, [1.0, 1.5, 2.0], np.float32([1, 2, 3]), np.float32([1, 1, 4]), bins=2),
     "share_by_exponent": lambda ax: plots.share_by_exponent(ax, X, X > 1, label="mine"),
     "spacing": lambda ax: plots.spacing(ax, [E4M3FN, E5M2]),
+    "sqnr_map": lambda ax: plots.sqnr_map(ax, [[31.0, 25.0]], ["layer"], ["rowwise", "tensorwise"]),
     "staleness": lambda ax: plots.staleness(ax, [1.0, 2.0], {"history of 1": [1.0, 448.0]}, E4M3FN),
     "step_lines": lambda ax: plots.step_lines(ax, {"one": [3.0, 2.0], "other": [3.0, 1.0]}, ylabel="nats"),
     "update_ratios": lambda ax: plots.update_ratios(ax, {"te": X, "coat": X / 2}, bound=1.2),
     "worst_error": lambda ax: plots.worst_error(ax, [E4M3FN, E5M2]),
 }
-MAPS = {"code_difference", "cost_map", "error_map", "fate_map", "magnitude_map", "number_table"}  # the reader's own rows and columns
+MAPS = {
+    "code_difference",
+    "cost_map",
+    "error_map",
+    "fate_map",
+    "magnitude_map",
+    "number_table",
+    "sqnr_map",
+}  # rows and columns are the reader's
 every_figure = pytest.mark.parametrize("name", FIGURES)
 
 

@@ -45,6 +45,7 @@ def matmul(
     multiply: Multiply | None = None,
     powers_of_two: bool = False,
     in_steps: bool = False,
+    dequantized: bool = False,
 ) -> jax.Array:
     """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or
     ``turned`` [..., N, M].
@@ -64,6 +65,10 @@ def matmul(
               all scales are powers of two, so that a GPU's GEMM may round before them (G-22).
     in_steps  also on a GPU a float32 dot, then the epilogue: where XLA cuts K over devices, it sums
               raw accumulators (P-9).
+    dequantized
+              on a GPU the operands of rows too are written as dequantized ones, by 1, where the GEMM
+              rounds: the same bits. XLA then transposes b's codes where it writes them, and not the
+              tensor that they are made of.
     Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading
               dims, unknown names; granularities that do not go together (``epilogue.check_pair``);
               blocks under unit_round_scale_round.
@@ -79,7 +84,7 @@ def matmul(
     if multiply is not None and early is None:
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
     elif early is None and not in_steps and not dequantizes(a.granularity):
-        out = _multiplied(a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two)
+        out = _multiplied(a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two, dequantized)
     else:
         acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
         out = acc.astype(out_dtype) if dequantizes(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
@@ -125,7 +130,15 @@ def dequantizes(granularity: str) -> bool:
 
 
 def _multiplied(
-    a: Quantized, b: Quantized, axes: tuple[int, int], accumulate: str, epilogue: str, out_dtype, turned: bool, powers_of_two: bool
+    a: Quantized,
+    b: Quantized,
+    axes: tuple[int, int],
+    accumulate: str,
+    epilogue: str,
+    out_dtype,
+    turned: bool,
+    powers_of_two: bool,
+    dequantized: bool,
 ) -> jax.Array:
     """The GEMM of a device's operands and its epilogue, where no accumulators are summed over devices.
 
@@ -134,23 +147,33 @@ def _multiplied(
     GEMM with both scales. Other scales follow a GEMM that rounds to out_dtype itself, where that is
     what the epilogue says, or the same.
     """
+    info = jnp.finfo(out_dtype)
 
     def in_steps(a: Quantized, b: Quantized) -> jax.Array:
         acc = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None)
         return _scaled(acc, a, b, axes, epilogue, out_dtype, None, turned)
 
-    def scaled_by_cublaslt(a: Quantized, b: Quantized) -> jax.Array:
+    def by_cublaslt(a: Quantized, b: Quantized, scales: tuple[jax.Array, jax.Array]) -> jax.Array:
         # XLA passes each scale on in float32: it drops the two conversions, as its option
         # xla_allow_excess_precision, on by default, lets it. ``proof`` looks for scales that it rounded.
-        # Past a barrier of its own, no two dots share an operand: XLA would join their weights,
-        # dequantized, and multiply in bfloat16.
-        scales = lax.optimization_barrier((a.scale_inv, b.scale_inv))
         of_a, of_b = (q.codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for q, scale in zip((a, b), scales, strict=True))
         with jax.named_scope("dequantized"):  # ``proof`` takes this dot for an FP8 GEMM
-            return _dot(of_a, of_b, axes, PRECISION[accumulate], turned, None, out_dtype)
+            out = _dot(of_a, of_b, axes, PRECISION[accumulate], turned, None, out_dtype)
+        # Changes nothing, but is no part of what XLA makes a GEMM's epilogue of: it would add a
+        # residual or a bias before the GEMM rounds, and cannot compile a GELU that is in a checkpoint.
+        return lax.reduce_precision(out, info.nexp, info.nmant)
+
+    def scaled_by_cublaslt(a: Quantized, b: Quantized) -> jax.Array:
+        # Past a barrier of its own, no two dots share an operand: XLA would join their weights,
+        # dequantized, and multiply in bfloat16.
+        return by_cublaslt(a, b, lax.optimization_barrier((a.scale_inv, b.scale_inv)))
 
     def scaled_after_rounding(a: Quantized, b: Quantized) -> jax.Array:
-        rounded = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None, out_dtype)
+        if dequantized and out_dtype != jnp.float16:
+            one = lax.optimization_barrier((jnp.float32(1), a.scale_inv, b.scale_inv))[0]  # by its scales, one of its own
+            rounded = by_cublaslt(a, b, (one, one))
+        else:
+            rounded = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None, out_dtype)
         return _scaled(rounded.astype(jnp.float32), a, b, axes, epilogue, out_dtype, None, turned)
 
     if {a.granularity, b.granularity} == {"tensorwise"} and epilogue != "unit_round_scale_round" and out_dtype != jnp.float16:

@@ -304,6 +304,7 @@ def _gemm(
     # 3. Multiply: output [M, K] x [N, K], grad_input [M, N] x [N, K], grad_weight [M, N] x [M, K].
     rounded = gemm.output_dtype(spec, dtype)
     how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": rounded}
+    how |= {"dequantized": use.turned and which == "output"}  # of a weight [K, N], codes in another order serve this GEMM
     out = gemm.matmul(qa, qb, **how, collective=collective, in_steps=in_steps, turned=turned, multiply=use.multiply)
     # 4. Report to whoever asked: the cross-check's observer, a run's statistics.
     if use.observer is not None:

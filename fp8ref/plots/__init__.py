@@ -24,6 +24,7 @@ from fp8ref.plots.errors import cast_difference, cost_map, error_histogram, erro
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
 from fp8ref.plots.runs import loss_curves, loss_gaps, staleness, step_lines
 from fp8ref.plots.states import health_lines, moment_range, update_ratios
+from fp8ref.plots.study import depth_lines, sqnr_map
 from fp8ref.plots.style import figure, png
 from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map
 
@@ -33,6 +34,7 @@ __all__ = [
     "code_difference",
     "code_map",
     "cost_map",
+    "depth_lines",
     "error_histogram",
     "error_lines",
     "error_map",
@@ -53,6 +55,7 @@ __all__ = [
     "scale_difference",
     "share_by_exponent",
     "spacing",
+    "sqnr_map",
     "staleness",
     "step_lines",
     "update_ratios",

@@ -176,6 +176,7 @@ def test_a_name_of_another_kind_exits_with_1(functions, capsys):
     assert "expected 'saturating', a cast: codes that depend on each number alone (C-1)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
     assert run("somebodys_functions:slow", "--json", "found.json") == 0
     assert "results have the simulator's bits under it" in capsys.readouterr().out

@@ -67,6 +67,16 @@ model(torch.ones(32, 64, dtype=torch.bfloat16)).square().mean().backward()
 ft.delayed.update(model)
 assert not {"tyro", "pydantic", "grain", "fp8ref.console", "fp8ref.train", "jax"} & set(sys.modules)
 """
+STUDY = """
+import torch
+from fp8ref import study
+model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+with study.record(model) as recording:
+    model(torch.ones(16, 128)).sum().backward()
+assert len(study.judge(recording, ["rowwise"]).rows) == 6
+assert study.depth(model, lambda model: model(torch.ones(16, 128)), ["rowwise"]).outcomes["rowwise"].in_fp8 == 1
+"""
+
 PROPERTY = """
 import numpy as np
 from hypothesis import given, settings
@@ -106,7 +116,13 @@ USES: dict[str, list[Use]] = {
         Use("train names [train]", ("train", TINY, "--backend", "jax"), exit=2, says="fp8ref[train]"),
     ],
     "jax": [Use("fp8ref.jax and its Flax hooks", code=JAX), missing("fp8ref.torch", "torch"), missing("fp8ref.train.loop", "train")],
-    "torch": [Use("fp8ref.torch", code=TORCH), missing("fp8ref.jax", "jax"), missing("fp8ref.train.loop", "train")],
+    "torch": [
+        Use("fp8ref.torch", code=TORCH),
+        Use("a study", code=STUDY),
+        missing("fp8ref.study.page", "train"),
+        missing("fp8ref.jax", "jax"),
+        missing("fp8ref.train.loop", "train"),
+    ],
     "conformance": [
         Use("property tests", code=PROPERTY),
         Use("conform", ("conform", "kernel:mycast", "--format", "e4m3fn"), says="saturating"),

@@ -130,3 +130,15 @@ def test_simulated_hardware_multiplies_no_batches(rng):  # G-19
         ValueError, match=r"^experts: simulated hardware multiplies matrices.*got a batch of them, \(3, 16, 64\) and \(3, 64, 32\)"
     ):
         contraction.einsum("ecd,edf->ecf", x, w, recipe="tensorwise", name="experts", multiply=HOPPER)
+
+
+@pytest.mark.parametrize(("subscripts", "shape", "dequantized"), [("td,df->tf", (64, 32), 1), ("td,fd->tf", (32, 64), 0)])
+def test_on_a_gpu_the_output_gemm_of_a_weight_as_flax_keeps_it_is_written_as_dequantized(subscripts, shape, dequantized):  # G-22
+    x, w = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def loss(x, w):
+        return contraction.einsum(subscripts, x, w, recipe="rowwise")[0].sum()
+
+    text = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    dots = [line.partition(" : (tensor<")[2].partition(">")[0] for line in text.splitlines() if "dot_general" in line]
+    assert sorted(dot.rpartition("x")[2] for dot in dots) == ["bf16"] * dequantized + ["f8E4M3FN"] * (3 - dequantized)

@@ -77,15 +77,37 @@ def test_on_a_gpu_the_gemm_writes_the_output_dtype(granularity, epilogue, dtype,
         assert "precision = [HIGHEST, HIGHEST]" in dot
 
 
+@pytest.mark.parametrize(
+    ("granularity", "dtype", "multiplied", "guarded"),
+    [("tensorwise", "bfloat16", "bf16", 1), ("rowwise", "bfloat16", "bf16", 1), ("rowwise", "float16", "f8E4M3FN", 0)],
+)
+def test_on_a_gpu_nothing_joins_a_gemm_that_is_written_as_dequantized(granularity, dtype, multiplied, guarded):  # G-22
+    """XLA's epilogues are patterns that begin with the dot: a rounding that changes nothing stands between."""
+    a, b = (scaling.quantize(jnp.ones((32, 64)), E4M3FN, granularity=granularity) for _ in range(2))
+    how = {"epilogue": "unit_round_scale_round" if granularity == "rowwise" else "scale_then_round", "dequantized": True}
+    traced = jax.jit(lambda a, b: gemm.matmul(a, b, accumulate="fast", out_dtype=jnp.dtype(dtype), **how) + 1).trace(a, b)
+    on_cpu, on_gpu = (traced.lower(lowering_platforms=(platform,)).as_text().splitlines() for platform in ("cpu", "cuda"))
+    [dot] = [line for line in on_gpu if "dot_general" in line]
+    assert f"tensor<32x64x{multiplied}>, tensor<32x64x{multiplied}>" in dot
+    result = dot.split()[0]
+    users = [line for line in on_gpu if f"{result}," in line.partition("=")[2] or f"{result} " in line.partition("=")[2]]
+    assert len(users) == 1
+    assert ("reduce_precision" in users[0]) == bool(guarded)
+    assert "tensor<32x64xf8E4M3FN>, tensor<32x64xf8E4M3FN>" in next(line for line in on_cpu if "dot_general" in line)
+
+
+@pytest.mark.parametrize("dequantized", [False, True])
 @pytest.mark.parametrize(("granularity", "epilogue", "dtype", "powers"), [case[:4] for case in ON_A_GPU])
-def test_what_runs_on_a_gpu_gives_the_same_bits_where_sums_are_exact(granularity, epilogue, dtype, powers, rng, monkeypatch):  # G-22
+def test_what_runs_on_a_gpu_gives_the_same_bits_where_sums_are_exact(
+    granularity, epilogue, dtype, powers, dequantized, rng, monkeypatch
+):  # G-22
     """Integers of up to 8 bits have exact sums, in bfloat16 too: so scales that are powers of two leave nothing to the order."""
     x, y = (rng.integers(-3, 4, (n, 16)).astype(np.float32) * 2.0 ** rng.integers(-30, 30, (n, 1)) for n in (16, 32))
     a, b = (scaling.quantize(jnp.asarray(v), E4M3FN, granularity=granularity, policy="torchao_pow2") for v in (x, y))
     how = {"epilogue": epilogue, "out_dtype": jnp.dtype(dtype), "accumulate": "fast"}
     on_cpu = gemm.matmul(a, b, **how)
     monkeypatch.setattr(gemm.lax, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays))
-    on_gpu = gemm.matmul(a, b, **how, powers_of_two=powers)
+    on_gpu = gemm.matmul(a, b, **how, powers_of_two=powers, dequantized=dequantized)
     assert on_gpu.dtype == on_cpu.dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(np.asarray(on_gpu.astype(jnp.float32)), np.asarray(on_cpu.astype(jnp.float32)))
 

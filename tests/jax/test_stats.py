@@ -28,7 +28,7 @@ def check(x, q) -> dict:
     return one
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 def test_measurements_are_the_simulators(rng, fmt, granularity):

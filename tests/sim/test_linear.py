@@ -80,6 +80,7 @@ def by_hand(which, x, w, g, casts, accumulate, out_dtype, quantize=scaling.quant
     return gemm.matmul(qa, qb, accumulate=plan if accumulate == "hopper" else accumulate, epilogue=epilogue, out_dtype=out_dtype)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("out_dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("accumulate", ["exact", "f32", "hopper", "ada"])
 @pytest.mark.parametrize("recipe", DYNAMIC)

@@ -30,6 +30,7 @@ def nvidia(a, b, c, pair, unit, scale=0):
     return found
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("name", ["hopper_f16", "ada_f16", "blackwell_mx", "hopper", "ada", "blackwell"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_an_instruction_is_that_of_fractions(name, pair, rng):  # G-10, G-11, G-23, G-24

@@ -14,6 +14,7 @@ import importlib.resources
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
@@ -41,10 +42,10 @@ ELEMENTS, PRODUCTS = 1 << 18, 1 << 22
 """The work that plain twins do before a kernel is compiled: elements that are cast, and products that are
 summed. Either takes less than 0.1 s; compiling, or loading the first kernel, takes longer."""
 
-_done: dict[Callable, int] = {}  # by kernel: the work that its plain twin did in this process
+_done: dict[Any, int] = {}  # by kernel: the work that its plain twin did in this process
 
 
-def worth(kernel: Callable, work: int, budget: int) -> bool:
+def worth(kernel: Any, work: int, budget: int) -> bool:
     """Whether to call a kernel for this work, and not its plain twin, which gives the same bits: it is
     compiled in this process, or the twin would have done more than the budget in its place.
 

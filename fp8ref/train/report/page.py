@@ -106,8 +106,7 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
     }
     return template.render(
         generator=markupsafe.Markup(GENERATOR),
-        light=markupsafe.Markup(svg.variables(dark=False)),
-        dark=markupsafe.Markup(svg.variables(dark=True)),
+        style=markupsafe.Markup(svg.style()),
         version=fp8ref.__version__,
         groups=groups,
         runs=given,

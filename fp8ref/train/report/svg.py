@@ -1,5 +1,6 @@
 """Export matplotlib figures as PNG, and as inline SVG with CSS colors for light and dark pages."""
 
+import importlib.resources
 import io
 import re
 import warnings
@@ -46,6 +47,13 @@ STYLE = {
 def variables(dark: bool) -> str:
     """CSS declarations of the colors, for dark or light pages."""
     return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLORS.items())
+
+
+def style() -> str:
+    """The style sheet of a page: colors for light and dark screens, tables, figures."""
+    light, dark = f"{variables(dark=False)} --good: #00684c; --bad: #a83200;", f"{variables(dark=True)} --good: #4fd1a5; --bad: #ff9468;"
+    rest = importlib.resources.files("fp8ref.train.report").joinpath("style.css").read_text(encoding="utf-8")
+    return f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{rest}"
 
 
 def inline(figure: Figure, name: str, label: str) -> str:

@@ -13,6 +13,7 @@ from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("recipe", trained_recipes())
 def test_every_recipe_trains(recipe, small):
     """Dims of 128, of which every block is one."""

@@ -1,0 +1,48 @@
+"""Plot what a study of a model found: SQNR by layer and recipe, and error through depth (SEMANTICS Q-1)."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+
+from fp8ref.plots import style
+
+
+def sqnr_map(
+    ax: Axes, sqnr, layers: Sequence[str], recipes: Sequence[str], *, low: float | None = None, high: float | None = None, most: int = 40
+) -> Axes:
+    """A map of SQNR in dB: a row for each layer, a column for each recipe; NaN is an empty cell.
+
+    Shapes:   sqnr [layers, recipes]. low, high: the ends of the color scale, for several maps on one scale.
+              None: the smallest and the largest finite number.
+    most      the most layers whose names are written; of more, every n-th.
+    Raises:   ValueError: sqnr of another shape.
+    """
+    sqnr = np.asarray(sqnr, np.float64)
+    if sqnr.shape != (len(layers), len(recipes)):
+        raise ValueError(f"sqnr is [{len(layers)}, {len(recipes)}], as many as there are names; got {sqnr.shape}.")
+    image = ax.imshow(np.ma.masked_invalid(sqnr), cmap="viridis", aspect="auto", interpolation="nearest", vmin=low, vmax=high)
+    every = -(-len(layers) // most)
+    ax.set_yticks(range(0, len(layers), every), layers[::every])
+    ax.set_xticks(range(len(recipes)), recipes, rotation=30, ha="right", rotation_mode="anchor")
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    if ax.figure is not None:
+        ax.figure.colorbar(image, ax=ax, label="SQNR, dB")
+    return style.plain_map(ax)
+
+
+def depth_lines(ax: Axes, errors: Mapping[str, Sequence[float]], *, colors: Sequence[str] | None = None) -> Axes:
+    """The error of each linear's input, ||x' - x|| / ||x||, in the order in which linears ran: a line a recipe.
+
+    colors: of the lines, in turn; None: matplotlib's.
+    """
+    for i, (name, error) in enumerate(errors.items()):
+        color = colors[i % len(colors)] if colors else None
+        ax.plot(range(1, len(error) + 1), error, linestyle=style.DASHES[i % len(style.DASHES)], linewidth=1.6, label=name, color=color)
+    ax.set(xlabel="linear, in the order of the pass", ylabel="error of its input")
+    ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    style.above(ax, columns=3)
+    return style.plain(ax)

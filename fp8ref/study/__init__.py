@@ -1,0 +1,65 @@
+"""Study what FP8 would do to a model of yours, which needs no conversion: where an error arises, by layer and cast.
+
+    from fp8ref import study
+
+    with study.record(model) as recording:               # hooks on every linear of a PyTorch or Flax NNX model
+        model(**batch).loss.backward()                    # one step, as you run it
+    judged = study.judge(recording)                       # every operand, by the casts of every recipe
+    depth = study.depth(model, lambda m: m(**batch).logits)   # the model again, under each recipe
+    study.write_page("study.html", judged, depth)
+
+``record`` and ``depth`` need the model's own framework and no other, ``judge`` needs NumPy, and
+``write_page`` the extra [train].
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8ref.study import framework
+from fp8ref.study.cast_error import Judged, judge
+from fp8ref.study.depth_error import Depth
+from fp8ref.study.recording import Recording, read
+
+if TYPE_CHECKING:
+    from fp8ref.recipe import Recipe
+
+__all__ = ["Depth", "Judged", "Recording", "depth", "judge", "read", "record", "write_page"]
+
+
+def record(model, *, rows: int = 512, layers: str = "*"):
+    """A context that records the operands of a model's linears: input, weight and grad_output.
+
+    model     a torch.nn.Module or flax.nnx.Module. It runs in the context as it does elsewhere, with
+              the same bits; its hooks are removed at the end.
+    rows      the most tokens, and rows of a weight, that are kept of a tensor: whole blocks of 128,
+              evenly spaced. Amaxes are those of the whole tensor.
+    layers    a pattern of names (fnmatch), such as "*.mlp.*".
+    Yields:   the Recording. Of a layer that is called several times, the first call is kept.
+    Raises:   ValueError: another kind of model; rows that are no multiple of 128; a pattern that
+              matches no linear.
+    """
+    return framework.of(model).record(model, rows=rows, layers=layers)
+
+
+def depth(model, run: Callable, recipes: Sequence["str | Recipe"] | None = None, *, rows: int = 512, **options) -> Depth:
+    """Run a model in high precision, and a copy of it under each recipe, and compare.
+
+    run       run(model) -> logits or another tensor of floats: one forward pass, the same each time.
+    recipes   names or Recipes; None: all in FP8 that the backend converts the model to.
+    rows      as in ``record``: the tokens of a linear's input that are compared.
+    options   of ``convert``, such as ``filter_fqns``.
+    Memory:   one copy of the model at a time, and ``rows`` of every linear's input.
+    Raises:   ValueError: as ``record`` and ``convert``; a run that is not the same twice.
+    """
+    return framework.of(model).depth(model, run, recipes, rows=rows, options=options)
+
+
+def write_page(out: Path | str, judged: Judged, depth: Depth | None = None) -> None:
+    """One HTML page of both, without scripts or links to elsewhere.
+
+    Raises:   ImportError: matplotlib or jinja2, of the extra [train], is missing.
+    """
+    from fp8ref.study import page
+
+    page.write(Path(out), judged, depth)

@@ -1,0 +1,174 @@
+"""Cast recorded operands as recipes would, and measure what each cast loses (SEMANTICS Q)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8ref import granularity
+from fp8ref import recipe as recipes_of
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role, trained_recipes
+from fp8ref.result import Result
+from fp8ref.sim import scaling, stats
+from fp8ref.sim.scales import scales_from_amax
+from fp8ref.study.recording import Operand, Recording
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One operand of one GEMM of a layer, under one recipe.
+
+    sqnr      10 log10(signal / noise) in dB (Q-1).
+    lost      the share of elements other than zero that become zero.
+    clipped   the share that rounds beyond the format's range (C-4).
+    """
+
+    recipe: str
+    layer: str
+    gemm: Gemm
+    role: Role
+    sqnr: float
+    lost: float
+    clipped: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged(Result):
+    """Every operand under every recipe. absent: operands that the recording has not, such as gradients."""
+
+    rows: tuple[Row, ...]
+    absent: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether anything was judged."""
+        return bool(self.rows)
+
+    @property
+    def recipes(self) -> list[str]:
+        """The recipes, in the order given."""
+        return list(dict.fromkeys(row.recipe for row in self.rows))
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers, in the order in which they ran."""
+        return list(dict.fromkeys(row.layer for row in self.rows))
+
+    def sqnr(self, role: Role) -> np.ndarray:
+        """dB, float64 [layers, recipes]: of a role's two GEMMs the lower; NaN where neither casts it."""
+        found = np.full((len(self.layers), len(self.recipes)), np.nan)
+        layers, recipes = ({name: i for i, name in enumerate(names)} for names in (self.layers, self.recipes))
+        for row in self.rows:
+            if row.role == role:
+                at = layers[row.layer], recipes[row.recipe]
+                found[at] = np.fmin(found[at], row.sqnr)
+        return found
+
+    def worst(self, count: int = 10, recipe: str | None = None) -> list[Row]:
+        """The operands with the lowest SQNR, of one recipe or all; an operand that two GEMMs cast alike once."""
+        rows = [row for row in self.rows if recipe in (None, row.recipe)]
+        once = {(row.recipe, row.layer, row.role, row.sqnr): row for row in reversed(rows)}
+        return sorted(once.values(), key=lambda row: (not math.isnan(row.sqnr), row.sqnr))[:count]
+
+    def to_dict(self) -> dict:
+        """Rows as lists under their columns; None where a number is not finite."""
+        columns = ("recipe", "layer", "gemm", "role", "sqnr", "lost", "clipped")
+        rows = [[_json(getattr(row, key)) for key in columns] for row in self.rows]
+        return {"columns": list(columns), "rows": rows, "absent": list(self.absent)}
+
+    def render(self, console: "Console") -> None:
+        """For each recipe and role the median over layers and GEMMs, and the worst."""
+        from rich.table import Table
+
+        table = Table("recipe", "role", "median SQNR, dB", "lowest", "at", "lost at most", "clipped at most")
+        for recipe in self.recipes:
+            for role in ("input", "weight", "grad_output"):
+                rows = [row for row in self.rows if (row.recipe, row.role) == (recipe, role)]
+                if not rows:
+                    continue
+                low = min(rows, key=lambda row: (not math.isnan(row.sqnr), row.sqnr))
+                lost, clipped = (max(getattr(row, key) for row in rows) for key in ("lost", "clipped"))
+                median = float(np.median([row.sqnr for row in rows]))
+                table.add_row(recipe, role, f"{median:.1f}", f"{low.sqnr:.1f}", f"{low.layer}/{low.gemm}", f"{lost:.3%}", f"{clipped:.3%}")
+        console.print(table)
+        if self.absent:
+            console.print(f"not recorded: {', '.join(self.absent)}", markup=False, soft_wrap=True)
+
+
+def judge(recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, CastSpec] | None = None) -> Judged:
+    """Cast every recorded operand as each recipe casts it, and measure.
+
+    recipes   names or Recipes; {name: CastSpec}: that cast of every operand in place of a recipe's, for
+              a format, granularity or policy; None: all in FP8 that train.
+    Scales are those of the whole tensor, and errors those of the rows that were kept. A cast by
+    delayed scaling takes this step's amaxes, as if those of the step before were the same.
+    Raises:   ValueError: an unknown recipe, one without FP8, or one under simulation alone (R-9); a cast that rotates or
+              rounds stochastically, or to FP4.
+    Source:   SEMANTICS S-5 to S-8, Q-1, Q-3.
+    """
+    if isinstance(recipes, Mapping):
+        if alone := [name for name, spec in recipes.items() if spec.simulated]:
+            raise ValueError(
+                f"a study judges casts to FP8, rounded to nearest; {alone[0]!r} is another. Use fp8ref.sim.linear.quantize_operands."
+            )
+        casts = {name: _everywhere(spec) for name, spec in recipes.items()}
+    else:
+        chosen = [recipes_of.check_trained(r) for r in (trained_recipes() if recipes is None else recipes)]
+        chosen = [r for r in chosen if r.fp8 or recipes is not None]
+        if plain := [recipe.name for recipe in chosen if not recipe.fp8]:
+            raise ValueError(f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out.")
+        casts = {recipe.name: _of_recipe(recipe) for recipe in chosen}
+    rows, absent, once = [], {}, {}  # type: ignore[var-annotated]
+    for layer in recording.layers:
+        for name, of_gemms in casts.items():
+            for (gemm, role), (spec, axis) in of_gemms.items():
+                operand = recording.operands.get(f"{layer}/{role}")
+                if operand is None:
+                    absent[f"{layer}/{role}"] = None
+                    continue
+                key = (layer, role, spec.fmt.name, spec.granularity, spec.policy, None if spec.granularity == "tensorwise" else axis)
+                if key not in once:
+                    once[key] = _measure(operand, spec, axis)
+                rows.append(Row(recipe=name, layer=layer, gemm=gemm, role=role, **once[key]))
+    return Judged(rows=tuple(rows), absent=tuple(absent))
+
+
+def _of_recipe(recipe: Recipe) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
+    """{(GEMM, role): (cast, the axis that the GEMM reduces)} of a recipe's operands in FP8."""
+    return {
+        (gemm, role): (cast, axis)
+        for gemm, spec in recipe.gemms.items()
+        for role, cast, axis in zip(OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True)
+        if cast is not None
+    }
+
+
+def _everywhere(spec: CastSpec) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
+    return {(gemm, role): (spec, axis) for gemm, roles in OPERANDS.items() for role, axis in zip(roles, REDUCED_AXES[gemm], strict=True)}
+
+
+def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
+    """The numbers of a Row: of the kept rows, by scales of the whole tensor."""
+    x, kind = operand.kept, spec.granularity
+    short = -x.shape[axis] % (granularity.by_name(kind).reduced or 1)
+    x = np.pad(x, [(0, short * (d == axis)) for d in range(2)])  # zeros, in a last block that is shorter: no other scale (L-5)
+    if kind == "tensorwise":
+        amax = operand.amax.reshape(scaling.amax(x, kind, axis=axis).shape)
+    elif kind == "rowwise" and axis == 0:
+        amax = operand.columns.reshape(scaling.amax(x, kind, axis=axis).shape)
+    else:  # of rows, which are whole, or of blocks, which are too
+        amax = scaling.amax(x, kind, axis=axis)
+    scales = scales_from_amax(amax, spec.fmt, spec.policy)
+    q = scaling.quantize_with(x, scales, spec.fmt, granularity=kind, policy=spec.policy, axis=axis)
+    found = stats.statistics(x, q)
+    count = operand.kept.size
+    return {"sqnr": float(found.sqnr), "lost": float(found.underflows) / count, "clipped": float(found.overflows) / count}
+
+
+def _json(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,133 @@
+"""Error through depth: a forward pass under each recipe next to the same pass in high precision."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fp8ref import recipe as recipes_of
+from fp8ref.recipe import Recipe, trained_recipes
+from fp8ref.result import Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Seen(NamedTuple):
+    """A forward pass: what it recorded of each linear's input, by layer; its result; and how many linears ran in FP8."""
+
+    inputs: dict[str, np.ndarray]
+    result: np.ndarray
+    in_fp8: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One recipe's forward pass next to that in high precision.
+
+    in_fp8        how many linears ran in FP8; a recipe leaves out those whose sizes it does not take.
+    inputs        by layer, ||x' - x|| / ||x|| of the linear's input, in the order in which layers ran.
+    output        the same of the model's result.
+    divergence    the mean over rows of KL(p || p') in nats, p being the softmax of the high-precision
+                  result along its last dim: of logits the mean change of a token's distribution.
+    agreement     the share of rows whose largest entry is the same.
+    """
+
+    in_fp8: int
+    inputs: dict[str, float]
+    output: float
+    divergence: float
+    agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth(Result):
+    """Outcomes by recipe, the best result first; ``refused``: why others could not run."""
+
+    outcomes: dict[str, Outcome]
+    refused: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether a recipe ran."""
+        return bool(self.outcomes)
+
+    def to_dict(self) -> dict:
+        """Outcomes and refusals; None where a number is not finite."""
+        made = {
+            name: {"inputs": {k: _finite(v) for k, v in one.inputs.items()}}
+            | {key: _finite(getattr(one, key)) for key in ("in_fp8", "output", "divergence", "agreement")}
+            for name, one in self.outcomes.items()
+        }
+        return {"outcomes": made, "refused": self.refused}
+
+    def render(self, console: "Console") -> None:
+        """A row for each recipe, with the layer whose input is worst."""
+        from rich.table import Table
+
+        table = Table("recipe", "linears in FP8", "error of the result", "KL, nats", "same top entry", "worst input of a linear")
+        for name, one in self.outcomes.items():
+            layer, worst = max(one.inputs.items(), key=lambda item: item[1])
+            table.add_row(
+                name,
+                f"{one.in_fp8} of {len(one.inputs)}",
+                f"{one.output:.3%}",
+                f"{one.divergence:.2e}",
+                f"{one.agreement:.2%}",
+                f"{layer} {worst:.3%}",
+            )
+        console.print(table)
+        for name, why in self.refused.items():
+            console.print(f"{name}: {why}", markup=False, soft_wrap=True)
+
+
+def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: Sequence[str | Recipe] | None) -> Depth:
+    """Run each recipe and compare it with the pass in high precision.
+
+    first, again  that pass, twice: they have the same bits.
+    under         the pass under a recipe.
+    recipes       None: all in FP8 that train, of which those that are refused (ValueError) are noted.
+    Raises:       ValueError: the two passes differ; what ``under`` raises for a recipe that was named.
+    """
+    if not np.array_equal(first.result, again.result, equal_nan=True):
+        raise ValueError("run gives the same result each time; two runs differed. Turn dropout off, as model.eval() does, and fix seeds.")
+    outcomes: dict[str, Outcome] = {}
+    refused: dict[str, str] = {}
+    for recipe in [r for r in trained_recipes().values() if r.fp8] if recipes is None else [recipes_of.by_name(r) for r in recipes]:
+        try:
+            seen = under(recipe)
+        except ValueError as error:
+            if recipes is not None:
+                raise
+            refused[recipe.name] = str(error)
+            continue
+        outcomes[recipe.name] = _outcome(first, seen)
+    return Depth(outcomes=dict(sorted(outcomes.items(), key=lambda item: item[1].output)), refused=refused)
+
+
+def _outcome(first: Seen, seen: Seen) -> Outcome:
+    log_p, log_q = (_log_softmax(one.result.reshape(-1, one.result.shape[-1])) for one in (first, seen))
+    return Outcome(
+        in_fp8=seen.in_fp8,
+        inputs={layer: _distance(seen.inputs[layer], x) for layer, x in first.inputs.items() if layer in seen.inputs},
+        output=_distance(seen.result, first.result),
+        divergence=float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean()),
+        agreement=float((log_p.argmax(axis=-1) == log_q.argmax(axis=-1)).mean()),
+    )
+
+
+def _distance(x: np.ndarray, to: np.ndarray) -> float:
+    """||x - to|| / ||to||, in float64; 0 where both are 0."""
+    difference, size = (float(np.linalg.norm(v.astype(np.float64))) for v in (x.astype(np.float64) - to, to))
+    return difference / size if size else (0.0 if difference == 0 else float("inf"))
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def _finite(x: float) -> float | None:
+    return x if np.isfinite(x) else None

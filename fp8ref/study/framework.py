@@ -1,0 +1,22 @@
+"""Which framework a model is of, from what is imported already: a model of torch has imported torch."""
+
+import importlib
+import sys
+from types import ModuleType
+
+
+def of(model) -> ModuleType:
+    """``torch_model`` or ``nnx_model`` of this room.
+
+    Raises:   ValueError: neither a torch.nn.Module nor a flax.nnx.Module.
+    """
+    for package, kind, name in (("torch", "nn.Module", "torch_model"), ("flax.nnx", "Module", "nnx_model")):
+        found: object = sys.modules.get(package)
+        for part in kind.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, type) and isinstance(model, found):
+            return importlib.import_module(f"fp8ref.study.{name}")
+    raise ValueError(
+        f"a study takes a torch.nn.Module or a flax.nnx.Module; got {type(model).__name__}. A linen module is studied as "
+        "nnx.bridge.ToNNX(module)."
+    )

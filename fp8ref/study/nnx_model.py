@@ -1,0 +1,140 @@
+"""Record a Flax NNX model's linears by hooks of theirs, and run copies of it under recipes."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from fp8ref.jax import flax as fj
+from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.recipe import Recipe
+from fp8ref.study import depth_error
+from fp8ref.study import recording as recordings
+from fp8ref.study.depth_error import Depth, Seen
+from fp8ref.study.recording import Operand, Recording
+
+
+@contextlib.contextmanager
+def record(model: nnx.Module, *, rows: int, layers: str) -> Iterator[Recording]:
+    """As ``fp8ref.study.record``. Traced functions report from inside the compiled program."""
+    linears = {
+        ".".join(map(str, path)) or type(model).__name__: layer
+        for path, layer in nnx.iter_graph(model, graph=True)
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
+    }
+    names = recordings.chosen(linears, layers, rows)
+    recording = Recording(framework="flax", chosen=tuple(names))
+    attributes = {name: "einsum_op" if isinstance(linears[name], nnx.Einsum) else "dot_general" for name in names}
+    before = {name: getattr(linears[name], attributes[name]) for name in names}
+
+    def set_hook(name: str, hook) -> None:
+        setattr(linears[name], attributes[name], nnx.data(hook) if isinstance(hook, nnx.Module) else nnx.static(hook))
+
+    try:
+        for name in names:
+            keep = functools.partial(_keep, recording, name, rows)
+            hook = functools.partial(_einsum if attributes[name] == "einsum_op" else _dot_general, before[name], keep)
+            set_hook(name, hook)
+        yield recording
+        jax.effects_barrier()
+    finally:
+        for name in names:
+            set_hook(name, before[name])
+
+
+def depth(model: nnx.Module, run: Callable, recipes: Sequence[str | Recipe] | None, *, rows: int, options: dict) -> Depth:
+    """As ``fp8ref.study.depth``.
+
+    Raises:   ValueError: as there.
+    """
+
+    def under(recipe: Recipe) -> Seen:
+        if recipe.delayed:
+            raise ValueError("delayed scaling takes amaxes of steps before, which one forward pass has not. Use 'tensorwise'.")
+        converted = fj.convert(nnx.clone(model), recipe, **options)
+        return seen(converted, len(nnx_hooks.hooks(converted)))
+
+    def seen(model: nnx.Module, in_fp8: int = 0) -> Seen:
+        with record(model, rows=rows, layers="*") as recording:
+            out = run(model)
+        if not isinstance(out, jax.Array) or not jnp.issubdtype(out.dtype, jnp.floating):
+            raise ValueError(f"run gives an array of floats, such as logits; got {type(out).__name__}.")
+        return Seen(recordings.inputs(recording), np.asarray(out, np.float32), in_fp8)
+
+    return depth_error.compare(seen(model), seen(model), under, recipes)
+
+
+def _dot_general(inner: Callable | None, keep: Callable, x, w, dimension_numbers, precision=None, preferred_element_type=None, **more):
+    """``dot_general`` of a layer that reports x, w and the gradient of its result as rows."""
+    product: Callable = functools.partial(
+        inner or lax.dot_general,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        **more,
+    )
+    (of_x, of_w), (batch, _) = dimension_numbers
+    if batch:  # not a linear
+        return product(x, w)
+    return _reporting(product, keep, x, w, tuple(of_x), tuple(of_w))
+
+
+def _einsum(inner: Callable, keep: Callable, subscripts: str, x, w, **more):
+    """The same of an einsum."""
+    product = functools.partial(inner, subscripts, **more)
+    left, out = subscripts.replace(" ", "").split("->")
+    dots = "".join(map(chr, range(x.ndim - len(left.split(",")[0].replace("...", "")))))  # a letter for each dim of ...
+    (a, b), out = (term.replace("...", dots) for term in left.split(",")), out.replace("...", dots)
+    contracted = [letter for letter in a if letter in b]
+    if any(letter in out for letter in contracted):  # batch dims: not a linear
+        return product(x, w)
+    order = tuple(out.index(letter) for letter in a + b if letter not in contracted)  # rows, then the dims of N
+    of_x, of_w = (tuple(term.index(letter) for letter in contracted) for term in (a, b))
+    return _reporting(product, keep, x, w, of_x, of_w, order)
+
+
+def _reporting(product: Callable, keep: Callable, x, w, of_x: tuple[int, ...], of_w: tuple[int, ...], order: tuple[int, ...] | None = None):
+    """product(x, w), whose operands and gradient are handed to ``keep`` as rows.
+
+    of_x, of_w: the contracted dims. order: of the result's dims, those of x first; None: as they are.
+    """
+    if not x.size:
+        return product(x, w)
+    n = w.size // math.prod(w.shape[d] for d in of_w)
+
+    @jax.custom_vjp
+    def reporting(x, w):
+        return product(x, w)
+
+    def forward(x, w):
+        return product(x, w), (x, w)
+
+    def backward(saved, grad):
+        jax.debug.callback(keep, grad_output=(grad if order is None else grad.transpose(order)).reshape(-1, n))
+        return jax.vjp(product, *saved)[1](grad)
+
+    reporting.defvjp(forward, backward)
+    jax.debug.callback(keep, input=_rows(x, of_x), weight=_rows(w, of_w))
+    return reporting(x, w)
+
+
+def _rows(x, contracted: tuple[int, ...]):
+    """[rows, contracted], the other dims first."""
+    kept = [d for d in range(x.ndim) if d not in contracted]
+    return x.transpose(*kept, *contracted).reshape(-1, math.prod(x.shape[d] for d in contracted))
+
+
+def _keep(recording: Recording, name: str, rows: int, **operands: jax.Array) -> None:
+    """Record operands of a layer by role; of later calls nothing."""
+    for role, x in operands.items():
+        if f"{name}/{role}" not in recording.operands:
+            wide = np.asarray(x).astype(np.float32)
+            columns = np.abs(wide).max(axis=0)
+            kept = np.concatenate([wide[begin:end] for begin, end in recordings.spans(len(wide), rows)])
+            recording.operands[f"{name}/{role}"] = Operand(kept=kept, amax=columns.max(), columns=columns, rows=len(wide))

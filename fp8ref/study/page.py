@@ -1,0 +1,55 @@
+"""One HTML page of a study, for light and dark screens, without scripts."""
+
+import importlib.resources
+from pathlib import Path
+
+import jinja2
+import markupsafe
+import matplotlib
+import numpy as np
+
+import fp8ref
+from fp8ref.plots import study as plots
+from fp8ref.plots import style
+from fp8ref.recipe import ROLES
+from fp8ref.study.cast_error import Judged
+from fp8ref.study.depth_error import Depth
+from fp8ref.train.report import svg
+
+
+def write(out: Path, judged: Judged, depth: Depth | None) -> None:
+    """Write the page to ``out``."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(importlib.resources.files("fp8ref.study").joinpath("page.html").read_text(encoding="utf-8"))
+    out.write_text(
+        template.render(
+            style=markupsafe.Markup(svg.style()),
+            version=fp8ref.__version__,
+            judged=judged,
+            depth=depth,
+            figures=_figures(judged, depth),
+            worst=[(recipe, judged.worst(3, recipe)) for recipe in judged.recipes],
+        ),
+        encoding="utf-8",
+    )
+
+
+def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup]:
+    """{title: <svg>}: error through depth, then the maps of all roles on one scale."""
+    made = {}
+    with matplotlib.rc_context(svg.STYLE):
+        if depth is not None and depth.outcomes:
+            figure, (ax,) = style.figure(width=7)
+            plots.depth_lines(ax, {name: list(one.inputs.values()) for name, one in depth.outcomes.items()}, colors=svg.RUNS)
+            made["Error of the input of each linear"] = svg.inline(figure, "depth", "Error of each linear's input, by recipe")
+        maps = {role: judged.sqnr(role) for role in ROLES}
+        numbers = np.concatenate([values[np.isfinite(values)] for values in maps.values()])
+        low, high = (
+            (float(numbers.min()), float(np.quantile(numbers, 0.95))) if numbers.size else (0.0, 1.0)
+        )  # a few good ones hide no bad ones
+        for role, values in maps.items():
+            if np.isfinite(values).any():
+                figure, (ax,) = style.figure(width=7, height=1.6 + 0.16 * min(40, len(judged.layers)))
+                plots.sqnr_map(ax, values, judged.layers, judged.recipes, low=low, high=high)
+                made[f"SQNR of {role}"] = svg.inline(figure, role, f"SQNR of {role} by layer and recipe")
+    return {title: markupsafe.Markup(text) for title, text in made.items()}

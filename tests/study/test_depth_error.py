@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from fp8ref.recipe import trained_recipes
+from fp8ref.study import depth_error
+from fp8ref.study.depth_error import Seen
+
+X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+FIRST = Seen({"a": X, "b": 2 * X}, X, 0)
+
+
+def test_errors_and_divergence_by_hand():
+    other = X.copy()
+    other[0] = [2.0, 1.0]
+    found = depth_error.compare(FIRST, FIRST, lambda recipe: Seen({"a": X, "b": X}, other, 1), ["tensorwise"])
+    one = found.outcomes["tensorwise"]
+    assert one.inputs == {"a": 0.0, "b": 0.5}
+    assert one.in_fp8 == 1
+    assert one.output == pytest.approx(np.sqrt(2 / 30), rel=1e-15)
+    # of the first row softmax is (q, p), then (p, q), with p = e / (1 + e): KL = p log(p / q) + q log(q / p) = p - q; of the second 0
+    p = np.e / (1 + np.e)
+    assert one.divergence == pytest.approx((p - (1 - p)) / 2, rel=1e-12)
+    assert one.agreement == 0.5
+
+
+def test_refusals_of_recipes_that_nobody_named_are_kept():
+    def under(recipe):
+        if recipe.in_blocks:
+            raise ValueError("no blocks")
+        return FIRST
+
+    found = depth_error.compare(FIRST, FIRST, under, None)
+    assert set(found.refused) == {name for name, recipe in trained_recipes().items() if recipe.in_blocks}
+    assert set(found.outcomes) == {name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.in_blocks}
+    assert found.ok
+    with pytest.raises(ValueError, match="no blocks"):
+        depth_error.compare(FIRST, FIRST, under, ["blockwise"])
+
+
+def test_the_best_result_is_first():
+    errors = {"tensorwise": 0.3, "rowwise": 0.1}
+    found = depth_error.compare(FIRST, FIRST, lambda recipe: Seen({}, X * (1 + errors[recipe.name]), 1), list(errors))
+    assert list(found.outcomes) == ["rowwise", "tensorwise"]
+
+
+def test_a_pass_that_changes_is_refused():
+    with pytest.raises(ValueError, match="run gives the same result each time; two runs differed"):
+        depth_error.compare(FIRST, Seen({}, X + 1, 0), lambda recipe: FIRST, ["tensorwise"])

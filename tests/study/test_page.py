@@ -1,0 +1,51 @@
+import re
+
+import numpy as np
+import pytest
+
+from fp8ref import study
+from fp8ref.study import depth_error
+from fp8ref.study.depth_error import Seen
+from fp8ref.study.recording import Operand, Recording
+
+
+@pytest.fixture(scope="module")
+def judged():
+    made, rng = Recording(framework="torch"), np.random.default_rng(0)
+    for layer in ("first", "<last>"):
+        for role, shape in (("input", (128, 64)), ("weight", (32, 64))):
+            x = rng.standard_normal(shape).astype(np.float32)
+            made.operands[f"{layer}/{role}"] = Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=len(x))
+    return study.judge(made, ["tensorwise", "mxfp8"])
+
+
+@pytest.fixture(scope="module")
+def depth():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    first = Seen({"first": x, "<last>": x}, x, 0)
+
+    def under(recipe):
+        if recipe.in_blocks:
+            raise ValueError("no blocks here")
+        return Seen({"first": x, "<last>": 1.01 * x}, 1.01 * x, 2)
+
+    return depth_error.compare(first, first, under, None)
+
+
+def test_the_page_shows_both_without_scripts(judged, depth, tmp_path):
+    study.write_page(tmp_path / "study.html", judged, depth)
+    page = (tmp_path / "study.html").read_text()
+    assert not re.search(r"<script|https?://(?!www\.w3\.org)", page)
+    assert page.count("<svg") == 3  # error through depth, input, weight; no gradients were recorded
+    assert "&lt;last&gt;" in page
+    assert "<last>" not in page
+    assert "mxfp8 did not run:</span> no blocks here" in page
+    assert "Not recorded:</span> first/grad_output, &lt;last&gt;/grad_output" in page
+    assert "1.000 %" in page
+    worst = judged.worst(1)[0]
+    assert f'<td class="number">{worst.sqnr:.1f}</td>' in page
+
+
+def test_the_page_takes_casts_alone(judged, tmp_path):
+    study.write_page(str(tmp_path / "study.html"), judged)
+    assert "Through the model" not in (tmp_path / "study.html").read_text()
