@@ -111,7 +111,7 @@ def written(gap: tuple[float, float] | None) -> str:
 def page(runs: list[dict]) -> list[str]:
     """The rows of a page's table, a layout each: its bytes, the gaps in JAX and in PyTorch, and the worst health."""
     of_each, rows = gaps(runs), []
-    for layout in dict.fromkeys(r["layout"] for r in runs):
+    for layout in (name for name in (*LAYOUTS, *WITH_MASTERS) if any(r["layout"] == name for r in runs)):
         both = [written(of_each[backend, layout]) if (backend, layout) in of_each else "-" for backend in ("jax", "torch")]
         health = worst([r for r in runs if r["layout"] == layout])
         rows.append("| " + " | ".join([f"`{layout}`", f"{by_name(layout).bytes_with_master(1 << 20):.2f}", *both, *health]) + " |")
