@@ -20,6 +20,7 @@ from fp8ref.torch import (
     attention_inputs,
     attention_observer,
     attention_real,
+    checkpointing,
     delayed,
     linear_input,
 )
@@ -83,7 +84,8 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
             scales, seen = more[: len(roles[0])], more[len(roles[0]) :]
             # An attribute, not a saved tensor: other uses may write it before the backward pass.
             ctx.seen = dict(zip(roles[1], seen, strict=True))
-            return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles[0], scales, strict=True)))
+            with checkpointing.within_attention():
+                return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles[0], scales, strict=True)))
 
         @staticmethod
         @linear_input.without_autocast

@@ -8,8 +8,10 @@ nn.Linear are treated alike. By hand, with torch's own functions:
     y = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -72,6 +74,19 @@ attention  torch's fused kernels. What it composes of other operators, scores in
 AMAXES = _found("amax", "max")
 """Always kept: a number or a few for each row, without which the tensor would be read once more."""
 
+_within_attention = contextvars.ContextVar("within_attention", default=False)
+
+
+@contextlib.contextmanager
+def within_attention() -> Iterator[None]:
+    """In this context products are tiles of attention, not linears: they run again, so that scores are never kept whole."""
+    token = _within_attention.set(True)
+    try:
+        yield
+    finally:
+        _within_attention.reset(token)
+
+
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 _MOST = "max"
 """The reduction of amaxes over ranks, in an all-reduce. Others are sums of linears."""
@@ -87,6 +102,8 @@ def policy(keep: Iterable[Operation | Callable] = EVERY) -> Callable[..., Checkp
     kept = AMAXES.union(*(OPERATORS[name] if isinstance(name, str) else [name] for name in keep))
 
     def of(context, op, *args, **kwargs) -> CheckpointPolicy:
+        if _within_attention.get():
+            return CheckpointPolicy.PREFER_RECOMPUTE
         keeps = (args[1] == _MOST or "linears" in keep or op in kept) if op is _ALL_REDUCE else op in kept
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 

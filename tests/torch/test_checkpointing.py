@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref.recipe import RECIPES
-from fp8ref.torch import checkpointing, convert, delayed, grouped
+from fp8ref.torch import attention, checkpointing, convert, delayed, grouped
 from fp8ref.torch.parallel import parallelize
 
 _ROWWISE = RECIPES["rowwise"]
@@ -161,6 +161,28 @@ def over_ranks():
             loss, *_ = step(model)
         found[how] = sum(counts.found[op] for op in (ALL_REDUCE, REDUCE_SCATTER)), [loss, *(p.grad.to_local() for p in model.parameters())]
     return found
+
+
+@pytest.mark.parametrize("arithmetic", ["stated", "fast"])
+def test_tiles_of_attention_run_again(arithmetic):  # T-8, A-18
+    """Scores kept tile by tile would be scores kept whole."""
+    heads = [torch.randn(1, 1, 32, 16, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_() for i in range(3)]
+
+    def forward(q, k, v):
+        return attention.apply(q, k, v, variant="cudnn", arithmetic=arithmetic)
+
+    def products(run) -> int:
+        with Counts() as counts:
+            run()
+        return sum(n for op, n in counts.found.items() if str(op).startswith(("aten._scaled_mm", "aten.bmm")))
+
+    def trained(how) -> int:
+        return products(lambda: checkpointing.checkpointed(forward, how)(*heads).float().sum().backward())
+
+    with torch.no_grad():
+        of_forward = products(lambda: forward(*heads))
+    assert of_forward > 0
+    assert trained("selective") == trained("full") == trained("none") + of_forward
 
 
 def test_no_rank_waits_for_an_amax_twice():  # T-8, P-2
