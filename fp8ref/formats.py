@@ -1,9 +1,10 @@
-"""Floating-point formats as data (SEMANTICS F-1 to F-4): five formats of 8 bits, and float32,
-bfloat16 and float16.
+"""Floating-point formats as data (SEMANTICS F-1 to F-5): five formats of 8 bits, one of 4, and
+float32, bfloat16 and float16.
 
 A format is a layout and a rule for its special codes; everything else is derived. Nothing here
 rounds: see ``sim/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are quantized to,
-by name; ``FORMATS`` holds all of them.
+by name, and ``FP4_FORMATS`` the one that they are quantized to under simulation; ``FORMATS`` holds
+all of them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ class Format:
     codes are not finite numbers:
     ``ieee``   the all-ones exponent holds Inf (mantissa 0) and NaN;
     ``fn``     no Inf; only the code with all exponent and mantissa bits set is NaN, in both signs;
-    ``fnuz``   no Inf, no -0; the code of -0 is the only NaN.
+    ``fnuz``   no Inf, no -0; the code of -0 is the only NaN;
+    ``finite`` no Inf and no NaN: every code is a number.
     ``signed`` is false only for e8m0fnu, which has no zero and no subnormals either.
     """
 
@@ -27,7 +29,7 @@ class Format:
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    specials: Literal["ieee", "fn", "fnuz"]
+    specials: Literal["ieee", "fn", "fnuz", "finite"]
     signed: bool = True
 
     @property
@@ -54,7 +56,7 @@ class Format:
         top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
         if self.specials == "ieee":
             return top - (1 << self.mantissa_bits)
-        return top - (self.specials == "fn")
+        return top - (self.specials == "fn")  # of a finite format none is left out
 
     @property
     def max(self) -> float:
@@ -80,8 +82,13 @@ class Format:
         return self.max_code + 1 if self.specials == "ieee" else None
 
     @property
+    def has_nan(self) -> bool:
+        """Whether any code is NaN."""
+        return self.specials != "finite"
+
+    @property
     def nan_code(self) -> int:
-        """The NaN that casts emit (SEMANTICS C-5)."""
+        """The code that casts emit for a NaN (SEMANTICS C-5): a NaN, or +max where there is none."""
         if self.specials == "fnuz":
             return self.sign_bit
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
@@ -105,6 +112,9 @@ E5M2FNUZ = Format(name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, sp
 E8M0FNU = Format(name="e8m0fnu", exponent_bits=8, mantissa_bits=0, bias=127, specials="fn", signed=False)
 """Powers of two from 2^-127 to 2^127, and NaN: 8 exponent bits, for scales (F-4)."""
 
+E2M1FN = Format(name="e2m1fn", exponent_bits=2, mantissa_bits=1, bias=1, specials="finite")
+"""FP4 with 2 exponent bits and 1 mantissa bit: 16 numbers up to 6, no infinities, no NaN (F-5)."""
+
 BFLOAT16 = Format(name="bfloat16", exponent_bits=8, mantissa_bits=7, bias=127, specials="ieee")
 """bfloat16: 8 exponent and 7 mantissa bits."""
 
@@ -117,8 +127,14 @@ FLOAT32 = Format(name="float32", exponent_bits=8, mantissa_bits=23, bias=127, sp
 FP8_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
 """The four formats that tensors are quantized to, by name."""
 
-FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E8M0FNU, BFLOAT16, FLOAT16, FLOAT32)}}
-"""All formats by name: the FP8 formats, e8m0fnu, bfloat16, float16 and float32."""
+FP4_FORMATS = {E2M1FN.name: E2M1FN}
+"""The format of 4 bits that tensors are quantized to by the simulator alone, by name (F-5)."""
+
+QUANTIZED_FORMATS = {**FP8_FORMATS, **FP4_FORMATS}
+"""The formats that the simulator quantizes tensors to, by name."""
+
+FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E8M0FNU, E2M1FN, BFLOAT16, FLOAT16, FLOAT32)}}
+"""All formats by name: the FP8 formats, e8m0fnu, e2m1fn, bfloat16, float16 and float32."""
 
 
 def check(fmt: object) -> None:

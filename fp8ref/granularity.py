@@ -30,6 +30,8 @@ GRANULARITIES = {
         Granularity(name="blockwise_128x128", other=128, reduced=128),
         Granularity(name="mx_1x32", other=1, reduced=32),
         Granularity(name="mx_32x32", other=32, reduced=32),
+        Granularity(name="nvfp4_1x16", other=1, reduced=16),
+        Granularity(name="nvfp4_16x16", other=16, reduced=16),
     )
 }
 """fp8ref's granularities by name (S-6)."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fp8ref import registry
-from fp8ref.recipe import RECIPES, GemmSpec, Recipe
+from fp8ref.recipe import RECIPES, GemmSpec, Recipe, check_trained, trained_recipes
 
 Amax = Literal["group", "all"]
 """Which elements a scale covers (SEMANTICS X-3).
@@ -62,7 +62,9 @@ def _by_kernel_scales(recipe: Recipe) -> Recipe:
     return Recipe(name=recipe.name, **changed)
 
 
-GROUPED_RECIPES = {name: GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group") for name, recipe in RECIPES.items()} | {
+GROUPED_RECIPES = {
+    name: GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group") for name, recipe in trained_recipes().items()
+} | {
     # torchao 0.18, prototype/moe_training/fp8_grouped_mm.py: use_fast_accum in all three GEMMs, and
     # both scales in each call of torch._scaled_grouped_mm.
     "rowwise": GroupedRecipe(recipe=_by_kernel_scales(RECIPES["rowwise"]))
@@ -73,6 +75,7 @@ GROUPED_RECIPES = {name: GroupedRecipe(recipe=recipe, amax="all" if recipe.delay
 def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
     """The grouped recipe of that name; a GroupedRecipe is itself, and a Recipe that of each group;
     ValueError for anything else."""
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe) or (isinstance(recipe, str) and recipe in RECIPES and RECIPES[recipe].simulated):
+        recipe = check_trained(recipe)
         return GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group")
     return registry.lookup("a grouped recipe is a GroupedRecipe, a Recipe or", GROUPED_RECIPES, recipe, GroupedRecipe)

@@ -5,18 +5,43 @@ moments under the other, of the same dtypes and shapes.
 """
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
 from fp8ref.states import Layout
 
+BYTES = 1024
+"""The length of a layout's text where it is an array: one for all layouts, so that arrays of any two can be compared."""
 
+
+@functools.lru_cache(maxsize=64)
 def written(layout: Layout) -> str:
     """Every decision of a layout that changes bits, as JSON: all fields but the name and the source."""
     fields = dataclasses.asdict(layout)
     for moment in ("m", "v", "master"):
         fields[moment]["fmt"] = fields[moment]["fmt"]["name"]
     return json.dumps({key: value for key, value in fields.items() if key not in ("name", "source")})
+
+
+def in_bytes(layout: Layout) -> bytes:
+    """``written`` in ASCII, and spaces up to BYTES."""
+    text = written(layout).encode("ascii").ljust(BYTES)
+    assert len(text) == BYTES, f"the text of layout {layout.name!r} has {len(text)} bytes"
+    return text
+
+
+def check(layout: Layout, saved: str) -> None:
+    """ValueError unless a state was made under these decisions, naming what differs."""
+    try:
+        unlike = differences(layout, saved)
+    except ValueError as error:
+        raise ValueError(f"a state holds the decisions of its layout as text (O-17); got {saved[:40]!r}. Use init.") from error
+    if unlike:
+        raise ValueError(
+            f"layout {layout.name!r} has {'; '.join(unlike)}. States of another layout are not converted: use the layout that they were "
+            "made with, and give a changed layout a name of its own."
+        )
 
 
 def differences(layout: Layout, saved: str) -> list[str]:

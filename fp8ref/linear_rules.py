@@ -17,7 +17,7 @@ from fp8ref import recipe as recipes
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.linear_selection import Decision, check_shape, matches
 from fp8ref.policy import POLICIES, UNSCALED
-from fp8ref.recipe import OPERANDS, RECIPES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
+from fp8ref.recipe import OPERANDS, RECIPES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role, trained_recipes
 
 GEMMS: tuple[Gemm, ...] = tuple(OPERANDS)
 """The GEMMs that a rule may name."""
@@ -52,7 +52,7 @@ class Rule:
         for key, given, known in (
             ("gemms", self.gemms, GEMMS),
             ("roles", self.roles, ROLES),
-            ("recipe", [self.recipe], RECIPES),
+            ("recipe", [self.recipe], trained_recipes()),
             ("format", [self.format], FP8_FORMATS),
             ("granularity", [self.granularity], granularities.GRANULARITIES),
             ("policy", [self.policy], (*POLICIES, UNSCALED.name)),

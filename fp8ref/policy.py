@@ -1,5 +1,5 @@
 """Scale policies as data: every decision between an amax and a scale (SEMANTICS S-3, S-4, S-9 to
-S-15, S-17, S-20).
+S-15, S-17, S-20, S-22).
 
 One dataclass holds the decisions, and the policy of each library is one value of it. ``sim.scales``
 implements all of them; a backend implements some and refuses the others. Code asks for decisions,
@@ -13,6 +13,7 @@ from fp8ref import registry
 from fp8ref.formats import BFLOAT16
 from fp8ref.scale_policy import E8M0Rule as E8M0Rule
 from fp8ref.scale_policy import ScalePolicy as ScalePolicy
+from fp8ref.scale_policy import TwoLevel as TwoLevel
 
 # torchao 0.18, float8/float8_utils.py: amax_to_scale, _round_scale_down_to_power_of_2.
 _TORCHAO = ScalePolicy(name="torchao", eps=1e-12)
@@ -125,7 +126,23 @@ UNSCALED = ScalePolicy(name="unscaled", ratio="one")
 """A cast without a scale (S-21): what a rule of a config names to show why scales are needed. Not among
 ``POLICIES``, which are those of libraries."""
 
+FP4_POLICIES = {
+    p.name: p
+    for p in (
+        # TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh: compute_global_encode_scaling_factor_FP4,
+        # quantization_and_transposition_SF::compute_decoding_scaling_factor (commit d0067d0d).
+        ScalePolicy(name="te_nvfp4", two_level=TwoLevel(tensor="encode")),
+        # torchao 0.18, prototype/mx_formats/nvfp4_tensor.py: nvfp4_quantize, with per_tensor_scale of
+        # per_tensor_amax_to_scale, and without. E4M3_EPS is torch's tiny of float8_e4m3fn.
+        ScalePolicy(name="torchao_nvfp4", two_level=TwoLevel(tensor="decode", smallest=2.0**-6)),
+        ScalePolicy(name="torchao_nvfp4_one_level", two_level=TwoLevel(tensor="none", smallest=2.0**-6)),
+    )
+}
+"""The scale policies of 4-bit formats whose block scales are not a function of the block's amax alone, by
+name (S-22). The simulator has them, and no backend. Not among ``POLICIES``, whose scales are made from
+one amax; those of MX serve 4-bit formats too."""
+
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
     """The policy of that name; a ScalePolicy is itself; ValueError for anything else."""
-    return registry.lookup("policy is a ScalePolicy or", POLICIES, policy, ScalePolicy)
+    return registry.lookup("policy is a ScalePolicy or", POLICIES | FP4_POLICIES, policy, ScalePolicy)

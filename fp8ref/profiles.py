@@ -22,7 +22,8 @@ class Profile:
     """One library in one range of versions.
 
     cast      a behavior of C-8, after a clip where ``clipped``; None: not stated.
-    policies  names of POLICIES; granularities: names of GRANULARITIES.
+    policies  names of POLICIES or FP4_POLICIES; granularities: names of GRANULARITIES.
+    bits      of the formats that tensors are cast to: 8, or 4 under simulation.
     sources   repository, file and commit, or package, version and file.
     """
 
@@ -35,6 +36,7 @@ class Profile:
     clipped: bool = False
     policies: tuple[str, ...] = ()
     granularities: tuple[str, ...] = ()
+    bits: int = 8
 
 
 _TE, _TE_COMMON = "Transformer Engine", "NVIDIA/TransformerEngine transformer_engine/common/"
@@ -122,6 +124,24 @@ PROFILES = {
             sources=("gfloat 0.5.2 block.py", "gfloat 0.5.2 round_ndarray.py"),
         ),
         Profile(
+            name="torchao-nvfp4", library="torchao", versions="0.18", known="run", bits=4, policies=("torchao_nvfp4", "torchao_nvfp4_one_level"),
+            granularities=("nvfp4_1x16",), sources=("torchao 0.18 prototype/mx_formats/nvfp4_tensor.py",),
+        ),
+        Profile(
+            name="torchao-mxfp4", library="torchao", versions="0.18", known="run", policies=("mx_floor", "mx_rceil", "mx_ceil", "mx_even"),
+            granularities=("mx_1x32",), sources=("torchao 0.18 prototype/mx_formats/mx_tensor.py",), bits=4,
+        ),
+        Profile(
+            name="te-nvfp4", library=_TE, versions="d0067d0", known="transcribed", bits=4, cast="saturating", policies=("te_nvfp4",),
+            granularities=("nvfp4_1x16", "nvfp4_16x16"),
+            sources=(f"{_TE_COMMON}cast/nvfp4/core_nvfp4.cuh d0067d0d",
+                     "NVIDIA/TransformerEngine transformer_engine/pytorch/custom_recipes/reference_nvfp4.py d0067d0d"),
+        ),
+        Profile(
+            name="hip-fp8", library="HIP", versions="0038705", known="transcribed",
+            sources=("ROCm/clr hipamd/include/hip/amd_detail/amd_hip_fp8.h 00387053",),
+        ),
+        Profile(
             name="cuda-fp8", library="CUDA", versions="12.8 to 13", known="run", cast="saturating", sources=("CUDA 13.0 include/cuda_fp8.hpp",),
         ),
     )
@@ -134,10 +154,10 @@ def by_name(profile: "str | Profile") -> Profile:
     return registry.lookup("profile is a Profile or", PROFILES, profile, Profile)
 
 
-def of_policy(policy: str) -> list[str]:
-    """The names of the profiles that have a policy; empty if none has.
+def of_policy(policy: str, bits: int = 8) -> list[str]:
+    """The names of the profiles that have a policy for formats of so many bits; empty if none has.
 
-    >>> of_policy("te_mxfp8_2.13")
-    ['te-mxfp8-2.13']
+    >>> of_policy("te_mxfp8_2.13"), of_policy("mx_floor", 4)
+    (['te-mxfp8-2.13'], ['torchao-mxfp4'])
     """
-    return [name for name, profile in PROFILES.items() if policy in profile.policies]
+    return [name for name, profile in PROFILES.items() if policy in profile.policies and profile.bits == bits]

@@ -3,6 +3,7 @@
 ``linear_selection`` states which linears of a model it converts.
 """
 
+import dataclasses
 import importlib
 import math
 from collections.abc import Callable
@@ -11,8 +12,11 @@ from typing import Literal, get_args
 
 from fp8ref import epilogue, granularity, registry
 from fp8ref.delayed import DELAYED, DelayedScaling
-from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
-from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.formats import E2M1FN, E4M3FN, E5M2, Format
+from fp8ref.gemm_spec import CastSpec as CastSpec
+from fp8ref.gemm_spec import GemmSpec as GemmSpec
+from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
+from fp8ref.rotation import NVFP4_ROTATION
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 """The three GEMMs of a linear (SEMANTICS L-2).
@@ -48,75 +52,7 @@ CUT_AXES: dict[Style, dict[Role, int]] = {"colwise": {"weight": 0, "grad_output"
 """The axis along which each style cuts the tensors of a linear; the third one is whole on every rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CastSpec:
-    """How one operand of one GEMM becomes FP8: by its own amax (``delayed`` None), or by those of the steps before.
-
-    Raises:     ValueError: a fmt that is not FP8, an unknown granularity, delayed scaling that is not tensorwise or by another policy than its own.
-    """
-
-    fmt: Format
-    granularity: str = "tensorwise"
-    policy: ScalePolicy = POLICIES["torchao"]
-    delayed: DelayedScaling | None = None
-
-    def __post_init__(self) -> None:
-        if self.fmt.name not in FP8_FORMATS:
-            raise ValueError(f"an operand's fmt is one of {', '.join(FP8_FORMATS)}; got {self.fmt}.")
-        granularity.by_name(self.granularity)
-        if self.delayed is not None and (self.granularity != "tensorwise" or self.policy != self.delayed.policy):
-            raise ValueError(
-                "delayed scaling is tensorwise and uses its own policy "
-                f"({self.delayed.policy.name!r}); got {self.granularity!r} and policy "
-                f"{self.policy.name!r}."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GemmSpec:
-    """One GEMM: both operands FP8, or neither (high precision, the default); or one, for studies: it is cast and dequantized, and the GEMM
-    is in high precision (SEMANTICS L-4).
-
-    accumulate  ``fast`` or ``slow`` tensor-core accumulation (SEMANTICS G-7); required with two FP8 operands, None without.
-    epilogue    the name of one of ``epilogue.EPILOGUES`` that takes no bias.
-
-    Raises:     ValueError: accumulate or epilogue that do not go with the operands.
-    """
-
-    a: CastSpec | None = None
-    b: CastSpec | None = None
-    accumulate: Literal["fast", "slow"] | None = None
-    epilogue: str = "scale_then_round"
-
-    def __post_init__(self) -> None:
-        allowed = ("fast", "slow") if self.fp8 else (None,)
-        if self.accumulate not in allowed:
-            kind = "an FP8" if self.fp8 else "a high-precision"
-            raise ValueError(f"accumulate of {kind} GEMM is one of {allowed}; got {self.accumulate!r}.")
-        if epilogue.by_name(self.epilogue).bias is not None:
-            raise ValueError(f"a linear's GEMMs have no bias, and epilogue {self.epilogue!r} takes one. Use 'scale_then_round'.")
-        if not self.fp8 and self.epilogue != "scale_then_round":
-            raise ValueError(f"a high-precision GEMM has no scales, so no epilogue {self.epilogue!r}. Leave it out.")
-
-    @property
-    def fp8(self) -> bool:
-        """Whether its operands are FP8, so that tensor cores can multiply their codes."""
-        return self.a is not None and self.b is not None
-
-    @property
-    def one_sided(self) -> bool:
-        """Whether one operand alone is cast to FP8 (SEMANTICS L-4)."""
-        return (self.a is None) != (self.b is None)
-
-    @property
-    def powers_of_two(self) -> bool:
-        """Whether every scale of its operands is a power of two (SEMANTICS S-4, S-14)."""
-        return all(cast is not None and cast.policy.power_of_two is not None for cast in (self.a, self.b))
-
-    @property
-    def rowwise(self) -> bool:
-        """Whether an operand is rowwise: the output is then rounded to bfloat16 first (SEMANTICS G-8)."""
-        return any(cast is not None and cast.granularity == "rowwise" for cast in (self.a, self.b))
+_HIGH_PRECISION = GemmSpec()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +65,9 @@ class Recipe:
     """
 
     name: str
-    output: GemmSpec = GemmSpec()
-    grad_input: GemmSpec = GemmSpec()
-    grad_weight: GemmSpec = GemmSpec()
+    output: GemmSpec = _HIGH_PRECISION
+    grad_input: GemmSpec = _HIGH_PRECISION
+    grad_weight: GemmSpec = _HIGH_PRECISION
 
     @property
     def gemms(self) -> dict[Gemm, GemmSpec]:
@@ -147,6 +83,16 @@ class Recipe:
     def casts(self) -> tuple[CastSpec, ...]:
         """Every operand's cast, GEMM after GEMM; none of a GEMM in high precision."""
         return tuple(cast for gemm in self.gemms.values() for cast in (gemm.a, gemm.b) if cast is not None)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the simulator alone has it: an operand in FP4, rotated, or rounded stochastically (SEMANTICS R-9). Backends refuse it."""
+        return any(cast.simulated for cast in self.casts)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any operand is rounded stochastically, so that a linear takes a seed."""
+        return any(cast.rounding == "stochastic" for cast in self.casts)
 
     @property
     def delayed(self) -> bool:
@@ -225,7 +171,22 @@ def _blockwise(name: str, policy: str) -> Recipe:
     return _uniform(name, line, _blocks("blockwise_128x128", policy), line)
 
 
+def _nvfp4(name: str) -> Recipe:
+    """Transformer Engine's NVFP4BlockScaling (common/recipe/__init__.py, commit d0067d0d): squares of 16 of weights, stochastic gradients, and
+    rotated operands of grad_weight."""
+    line = CastSpec(fmt=E2M1FN, granularity="nvfp4_1x16", policy=FP4_POLICIES["te_nvfp4"])
+    square = dataclasses.replace(line, granularity="nvfp4_16x16")
+    rotated = dataclasses.replace(line, rotation=NVFP4_ROTATION)
+    return Recipe(
+        name=name,
+        output=GemmSpec(a=line, b=square, accumulate="fast"),
+        grad_input=GemmSpec(a=dataclasses.replace(line, rounding="stochastic"), b=square, accumulate="fast"),
+        grad_weight=GemmSpec(a=dataclasses.replace(rotated, rounding="stochastic"), b=rotated, accumulate="fast"),
+    )
+
+
 _MX = _blocks("mx_1x32", "mx_rceil")
+_MXFP4 = dataclasses.replace(_MX, fmt=E2M1FN)
 RECIPES = {
     r.name: r
     for r in (
@@ -238,6 +199,8 @@ RECIPES = {
         _uniform("mxfp8", _MX, _MX, _MX),
         _blockwise("blockwise_deepgemm", "deepgemm"),
         _blockwise("blockwise_ue8m0", "deepgemm_ue8m0"),
+        _nvfp4("nvfp4"),
+        _uniform("mxfp4", _MXFP4, _MXFP4, _MXFP4),
     )
 }
 """fp8ref's recipes by name (R-1)."""
@@ -291,11 +254,33 @@ def weight_copy(recipe: str | Recipe) -> CastSpec:
     return spec
 
 
+def trained_recipes() -> dict[str, Recipe]:
+    """The recipes that backends and the trainer take, by name: all but those under simulation alone (R-9)."""
+    return {name: recipe for name, recipe in RECIPES.items() if not recipe.simulated}
+
+
+def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
+    """The recipe of that name, for a backend or the trainer; what: where it was named.
+
+    Raises:   ValueError: an unknown name, or a recipe under simulation alone, naming what to use instead.
+    """
+    found = RECIPES.get(recipe) if isinstance(recipe, str) else recipe
+    if found is None:
+        raise ValueError(f"{what} is one of {', '.join(trained_recipes())}; got {recipe!r}.")
+    if found.simulated:
+        raise ValueError(
+            f"{what} {found.name!r} is for the simulator alone, under simulation (R-9): no backend computes it. "
+            f"Use fp8ref.sim.linear to study it, or one that trains: {', '.join(trained_recipes())}."
+        )
+    return found
+
+
 def check_gemms(recipe: Recipe, taken: tuple[str, ...], implemented: Callable[[ScalePolicy], object]) -> None:
     """Hold each FP8 GEMM of a recipe to what a backend has: epilogues of those names, and policies that ``implemented`` does not refuse.
 
-    Raises:   ValueError: naming the GEMM; as ``epilogue.check_pair`` and ``implemented``.
+    Raises:   ValueError: naming the GEMM; as ``check_trained``, ``epilogue.check_pair`` and ``implemented``.
     """
+    check_trained(recipe)
     for which, spec in recipe.gemms.items():
         if spec.a is None or spec.b is None:
             continue

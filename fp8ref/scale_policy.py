@@ -1,5 +1,5 @@
 """A scale policy: every decision between an amax and a scale, as data (SEMANTICS S-3, S-4, S-9 to
-S-15, S-17, S-20, S-21).
+S-15, S-17, S-20 to S-22).
 
 ``sim.scales`` implements all of them; a backend implements some and refuses the others. ``policy`` has
 the policies of libraries. Code asks for decisions, never for a policy's name.
@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8ref.formats import BFLOAT16, FLOAT32, Format
+from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32, Format
 
 Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents", "exponents_up", "exponents_even", "one"]
 """What a policy computes first: a scale, or with the others a scale_inv; ``one`` computes nothing (S-21)."""
@@ -50,6 +50,30 @@ class E8M0Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TwoLevel:
+    """Scales of blocks that are numbers of an 8-bit format, under one float32 scale of the tensor (S-22).
+
+    tensor     the scale of the tensor: ``encode``, multiplies into the range of the blocks' scales and
+               is made first; ``decode``, multiplies out of it and is made first; ``none``: there is
+               none, and the blocks' scales are the only ones.
+    smallest   the least scale of a block: a smaller one becomes it; 0 has no effect.
+    block_fmt  the format of the blocks' scales.
+
+    Raises:    ValueError: an unknown word, a smallest outside [0, 1), a block_fmt other than e4m3fn.
+    """
+
+    tensor: Literal["encode", "decode", "none"]
+    smallest: float = 0.0
+    block_fmt: Format = E4M3FN
+
+    def __post_init__(self) -> None:
+        if self.tensor not in ("encode", "decode", "none"):
+            raise ValueError(f"the tensor's scale is one of encode, decode, none; got {self.tensor!r}.")
+        if not 0 <= self.smallest < 1 or self.block_fmt != E4M3FN:
+            raise ValueError(f"smallest is in [0, 1) and block_fmt e4m3fn; got {self.smallest}, {self.block_fmt}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScalePolicy:
     """The decisions from amax to scale, in this order (S-9): floor by eps; ratio; overflow; power
     of two; special amaxes. Of a ratio that makes scale_inv: floor; ratio; one_below; factor;
@@ -80,6 +104,7 @@ class ScalePolicy:
     one_below     of a scale_inv: a smaller one becomes 1; 0 has no effect (S-20).
     factor        of a scale_inv: it is multiplied by RN32(factor), in float32 (S-20).
     scale_dtype   of a scale_inv: it is rounded to this dtype (S-20).
+    two_level     scales of blocks under a scale of the tensor (S-22): no other decision goes with it.
 
     Raises:       ValueError: eps outside [0, 1), margin not an integer from 0 to 64, an unknown
                   word, or decisions that contradict each other.
@@ -100,6 +125,7 @@ class ScalePolicy:
     one_below: float = 0.0
     factor: float = 1.0
     scale_dtype: Format = FLOAT32
+    two_level: TwoLevel | None = None
 
     def __post_init__(self) -> None:
         self._one_of("ratio", Ratio)
@@ -126,11 +152,12 @@ class ScalePolicy:
                 "power_of_two 'cut', one_below, factor and scale_dtype go with a ratio that makes scale_inv; got "
                 f"ratio={self.ratio!r}, one_below={self.one_below}, factor={self.factor}, scale_dtype={self.scale_dtype}."
             )
-        if self.unscaled:
-            others = [f.name for f in dataclasses.fields(self) if f.name not in ("name", "ratio") and getattr(self, f.name) != f.default]
+        if self.unscaled or self.two_level is not None:
+            own = "ratio" if self.two_level is None else "two_level"
+            others = [f.name for f in dataclasses.fields(self) if f.name not in ("name", own) and getattr(self, f.name) != f.default]
             if others:
                 raise ValueError(
-                    f"a policy without a scale, ratio 'one', takes no other decision; got {', '.join(others)}. Leave them out."
+                    f"a policy with {own} {getattr(self, own)!r} takes no other decision; got {', '.join(others)}. Leave them out."
                 )
 
     def _one_of(self, key: str, allowed) -> None:
@@ -190,6 +217,8 @@ class ScalePolicy:
         clause does."""
         if self.unscaled:
             return "S-21"
+        if self.two_level is not None:
+            return "S-22"
         if not self.in_backends and (self.makes_scale_inv or self.overflow == "bfloat16_max"):
             return "S-20"
         if self.e8m0 is not None:

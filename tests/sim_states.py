@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 from state_layouts import ALL
 
+from fp8ref import layout_decisions
 from fp8ref import states as data
 from fp8ref.sim import states
 
@@ -24,6 +25,11 @@ def run(g: np.ndarray, layout, *, seed: int = 0, cuts=(), **hyper):
             p, row, state, learning_rate=1e-3, weight_decay=0.1, layout=layout, seed=seed, cuts=cuts, **{**HYPER, **hyper}
         )
     return p, state, before
+
+
+def under(state: states.State, layout: data.Layout) -> states.State:
+    """The same moments, as a state of a layout that stores moments so."""
+    return state._replace(decisions=layout_decisions.written(layout))
 
 
 def assert_same(a: states.MomentState, b: states.MomentState) -> None:

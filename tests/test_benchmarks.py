@@ -24,6 +24,7 @@ JAX_RESULT = BENCHMARKS / "results" / "jax_cpu.json"
 TORCH_RESULT = BENCHMARKS / "results" / "torch_cpu.json"
 
 
+@pytest.mark.slow
 def test_the_simulators_table(tmp_path):
     written = tmp_path / "sim.json"
     subprocess.run([sys.executable, BENCHMARKS / "sim.py", "--quick", "--json", written], check=True, capture_output=True)

@@ -35,7 +35,11 @@ def commands(page: Path) -> list[str]:
     return [found[1] for part in parts if (found := re.match(r"(?:\w+=\S+ )*(?:torchrun .*?-m |python -m |\.venv/bin/)?fp8ref (.*)", part))]
 
 
-@named([page for page in PAGES if programs(page)])
+LONG = ("flax-model.md", "how-to/optimizer-states.md", "attention.md", "how-to/study.md", "concepts/accumulation.md")
+"""Pages whose programs take five seconds and more."""
+
+
+@named([pytest.param(page, marks=[pytest.mark.slow] * page.as_posix().endswith(LONG)) for page in PAGES if programs(page)])
 def test_programs_print_what_the_page_says(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}

@@ -82,6 +82,7 @@ OWN = [
 ]
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("out", FORMATS)
 @pytest.mark.parametrize("how", OWN, ids=lambda e: e.name)
 def test_ones_own_by_rationals(how, out, rng):  # G-18
@@ -131,6 +132,7 @@ def test_by_hand(acc, sa, sb, name, out, bias, expected):  # G-4, G-5, G-14, G-1
         assert by_rationals(acc, sa, sb, name, out, bias and Fraction(bias)) == Fraction(expected)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("out", FORMATS)
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_by_rationals(name, out, rng):  # G-4, G-5, G-14, G-15

@@ -6,6 +6,7 @@ import pytest
 
 from fp8ref.formats import (
     BFLOAT16,
+    E2M1FN,
     E4M3FN,
     E4M3FNUZ,
     E5M2,
@@ -14,13 +15,16 @@ from fp8ref.formats import (
     FLOAT16,
     FLOAT32,
     FORMATS,
+    FP4_FORMATS,
     FP8_FORMATS,
+    QUANTIZED_FORMATS,
     Format,
 )
 
 EIGHT_BITS = (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0FNU)
 DTYPES = {
     **{f: np.dtype(getattr(ml_dtypes, f"float8_{f.name}")) for f in EIGHT_BITS},
+    E2M1FN: np.dtype(ml_dtypes.float4_e2m1fn),
     BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     FLOAT16: np.dtype(np.float16),
     FLOAT32: np.dtype(np.float32),
@@ -42,6 +46,7 @@ def value_of(code: int, fmt: Format) -> float:
         (E4M3FNUZ, 240.0, 2.0**-7, 2.0**-10, 0x80, None),  # F-3
         (E5M2FNUZ, 57344.0, 2.0**-15, 2.0**-17, 0x80, None),  # F-3
         (E8M0FNU, 2.0**127, 2.0**-127, 2.0**-127, 0xFF, None),  # F-4
+        (E2M1FN, 6.0, 1.0, 0.5, 0x7, None),  # F-5
         (FLOAT16, 65504.0, 2.0**-14, 2.0**-24, 0x7FFF, 0x7C00),
         (FLOAT32, (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 0x7FFFFFFF, 0x7F800000),
     ],
@@ -62,7 +67,7 @@ def test_derived_numbers_are_those_of_ml_dtypes(fmt):  # F-1
 @every_format
 def test_max_code_is_the_last_finite_one(fmt):
     assert value_of(fmt.max_code, fmt) == fmt.max
-    if fmt.specials != "fnuz":  # there the code after max is -0's, the NaN
+    if fmt.specials not in ("fnuz", "finite"):  # there the code after max is -0's: the NaN of fnuz
         assert not np.isfinite(value_of(fmt.max_code + 1, fmt))
 
 
@@ -75,15 +80,16 @@ def test_codes_up_to_max_code_ascend(fmt):
 
 @every_format
 def test_special_codes_decode_to_what_they_are_named(fmt):  # C-5
-    assert np.isnan(value_of(fmt.nan_code, fmt))
+    assert np.isnan(value_of(fmt.nan_code, fmt)) == fmt.has_nan
+    assert fmt.has_nan or fmt.nan_code == fmt.max_code  # C-9
     if fmt.inf_code is not None:
         assert value_of(fmt.inf_code, fmt) == np.inf
 
 
 @every_format
 def test_a_format_without_inf_code_has_no_infinity_at_all(fmt):
-    if fmt.bits == 8:
-        holds_infinity = any(np.isinf(value_of(code, fmt)) for code in range(256))
+    if fmt.bits <= 8:
+        holds_infinity = any(np.isinf(value_of(code, fmt)) for code in range(1 << fmt.bits))
         assert holds_infinity == (fmt.inf_code is not None)
     else:
         assert fmt.inf_code is not None
@@ -110,6 +116,12 @@ def test_emin_is_the_exponent_of_the_smallest_normal(fmt):
 
 def test_the_scale_format_is_no_operand_format():  # F-4
     assert set(FP8_FORMATS.values()) == {E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ}
+
+
+def test_e2m1fn_holds_sixteen_numbers():  # F-5
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert [value_of(code, E2M1FN) for code in range(16)] == [*numbers, *(-n for n in numbers)]
+    assert set(FP4_FORMATS.values()) == {E2M1FN} == set(QUANTIZED_FORMATS.values()) - set(FP8_FORMATS.values())
 
 
 def test_formats_are_found_by_name():

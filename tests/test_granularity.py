@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from fp8ref import granularity
 
-NAMES = ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32", "mx_32x32")
+NAMES = ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32", "mx_32x32", "nvfp4_1x16", "nvfp4_16x16")
+SQUARES = ("blockwise_128x128", "mx_32x32", "nvfp4_16x16")
+BLOCKS = {"blockwise_1x128": 128, "blockwise_128x128": 128, "mx_1x32": 32, "mx_32x32": 32, "nvfp4_1x16": 16, "nvfp4_16x16": 16}
 
 
 def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
@@ -15,9 +17,9 @@ def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[
         return x.max().shape
     if name == "rowwise":
         return x.max(axis=axis, keepdims=True).shape
-    block = 32 if name.startswith("mx_") else 128
+    block = BLOCKS[name]
     x = np.maximum.reduceat(x, range(0, shape[axis], block), axis=axis)
-    if name in ("blockwise_128x128", "mx_32x32"):
+    if name in SQUARES:
         for other in set(range(x.ndim)) - {axis % x.ndim}:
             x = np.maximum.reduceat(x, range(0, shape[other], block), axis=other)
     return x.shape
@@ -27,10 +29,10 @@ def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[
 def tensors(draw):
     """(name, shape, axis) in which blocks divide the reduced axis, and need not divide the others."""
     name = draw(st.sampled_from(NAMES))
-    ndim = draw(st.integers(1, 2 if name in ("blockwise_128x128", "mx_32x32") else 3))
+    ndim = draw(st.integers(1, 2 if name in SQUARES else 3))
     axis = draw(st.integers(-ndim, ndim - 1))
-    shape = [draw(st.integers(1, 300 if name in ("blockwise_128x128", "mx_32x32") else 3)) for _ in range(ndim)]
-    shape[axis] = draw(st.integers(1, 3)) * {"blockwise_1x128": 128, "blockwise_128x128": 128, "mx_1x32": 32, "mx_32x32": 32}.get(name, 1)
+    shape = [draw(st.integers(1, 300 if name in SQUARES else 3)) for _ in range(ndim)]
+    shape[axis] = draw(st.integers(1, 3)) * BLOCKS.get(name, 1)
     return name, tuple(shape), axis
 
 

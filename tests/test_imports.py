@@ -66,6 +66,7 @@ MOVED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_module_that_moved_says_where():
     """In one process, as each import of torch takes seconds."""
     said = run("\n".join(f"try:\n {statement}\nexcept (ImportError, AttributeError) as e: print(e)" for statement, _ in MOVED)).splitlines()

@@ -11,7 +11,7 @@ from fp8ref.conformance.cast.behavior import KNOWN_CASTS
 from fp8ref.conformance.transcriptions import TRANSCRIPTIONS
 from fp8ref.formats import E4M3FN
 from fp8ref.granularity import GRANULARITIES
-from fp8ref.policy import POLICIES
+from fp8ref.policy import FP4_POLICIES, POLICIES
 from fp8ref.profiles import PROFILES
 from fp8ref.sim import scaling
 
@@ -23,7 +23,8 @@ OWN = {"torchao_mask"}
 def test_every_name_is_one_of_the_specification():
     for name, profile in PROFILES.items():
         assert name == profile.name
-        assert set(profile.policies) <= set(POLICIES), name
+        assert set(profile.policies) <= set(POLICIES | FP4_POLICIES), name
+        assert profile.bits == (4 if "fp4" in name else 8), name
         assert set(profile.granularities) <= set(GRANULARITIES), name
         assert profile.cast is None or profile.cast in KNOWN_CASTS, name
         assert profile.sources, name
@@ -31,6 +32,7 @@ def test_every_name_is_one_of_the_specification():
 
 def test_every_policy_is_of_a_profile():  # S-9, S-14, S-17, S-20
     assert {name for name in POLICIES if not profiles.of_policy(name)} == OWN
+    assert all(profiles.of_policy(name, 4) for name in FP4_POLICIES)  # S-22
 
 
 def test_the_page_lists_each_profile_with_its_policies():
@@ -47,7 +49,8 @@ def test_the_page_lists_each_profile_with_its_policies():
 
 def test_what_is_transcribed_says_so():
     transcribed = {known.library for known in TRANSCRIPTIONS}
-    assert {p.library for p in PROFILES.values() if p.known == "transcribed"} == transcribed
+    # HIP's casts are transcribed in tests/conformance/test_hip_header.py.
+    assert {p.library for p in PROFILES.values() if p.known == "transcribed"} == transcribed | {"HIP"}
 
 
 def test_by_name():

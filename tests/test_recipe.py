@@ -9,6 +9,7 @@ from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16, FP8_FORMATS
 from fp8ref.grouped import GroupedRecipe
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.rotation import NVFP4_ROTATION, Rotation
 
 
 def as_tuple(spec: GemmSpec):
@@ -20,6 +21,7 @@ def as_tuple(spec: GemmSpec):
 
 E4, E5, ROW, TENSOR = "e4m3fn", "e5m2", "rowwise", "tensorwise"
 LINE, SQUARE, MX = "blockwise_1x128", "blockwise_128x128", "mx_1x32"
+F4, NV, NV2 = "e2m1fn", "nvfp4_1x16", "nvfp4_16x16"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,8 @@ LINE, SQUARE, MX = "blockwise_1x128", "blockwise_128x128", "mx_1x32"
         ("mxfp8", (E4, MX, E4, MX, "fast"), (E4, MX, E4, MX, "slow"), (E4, MX, E4, MX, "slow")),
         ("blockwise_deepgemm", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
         ("blockwise_ue8m0", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
+        ("nvfp4", (F4, NV, F4, NV2, "fast"), (F4, NV, F4, NV2, "fast"), (F4, NV, F4, NV, "fast")),
+        ("mxfp4", (F4, MX, F4, MX, "fast"), (F4, MX, F4, MX, "slow"), (F4, MX, F4, MX, "slow")),
     ],
 )
 def test_recipes_are_those_of_the_table(name, output, grad_input, grad_weight):  # R
@@ -51,6 +55,7 @@ def test_every_recipe_is_in_the_table_above_and_some_are_the_backends():
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_cast_of_a_recipe_has_its_policy(name):
     policies = {"delayed": "te_delayed", "mxfp8": "mx_rceil", "rowwise": "torchao_pow2", "rowwise_with_gw_hp": "torchao_pow2"}
+    policies |= {"nvfp4": "te_nvfp4", "mxfp4": "mx_rceil"}
     policies |= {"blockwise_deepgemm": "deepgemm", "blockwise_ue8m0": "deepgemm_ue8m0"}
     casts = [cast for spec in RECIPES[name].gemms.values() for cast in (spec.a, spec.b) if cast is not None]
     assert {cast.policy.name for cast in casts} == ({policies.get(name, "torchao")} if casts else set())
@@ -58,11 +63,57 @@ def test_every_cast_of_a_recipe_has_its_policy(name):  # R-1
     assert {cast.delayed for cast in casts if cast.delayed} == ({DELAYED["delayed"]} if name == "delayed" else set())
 
 
+def test_recipes_under_simulation_are_those_of_fp4_rotated_or_stochastic():
+    assert (
+        [name for name, spec in RECIPES.items() if spec.simulated]
+        == ["nvfp4", "mxfp4"]
+        == [n for n in RECIPES if n not in recipe.trained_recipes()]
+    )
+    nvfp4 = RECIPES["nvfp4"]
+    assert [cast.rounding for cast in nvfp4.casts] == [
+        "nearest_even",
+        "nearest_even",
+        "stochastic",
+        "nearest_even",
+        "stochastic",
+        "nearest_even",
+    ]
+    assert [cast.rotation for cast in nvfp4.casts] == [None] * 4 + [NVFP4_ROTATION] * 2
+    assert nvfp4.stochastic
+    assert not RECIPES["mxfp4"].stochastic
+    row = CastSpec(fmt=E4M3FN, granularity="rowwise", rounding="stochastic")
+    assert Recipe(name="mine", output=GemmSpec(a=row, b=CastSpec(fmt=E4M3FN), accumulate="fast")).simulated
+
+
+def test_a_recipe_under_simulation_is_refused_by_name_and_told_what_trains():
+    with pytest.raises(
+        ValueError, match=r"recipe 'nvfp4' is for the simulator alone.*fp8ref.sim.linear.*one that trains: bf16, tensorwise"
+    ):
+        recipe.check_trained("nvfp4")
+    with pytest.raises(ValueError, match=r"recipe is one of bf16, .*; got 'fp4'"):
+        recipe.check_trained("fp4")
+    assert recipe.check_trained("tensorwise") is RECIPES["tensorwise"]
+
+
+def test_both_operands_of_a_gemm_are_rotated_alike():  # S-23
+    rotated = CastSpec(fmt=E4M3FN, rotation=Rotation(signs=(1, -1)))
+    for other in (CastSpec(fmt=E4M3FN), dataclasses.replace(rotated, rotation=Rotation(signs=(1, 1)))):
+        with pytest.raises(ValueError, match="both operands of a GEMM have one rotation"):
+            GemmSpec(a=rotated, b=other, accumulate="fast")
+    for signs in ((1,), (1, 1, 1), (1, 0)):
+        with pytest.raises(ValueError, match="signs, each 1 or -1"):
+            Rotation(signs=signs)
+    with pytest.raises(ValueError, match="nearest_even or stochastic; got 'up'"):
+        CastSpec(fmt=E4M3FN, rounding="up")
+
+
 def test_a_delayed_cast_is_tensorwise_and_by_its_own_policy():  # H-1
     config = DELAYED["delayed"]
     spec = CastSpec(fmt=E4M3FN, policy=config.policy, delayed=config)
     assert spec.delayed is config
-    with pytest.raises(ValueError, match=r"tensorwise and uses its own policy \('te_delayed'\); got 'rowwise' and policy 'te_delayed'"):
+    with pytest.raises(
+        ValueError, match=r"tensorwise and uses its own policy \('te_delayed'\), without a rotation; got 'rowwise' and policy 'te_delayed'"
+    ):
         dataclasses.replace(spec, granularity="rowwise")
     with pytest.raises(ValueError, match="got 'tensorwise' and policy 'torchao'"):
         CastSpec(fmt=E4M3FN, delayed=config)

@@ -30,7 +30,7 @@ def add(commands) -> None:
         metavar="MODULE:FUNCTION",
         help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe; an optimizer; or attention, a function of q, k and v",
     )
-    conform.add_argument("--format", default="e4m3fn", metavar="NAME", help="the format it casts to (default e4m3fn)")
+    conform.add_argument("--format", default="e4m3fn", metavar="NAME", help="the format it casts to, e2m1fn among them (default e4m3fn)")
     conform.add_argument("--kind", metavar="KIND", help="cast, quantizer, gemm, optimizer or attention (default: detected)")
     conform.add_argument(
         "--expect",
@@ -67,8 +67,8 @@ def _conform(known: argparse.Namespace) -> int:
     from fp8ref.conformance import subject as subjects
     from fp8ref.conformance.gemm import library_gemms
 
-    if known.format not in formats.FP8_FORMATS:
-        raise ValueError(f"--format is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
+    if known.format not in formats.QUANTIZED_FORMATS:
+        raise ValueError(f"--format is one of {', '.join(formats.QUANTIZED_FORMATS)}; got {known.format}.")
     kinds = (*subjects.KINDS, "optimizer", "attention")
     if known.kind not in (None, *kinds):
         raise ValueError(f"--kind is one of {', '.join(kinds)}; got {known.kind}.")
@@ -89,7 +89,7 @@ def _conform(known: argparse.Namespace) -> int:
         kind = known.kind or subjects.kind_of(known.subject, function, framework=known.framework, device=known.device)
         if kind != "gemm":
             expect = None if expects_cast != (kind == "cast") else known.expect
-            outcome = _identify(known, function, kind, formats.FP8_FORMATS[known.format], expect)
+            outcome = _identify(known, function, kind, formats.QUANTIZED_FORMATS[known.format], expect)
     if kind == "gemm":
         return _probe(known)
     if known.expect and outcome.expected is None:
@@ -112,6 +112,8 @@ def _attention(known: argparse.Namespace):
     given |= {"--numbers": known.numbers or None, "--steps": known.steps}
     if unused := [name for name, value in given.items() if value is not None]:
         raise ValueError(f"{', '.join(unused)}: {known.subject} is attention, of which the variant says all of it. Leave it out.")
+    if known.format not in formats.FP8_FORMATS:
+        raise ValueError(f"--format of attention is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
     where = {"name": known.subject, "framework": known.framework, "device": known.device, "layout": known.layout or subjects.LAYOUTS[0]}
     return identify_attention(found, expect=known.expect, fmt=formats.FP8_FORMATS[known.format], **where)
 
@@ -156,12 +158,14 @@ def _expects_cast(name: str | None) -> bool | None:
     """
     from fp8ref import policy
     from fp8ref.conformance.cast.behavior import KNOWN_CASTS
+    from fp8ref.conformance.cast.fp4 import NAN_CODES
 
-    if name is not None and name not in KNOWN_CASTS and name not in policy.POLICIES:
+    casts, policies = dict.fromkeys([*KNOWN_CASTS, *NAN_CODES]), (*policy.POLICIES, *policy.FP4_POLICIES)
+    if name is not None and name not in casts and name not in policies:
         raise ValueError(
-            f"--expect is a cast's behavior, one of {', '.join(KNOWN_CASTS)}, or a quantizer's policy, one of {', '.join(policy.POLICIES)}; got {name}."
+            f"--expect is a cast's behavior, one of {', '.join(casts)}, or a quantizer's policy, one of {', '.join(policies)}; got {name}."
         )
-    return None if name is None else name in KNOWN_CASTS
+    return None if name is None else name in casts
 
 
 def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str | None):

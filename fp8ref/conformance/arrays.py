@@ -30,7 +30,7 @@ def named(x: Any) -> tuple[np.ndarray, str]:
         return _of_torch(x)
     made = np.array(x)  # a copy, which no later call writes to
     name = made.dtype.name
-    return made.view(np.uint8) if name.startswith("float8_") else made, name
+    return made.view(np.uint8) if name.startswith(("float8_", "float4_")) else made, name
 
 
 def _of_torch(x: Any) -> tuple[np.ndarray, str]:
@@ -38,7 +38,7 @@ def _of_torch(x: Any) -> tuple[np.ndarray, str]:
 
     name = str(x.dtype).removeprefix("torch.")
     x = x.detach().cpu().resolve_conj().resolve_neg()
-    if name.startswith("float8_"):
+    if name.startswith(("float8_", "float4_")):
         x = x.contiguous().view(torch.uint8)
     elif name == "bfloat16":
         x = x.float()

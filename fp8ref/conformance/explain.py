@@ -53,16 +53,17 @@ def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, 
     expected = of(x)
     roundings = ("nearest_even", "nearest_away", "toward_zero", "to_odd") if fmt.signed else ("nearest_even", "toward_zero")
     others = {f"rounding {other}": of(x, other) for other in roundings if other != rounding}
-    others["not saturating" if saturate else "saturating"] = of(x, saturate=not saturate)
+    if fmt.has_nan:
+        others["not saturating" if saturate else "saturating"] = of(x, saturate=not saturate)
     others |= {f"rounding to {first} first": of(cast.round_to(x, first)) for first in (BFLOAT16, FLOAT16, FLOAT32)}
     if fmt.signed:
-        magnitude, sign = expected & 0x7F, expected & 0x80
+        magnitude, sign = expected & ~np.uint8(fmt.sign_bit), expected & np.uint8(fmt.sign_bit)
         subnormal = (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits)
         others["flushing subnormals to zero"] = np.where(subnormal, sign, expected)
         others["flushing subnormals to +0"] = np.where(subnormal, 0, expected)
         others["losing the sign"] = magnitude
         others["losing the sign of zero"] = np.where(magnitude == 0, 0, expected)
-        others["negating"] = expected ^ 0x80
+        others["negating"] = expected ^ np.uint8(fmt.sign_bit)
     others["NaN"] = np.full_like(expected, fmt.nan_code)
     others["zero"] = np.zeros_like(expected)
     found = cast.canonical_nans(found, fmt)
@@ -124,6 +125,14 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
     clause.
     """
     policy = policies.by_name(policy)
+    if policy.two_level is not None:
+        made = {
+            "encode": "RN32(amax * RN32(S * RN32(1/6))) in e4m3fn, S = RN32(2688 / the tensor's amax)",
+            "decode": "RN32(RN32(amax / 6) / T) in e4m3fn, T = RN32(the tensor's amax / 2688)",
+            "none": "RN32(amax / 6) in e4m3fn",
+        }[policy.two_level.tensor]
+        floor = f", at least {policy.two_level.smallest:g}" if policy.two_level.smallest else ""
+        return f"policy {policy.name}: scale_inv of a block = {made}{floor} ({policy.clause})"
     if policy.e8m0 is not None:
         return f"policy {policy.name}: an e8m0 scale_inv, 2^k ({policy.clause})"
     if policy.makes_scale_inv:

@@ -7,13 +7,14 @@ equal (C-5), and so do NaN scales.
 import numpy as np
 
 from fp8ref import granularity as granularities
+from fp8ref import policy as policies
 from fp8ref.conformance import explain
 from fp8ref.conformance.arrays import as_numpy
 from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.vectors import quantize, scale
 from fp8ref.conformance.vectors.cast import Rules
 from fp8ref.formats import Format
-from fp8ref.sim import cast
+from fp8ref.sim import cast, scaling, two_level
 
 
 def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True) -> None:
@@ -89,6 +90,7 @@ def require_quantized(
     scale=None,
     scale_inv=None,
     e8m0=None,
+    tensor_scale_inv=None,
     granularity: str = "tensorwise",
     policy: str = "torchao",
     axis: int = -1,
@@ -96,20 +98,22 @@ def require_quantized(
     """Require that codes and scales are those of ``sim.scaling.quantize``, else raise an
     AssertionError.
 
-    Give at least one of scale, scale_inv and e8m0, the codes of scale_inv. All that are given are
-    compared, scales before codes.
+    Give at least one of scale, scale_inv and e8m0, the codes of scale_inv; of a policy with a scale of
+    the tensor, tensor_scale_inv too (S-22). All that are given are compared, scales before codes. Codes
+    of 4 bits are one a byte: ``packing.unpack`` makes them of pairs.
 
     Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as
               many elements as ``scale_shape`` gives.
     Specials: all NaN codes count as equal, and so do NaN scales.
     Raises:   ValueError: shapes or dtypes that do not fit, or no scales; as
               ``sim.scaling.quantize``.
-    Source:   SEMANTICS S-5, S-6, S-13, S-14.
+    Source:   SEMANTICS S-5, S-6, S-13, S-14, S-22.
     """
     x = as_numpy(x)
     given = {"scale": scale, "scale_inv": scale_inv, "e8m0": e8m0}
     if all(value is None for value in given.values()):
         raise ValueError("quantized codes need scales; got none. Give scale, scale_inv or e8m0.")
+    _require_tensor_scale(x, tensor_scale_inv, fmt, policy)
     codes, shape = _codes(found_codes, x.shape), granularities.scale_shape(granularity, x.shape, axis)
     how = {"policy": policy, "granularity": granularity, "axis": axis}
     for made, value in given.items():
@@ -124,6 +128,30 @@ def require_quantized(
                     **{k: why[k] for k in ("expected", "got", "rule")},
                 )
             )
+
+
+def _require_tensor_scale(x: np.ndarray, found, fmt: Format, policy: str) -> None:
+    """AssertionError unless found is the scale_inv of the tensor; ValueError unless it goes with the policy (S-22)."""
+    rule = policies.by_name(policy).two_level
+    if (rule is not None and rule.tensor != "none") != (found is not None):
+        need = "needs" if found is None else "has no"
+        raise ValueError(f"policy {policy!r} {need} tensor_scale_inv (S-22). {'Give it' if found is None else 'Leave it out'}.")
+    if found is None:
+        return
+    amax = scaling.amax(x)
+    expected, got = two_level.scales_from_amaxes(amax, amax, fmt, policy).tensor_scale_inv, as_numpy(found)
+    if got.dtype != np.float32 or got.size != 1:
+        raise ValueError(f"tensor_scale_inv is one float32 number; got {got.dtype} {got.shape}.")
+    if not np.array_equal(got.reshape(()), expected, equal_nan=True):
+        raise AssertionError(
+            _message(
+                f"tensor_scale_inv of {fmt} differs:",
+                input=f"amax {explain.decimal(amax)} of the tensor",
+                expected=explain.decimal(expected),
+                got=explain.decimal(got.reshape(())),
+                rule=explain.scale_rule("ordinary", policy),
+            )
+        )
 
 
 def _codes(found, shape: tuple[int, ...]) -> np.ndarray:

@@ -24,7 +24,7 @@ from fp8ref.crosscheck.fsdp_run import Run, Watcher
 from fp8ref.crosscheck.operands import States, initial_states, states_after
 from fp8ref.crosscheck.sharded_operands import check_first_layer, check_ranks
 from fp8ref.errors import ConfigError
-from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.recipe import RECIPES, Recipe, trained_recipes
 from fp8ref.train import device_shapes
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
@@ -230,7 +230,7 @@ def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
 
 def _check(config: Config, n: int, steps: int) -> None:
     keys = config.parallel
-    taken = [name for name, recipe in RECIPES.items() if recipe.fp8]
+    taken = [name for name, recipe in trained_recipes().items() if recipe.fp8]
     if config.numerics.recipe not in taken:
         raise ConfigError(f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set --recipe to one of these.")
     if foreign := keys.foreign("torch"):

@@ -16,8 +16,8 @@ from jax import lax
 from fp8ref import states
 from fp8ref.health import COUNTS, clip_limit
 from fp8ref.jax import division, moments
+from fp8ref.jax.adamw_state import AdamWState, check_moment
 from fp8ref.jax.moments import MomentState, Scalars
-from fp8ref.jax.states import AdamWState, check_state
 from fp8ref.states import Layout, Moment
 
 
@@ -60,7 +60,7 @@ def measure(
     def of_leaf(g, *stored: MomentState) -> Measured:
         own = layout.of(g.size)
         for which, one in enumerate(stored):
-            check_state(one, g.shape, own, which % 2)
+            check_moment(one, g.shape, own, which % 2)
         return _measure(g, stored[:2], stored[2:], at, own)
 
     return jax.tree.map(of_leaf, grads, before.m, before.v, after.m, after.v)

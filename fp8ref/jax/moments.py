@@ -13,6 +13,7 @@ XLA would change the bits in three ways, and each line that prevents one is mark
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -55,16 +56,17 @@ class Scalars(NamedTuple):
     weight_decay: jax.Array
 
 
-def zeros(p, layout: Layout, which: int) -> MomentState:
+def zeros(p, layout: Layout, which: int, *, stacked: bool = False) -> MomentState:
     """The stored moment of a parameter before the first step, 0 for m and 1 for v (O-4); for 2, a
-    master of zeros."""
+    master of zeros. Of a stack of tensors along the first dim, scales have that dim too."""
     moment = layout.kept[which]
     dtype = cast.DTYPES[moment.fmt.name] if moment.fmt.bits == 8 else _DTYPES[moment.fmt.name]
     # zeros_like: a state is placed as its parameter is
     codes = jnp.zeros_like(p, dtype=dtype)
     if moment.scaling is None:
         return MomentState(codes)
-    groups = () if moment.block is None else (moment.groups(codes.size),)
+    lead = codes.shape[:1] if stacked else ()
+    groups = lead if moment.block is None else (*lead, moment.groups(math.prod(codes.shape[len(lead) :])))
     amax = None if moment.amax == "exact" else jnp.zeros(groups, jnp.float32)
     ones = [jnp.ones(groups, jnp.float32) if has else None for has in (True, moment.expansion, moment.expansion)]
     return MomentState(codes, ones[0], amax, ones[1], ones[2])

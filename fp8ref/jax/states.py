@@ -16,10 +16,14 @@ A layout with masters (O-14) keeps them in the state. Parameters are what the mo
     state = optimizer.init(params)                                 # float32 or bfloat16
     params = states.weights(state, "msamp_o2", jnp.bfloat16)       # may be dropped after each step
     _, state = optimizer.update(grads, state, params)
+
+A parameter may be a *stack*: tensors of one shape, along its first dim, as a scan over layers takes
+them. Each has its own scales and blocks, as if it were a parameter of its own.
 """
 
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,21 +33,12 @@ from jax import lax
 
 from fp8ref import recipe as recipes
 from fp8ref import states
-from fp8ref.jax import cast, moments, philox, scaling
+from fp8ref.jax import adamw_state, cast, moments, parameter_stacks, philox, scaling
+from fp8ref.jax.adamw_state import AdamWState
 from fp8ref.jax.moments import MomentState, Scalars
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Recipe
 from fp8ref.states import Layout
-
-
-class AdamWState(NamedTuple):
-    """The steps that were made, int32, and trees of ``MomentState`` in the structure of the
-    parameters; ``master`` is None where parameters are the masters."""
-
-    count: jax.Array  # type: ignore[assignment]  # optax's name, which tuples have too
-    m: Any
-    v: Any
-    master: Any = None
 
 
 def adamw(
@@ -55,6 +50,7 @@ def adamw(
     *,
     layout: str | Layout = "sqrt_e4m3",
     mask: Any = None,
+    stacked: Any = None,
     seed: int = 0,
 ) -> optax.GradientTransformation:
     """AdamW with the moments of a layout.
@@ -65,8 +61,9 @@ def adamw(
                    under ``optax.inject_hyperparams`` they are among the static_args.
     mask           which parameters decay, as in ``optax.adamw``: a tree of booleans, of the parameters' structure
                    or a prefix of it, or a function of the parameters; None: all.
+    stacked        which parameters are stacks, in the same way; None: none is.
     seed           of a layout that rounds stochastically. Tensors are numbered as jax.tree flattens
-                   the parameters.
+                   the parameters, those of a stack one after the other.
 
     Shapes:   parameters float32 of any shape, under a layout with masters also bfloat16; gradients
               float32, float16 or bfloat16 of theirs.
@@ -76,21 +73,27 @@ def adamw(
     Specials: a gradient that is not finite makes its weight NaN, and the moments of its group (O-2).
     Raises:   ValueError: an unknown layout; a seed of a layout that does not round stochastically; numbers
               outside their ranges (O-2); at ``init`` and ``update``, parameters that are not float32 or empty, or
-              missing; a state of another layout.
+              missing; a state of another layout. Under jit, where decisions are known only when the program runs,
+              a state of other decisions makes every weight NaN (O-17).
     Source:   SEMANTICS O.
     """
     layout = states.by_name(layout)
     _check(learning_rate, b1, b2, eps, weight_decay, layout, seed)
 
     def init(params) -> AdamWState:
-        m, v = (jax.tree.map(lambda p, i=i: moments.zeros(p, _layout_of(layout, p), i), params) for i in (0, 1))
-        master = jax.tree.map(lambda p: moments.master(p, layout), params) if layout.keeps_master else None
-        return AdamWState(jnp.zeros((), jnp.int32), m, v, master)
+        of = parameter_stacks.flags("stacked", stacked, params, default=False)
+        m, v = (jax.tree.map(lambda p, s, i=i: moments.zeros(p, _layout_of(layout, p, s), i, stacked=s), params, of) for i in (0, 1))
+        master = (
+            jax.tree.map(lambda p, s: parameter_stacks.each(lambda w: moments.master(w, layout), s)(p), params, of)
+            if layout.keeps_master
+            else None
+        )
+        return AdamWState(jnp.zeros((), jnp.int32), m, v, master, adamw_state.decisions(layout))
 
     def update(grads, state: AdamWState, params=None):
         if params is None:
             raise ValueError("AdamW's decay needs the parameters: call update(grads, state, params).")
-        return _of_each(_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, seed)
+        return _of_each(_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, stacked, seed)
 
     return optax.GradientTransformation(init, update)
 
@@ -107,6 +110,7 @@ def step(
     weight_decay: float = 0.0,
     layout: str | Layout = "sqrt_e4m3",
     mask: Any = None,
+    stacked: Any = None,
     seed: int = 0,
     factor: jax.Array | float = 1.0,
     finite: jax.Array | bool = True,
@@ -129,69 +133,79 @@ def step(
     _check(learning_rate, b1, b2, eps, weight_decay, layout, seed)
     factor, finite = jnp.asarray(factor, jnp.float32), jnp.asarray(finite)
 
-    def of_leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple):
-        own = _layout_of(layout, p)
-        _check_stored(p, g, stored, own)
+    def of_leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool):
+        own = _layout_of(layout, p, is_stack)
+        _check_stored(p, g, stored, own, is_stack)
 
         def by_xla(p, g, stored, at, factor, finite):
-            update, *after = _leaf(p, cast.to_f32(g) * factor, stored, at, layout, draw)
-            new = moments.read(after[2], layout.master, layout).astype(p.dtype) if layout.keeps_master else p + update
+            update, *after = _leaf(p, cast.to_f32(g) * factor, stored, at, layout, draw, is_stack)
+            new = p + update
+            if layout.keeps_master:
+                new = parameter_stacks.each(lambda x: moments.read(x, layout.master, layout), is_stack)(after[2]).astype(p.dtype)
             return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new, *after), (p, *stored))
 
         given = (p, g, stored, at, factor, finite)
         # Pallas is slow to import
         from fp8ref.jax import adamw_kernel
 
-        if not adamw_kernel.takes(p.shape, own):
+        # Of a stack the kernel takes all blocks at once. Scales of masters, one for each of its tensors, it does not.
+        if not adamw_kernel.takes(p.shape[is_stack:], own) or (is_stack and own.keeps_master):
             return by_xla(*given)
         return lax.platform_dependent(*given, cuda=functools.partial(adamw_kernel.step, layout=own), default=by_xla)
 
-    new, after = _of_each(of_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, seed)
+    new, after = _of_each(of_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, stacked, seed)
     return new, after._replace(count=jnp.where(finite, after.count, state.count))
 
 
-def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3") -> tuple[Any, Any]:
+def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3", *, stacked: Any = None) -> tuple[Any, Any]:
     """Trees of m and v, float32, as the next step reads them (SEMANTICS O-4).
 
+    stacked   as ``adamw`` has it; a function takes the tree of codes.
     Raises:   ValueError: an unknown layout, or a state of another.
     """
     layout = states.by_name(layout)
+    held = adamw_state.trees(state, layout)
+    adamw_state.check_decisions(state, layout)
 
     def read(i: int, tree):
-        def of_leaf(stored: MomentState):
-            own = layout.of(stored.codes.size)
-            check_state(stored, stored.codes.shape, own, i)
-            return moments.read(stored, (own.m, own.v)[i], own)
+        def of_leaf(stored: MomentState, s: bool):
+            own = _of_size(layout, stored.codes.shape, s)
+            adamw_state.check_moment(stored, stored.codes.shape, own, i, stacked=s)
+            return parameter_stacks.each(lambda x: moments.read(x, (own.m, own.v)[i], own), s)(stored)
 
-        return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, MomentState))
+        return jax.tree.map(of_leaf, tree, parameter_stacks.of_stored(tree, stacked), is_leaf=parameter_stacks.is_stored)
 
-    m, v, *_ = _trees(state, layout)
-    return read(0, m), read(1, v)
+    return read(0, held[0]), read(1, held[1])
 
 
-def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16) -> Any:
+def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
     """The tree of parameters that the masters hold, in a dtype: what a model computes with after the
     step (SEMANTICS O-14).
 
+    stacked   as ``adamw`` has it; a function takes the tree of codes.
     Order:    code * scale_inv, exactly, then one rounding to the dtype.
     Raises:   ValueError: an unknown layout, or one without masters; a state of another layout.
     """
     layout = states.by_name(layout)
     if not layout.keeps_master:
         raise ValueError(f"the masters of layout {layout.name!r} are the parameters themselves; got it for weights. Use the parameters.")
+    masters = adamw_state.trees(state, layout)[2]
+    adamw_state.check_decisions(state, layout)
 
-    def of_leaf(stored: MomentState):
-        check_state(stored, getattr(stored.codes, "shape", ()), layout, 2)
-        return moments.read(stored, layout.master, layout).astype(dtype)
+    def of_leaf(stored: MomentState, s: bool):
+        adamw_state.check_moment(stored, getattr(stored.codes, "shape", ()), layout, 2, stacked=s)
+        return parameter_stacks.each(lambda x: moments.read(x, layout.master, layout), s)(stored).astype(dtype)
 
-    return jax.tree.map(of_leaf, _trees(state, layout)[2], is_leaf=lambda x: isinstance(x, MomentState))
+    return jax.tree.map(of_leaf, masters, parameter_stacks.of_stored(masters, stacked), is_leaf=parameter_stacks.is_stored)
 
 
-def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16) -> Any:
+def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
     """The tree of FP8 copies of the weights that the masters hold, ``Quantized``, which linears of a
     recipe take as they are: ``linear.apply(x, w, recipe=recipe, quantized=copy)`` (SEMANTICS O-16).
 
     dtype     that the model computes in.
+    stacked   as ``weights`` has it. The copies of a stack have a scale for each of its tensors, as a scan
+              over them takes it.
     Order:    ``weights`` in that dtype, then ``scaling.quantize`` by the cast that the recipe has for
               weights. The amax of a copy is that which a predicted master keeps, and no pass over the
               weights; else it is taken of them.
@@ -199,42 +213,20 @@ def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=
     """
     layout, spec = states.by_name(layout), recipes.weight_copy(recipe)
 
-    def of_leaf(w, stored: MomentState) -> Quantized:
+    def of_tensor(w, stored: MomentState) -> Quantized:
         if stored.amax is None:
             return scaling.quantize(w, spec.fmt, policy=spec.policy)
         # Rounding is monotone: the largest weight has the largest master.
         largest = moments.not_tiny(stored.amax, layout).astype(dtype)
         return scaling.quantize_with(w, scaling.scale_from_amax(cast.to_f32(largest), spec.fmt, spec.policy), spec.fmt)
 
-    return jax.tree.map(of_leaf, weights(state, layout, dtype), state.master, is_leaf=lambda x: isinstance(x, MomentState))
+    of, found = parameter_stacks.of_stored(state.master, stacked), weights(state, layout, dtype, stacked=stacked)
+    return jax.tree.map(lambda s, w, stored: parameter_stacks.each(of_tensor, s)(w, stored), of, found, state.master)
 
 
-def _decays(mask: Any, params) -> Any:
-    """The tree of booleans of a mask."""
-    if mask is None:
-        return jax.tree.map(lambda _: True, params)
-    given = mask(params) if callable(mask) else mask
-    try:
-        return jax.tree.broadcast(given, params)
-    except ValueError as error:
-        raise ValueError(
-            f"mask is a tree of booleans, of the parameters' structure or a prefix of it; got {jax.tree.structure(given)} for "
-            f"{jax.tree.structure(params)}. Make it of the parameters, by jax.tree.map."
-        ) from error
-
-
-def _trees(state: AdamWState, layout: Layout) -> list[Any]:
-    """m, v and, where the layout keeps them, the masters."""
-    if not isinstance(state, AdamWState):
-        raise ValueError(
-            f"a state is an AdamWState of fp8ref.jax.states; got {type(state).__name__}. Of an optax.chain take its part, such as state[1]."
-        )
-    if (state.master is not None) != layout.keeps_master:
-        raise ValueError(
-            f"a state of layout {layout.name!r} has {'' if layout.keeps_master else 'no '}masters; got one with"
-            f"{'out' if layout.keeps_master else ''}. States of another layout are not converted: use init."
-        )
-    return [state.m, state.v, state.master][: len(layout.kept)]
+def _of_size(layout: Layout, shape: tuple[int, ...], is_stack: bool) -> Layout:
+    """The layout that a tensor has, or each of a stack."""
+    return layout.of(math.prod(shape[1:] if is_stack else shape))
 
 
 def _check(learning_rate, b1: float, b2: float, eps: float, weight_decay: float, layout: Layout, seed: int) -> None:
@@ -250,34 +242,47 @@ def _check(learning_rate, b1: float, b2: float, eps: float, weight_decay: float,
         states.scalars(1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
 
-def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tuple, layout: Layout, mask, seed: int):
+def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tuple, layout: Layout, mask, stacked, seed: int):
     """leaf of each parameter: (the tree of what it gives first, the state after the step)."""
     b1, b2, eps, weight_decay = numbers
-    held, table = _trees(state, layout), np.array(states.corrections(b1, b2), np.float32)
+    held, table = adamw_state.trees(state, layout), np.array(states.corrections(b1, b2), np.float32)
+    adamw_state.check_decisions(state, layout)
     count = optax.safe_increment(state.count)
     at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
     rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
-    rate = jnp.where((rate >= 0) & (rate <= 1024), rate, jnp.nan)  # too late to refuse it
+    rate = jnp.where((rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan)  # too late to refuse it
     given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
     at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
-    decays = _decays(mask, params)
+    decays, stacks = (
+        parameter_stacks.flags("mask", mask, params, default=True),
+        parameter_stacks.flags("stacked", stacked, params, default=False),
+    )
 
     structure: Any
     leaves, structure = jax.tree.flatten(params)
-    of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, *held)]
-    new = [
-        leaf(p, g, stored, at._replace(weight_decay=jnp.where(d, at.weight_decay, 0)), layout, (seed, count, number))
-        for number, (p, g, d, *stored) in enumerate(zip(leaves, *of_each, strict=True))
-    ]
-    first, *trees = (structure.unflatten(parts) for parts in zip(*new, strict=True)) if new else (grads, *state[1:])
-    return first, AdamWState(count, *trees)
+    of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, stacks, *held)]
+    new, number = [], 0
+    for p, g, d, is_stack, *stored in zip(leaves, *of_each, strict=True):
+        decayed = at._replace(weight_decay=jnp.where(d, at.weight_decay, 0))
+        new.append(leaf(p, g, stored, decayed, layout, (seed, count, number), is_stack))
+        number += p.shape[0] if is_stack else 1
+    first, *trees = (structure.unflatten(parts) for parts in zip(*new, strict=True)) if new else (grads, *held)
+    return first, AdamWState(count, *trees)._replace(decisions=state.decisions)
 
 
-def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple):
+def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool):
     """(update, m, v) of one parameter, and its master if one is kept; draw: the seed, the number of the
-    step and that of the tensor."""
-    layout = _layout_of(layout, p)
-    _check_stored(p, g, stored, layout)
+    step and that of the tensor, the first of a stack."""
+    own, (seed, step, number) = _layout_of(layout, p, is_stack), draw
+    _check_stored(p, g, stored, own, is_stack)
+    if not is_stack:
+        return _tensor(p, g, stored, at, own, draw)
+    numbers = jnp.arange(number, number + p.shape[0], dtype=jnp.uint32)
+    return jax.vmap(lambda p, g, stored, number: _tensor(p, g, stored, at, own, (seed, step, number)))(p, g, stored, numbers)
+
+
+def _tensor(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple):
+    """``_leaf`` of one tensor, under its own layout."""
     new, change = moments.new(p, g, stored, at, layout)
     extremes = [moments.extremes(x, new[0], moment, i) for i, (x, moment) in enumerate(zip(new[1:], layout.kept, strict=True))]
     if any(extremes):
@@ -295,8 +300,9 @@ def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tu
     return moments.read(after[2], layout.master, layout).astype(p.dtype).astype(jnp.float32) - cast.to_f32(p), *after
 
 
-def _layout_of(layout: Layout, p) -> Layout:
-    """The layout of a parameter, which is not empty, and float32 unless a master is kept of it."""
+def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:
+    """The layout of a parameter, which is not empty, and float32 unless a master is kept of it; of a stack,
+    that of each of its tensors."""
     dtypes = (jnp.float32, jnp.bfloat16)[: 1 + layout.keeps_master]
     if getattr(p, "dtype", None) not in dtypes or p.size == 0:
         has = f"{p.dtype} {p.shape}" if hasattr(p, "dtype") else type(p).__name__
@@ -304,31 +310,19 @@ def _layout_of(layout: Layout, p) -> Layout:
             f"fp8ref.jax.states takes {' or '.join(d.dtype.name for d in dtypes)} parameters with at least one element under layout "
             f"{layout.name!r}; got {has}. Keep float32 masters."
         )
-    if layout.stochastic and p.size >= 1 << 32:
+    if is_stack and p.ndim == 0:
+        raise ValueError(f"a stack has its tensors along its first dim; got one of shape {p.shape}. Leave it out of stacked.")
+    if layout.stochastic and math.prod(p.shape[is_stack:]) >= 1 << 32:
         raise ValueError(
             f"fp8ref.jax rounds stochastically tensors of fewer than 2^32 elements; got {p.shape} under layout {layout.name!r}. "
             "Use a layout that rounds to nearest."
         )
-    return layout.of(p.size)
+    return _of_size(layout, p.shape, is_stack)
 
 
-def _check_stored(p, g, stored: list, layout: Layout) -> None:
+def _check_stored(p, g, stored: list, layout: Layout, is_stack: bool) -> None:
     """ValueError unless gradient and state are a parameter's."""
     if getattr(g, "shape", None) != p.shape:
         raise ValueError(f"a gradient has its parameter's shape, {p.shape}; got {getattr(g, 'shape', type(g).__name__)}.")
     for i, one in enumerate(stored):
-        check_state(one, p.shape, layout, i)
-
-
-def check_state(stored, shape: tuple[int, ...], layout: Layout, which: int) -> None:
-    """ValueError unless a stored moment is one of this layout and shape."""
-    wanted = jax.eval_shape(lambda: moments.zeros(jnp.zeros(shape, jnp.float32), layout, which))
-    described = [
-        [None if a is None else (jnp.dtype(a.dtype).name, tuple(a.shape)) for a in s] if isinstance(s, MomentState) else s
-        for s in (stored, wanted)
-    ]
-    if described[0] != described[1]:
-        raise ValueError(
-            f"the state of a moment under layout {layout.name!r} is {described[1]}; got {described[0]}. States of another layout are not "
-            "converted: use the layout that they were made with, or init."
-        )
+        adamw_state.check_moment(one, p.shape, layout, i, stacked=is_stack)

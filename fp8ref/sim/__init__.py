@@ -5,7 +5,8 @@ Read it in this order; each module cites its clauses of docs/spec:
 
     cast          round to a format (C)
     scales        amax -> scale, by a policy (S)
-    scaling       tensor -> amax, codes and back (S)
+    scaling       tensor -> amax, codes and back (S); ``two_level`` has the scales of NVFP4, ``packing``
+                  puts two codes of 4 bits into a byte
     delayed       scales from the amaxes of earlier steps (H)
     states        AdamW whose moments are stored in FP8 (O); ``moments`` is one of them
     health        what storing them cost (O-12)
@@ -44,10 +45,12 @@ from fp8ref.sim import (
     linear,
     llama,
     mesh,
+    packing,
     scaling,
     sharding,
     states,
     stats,
+    two_level,
 )
 
 __all__ = [
@@ -63,10 +66,12 @@ __all__ = [
     "linear",
     "llama",
     "mesh",
+    "packing",
     "scaling",
     "sharding",
     "states",
     "stats",
+    "two_level",
 ]
 
 

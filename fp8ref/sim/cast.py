@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, QUANTIZED_FORMATS, Format
 from fp8ref.sim import philox, threads
 from fp8ref.sim.kernels import cast as kernels
 
@@ -36,11 +36,12 @@ stochastic    away from zero with a probability equal to the discarded fraction
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
 """The values of ``Rounding``."""
 
+_CODED = (8, 4)  # bits of the formats that have codes here
 _PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2 MiB a float64 array
 
 
 def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None) -> np.ndarray:
-    """Round x once to an 8-bit format and return its codes.
+    """Round x once to a format of 8 or 4 bits and return its codes, one a byte (``packing`` puts two of 4 bits into one).
 
     rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic, by a seed in
               [0, 2^64) and the flat index in C order.
@@ -51,17 +52,17 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
     Specials: NaN -> fmt.nan_code; -0 and underflow keep their sign (not in fnuz, which has no -0);
               above fmt.max: max if saturate, else Inf, or NaN in a format without infinities;
               infinities likewise. toward_zero and to_odd give max of any finite x. Into e8m0fnu:
-              zero and negative values -> NaN, below 2^-127 -> 2^-127.
-    Raises:   ValueError: fmt not of 8 bits; x not floating point; unknown rounding; a seed missing
-              or not used; to_odd or stochastic into e8m0fnu.
-    Source:   SEMANTICS C-1 to C-7.
+              zero and negative values -> NaN, below 2^-127 -> 2^-127. Into e2m1fn: NaN -> 6.
+    Raises:   ValueError: fmt not of 8 or 4 bits; x not floating point; unknown rounding; a seed
+              missing or not used; to_odd or stochastic into e8m0fnu; e2m1fn without saturate.
+    Source:   SEMANTICS C-1 to C-7, C-9.
 
     >>> from fp8ref.formats import E4M3FN
     >>> encode([448, 464, 480, -0.0, 2.0**-10, np.nan], E4M3FN), encode([448.0, 464.0, 480.0], E4M3FN, saturate=False)
     (array([126, 126, 126, 128,   0, 127], dtype=uint8), array([126, 126, 127], dtype=uint8))
     """
     x = array(x)
-    _check(x, fmt, rounding, seed)
+    _check(x, fmt, rounding, seed, saturate)
     codes = np.empty(x.shape, np.uint8)
     flat = codes.reshape(-1)
     if not fmt.signed or x.dtype == np.float64:
@@ -86,7 +87,7 @@ def encode_plain(
     """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element,
     for stochastic rounding. Raises as encode."""
     x = array(x)
-    _check(x, fmt, rounding, seed)
+    _check(x, fmt, rounding, seed, saturate)
     value = exact(x)
     n, exponent = in_spacings(value, fmt)
     code = magnitude_codes(round_spacings(n, fmt, rounding, seed=seed, start=start), exponent, fmt)
@@ -99,7 +100,7 @@ def encode_plain(
     overflow = fmt.max_code if saturate else (fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
     code = np.where(above, np.where(directed & ~np.isinf(value), fmt.max_code, overflow), code)
     if fmt.signed:
-        negative = np.signbit(value) & (code != fmt.nan_code)
+        negative = np.signbit(value) & ((code != fmt.nan_code) | (not fmt.has_nan))
         # fnuz has no -0: that code is its NaN.
         if fmt.specials == "fnuz":
             negative &= code != 0
@@ -114,15 +115,17 @@ def decode(codes, fmt: Format) -> np.ndarray:
 
     Shapes:   codes any shape, uint8; float32 of the same shape.
     Specials: every NaN code -> NaN; e5m2's 0x7C and 0xFC -> infinities; e8m0fnu has no zero.
-    Raises:   ValueError: fmt not of 8 bits; codes not uint8.
-    Source:   SEMANTICS F-2 to F-4.
+    Raises:   ValueError: fmt not of 8 or 4 bits; codes not uint8, or of e2m1fn above 15.
+    Source:   SEMANTICS F-2 to F-5.
     """
     codes = np.asarray(codes)
     if codes.dtype != np.uint8:
         raise ValueError(f"codes are uint8; got {codes.dtype}. View float8 arrays with .view(np.uint8).")
     formats.check(fmt)
-    if fmt.bits != 8:
-        raise ValueError(f"decode takes codes of 8-bit formats: {', '.join([*FP8_FORMATS, 'e8m0fnu'])}; got {fmt}.")
+    if fmt.bits not in _CODED:
+        raise ValueError(f"decode takes codes of {', '.join([*QUANTIZED_FORMATS, 'e8m0fnu'])}; got {fmt}.")
+    if fmt.bits == 4 and codes.size and codes.max() > 15:
+        raise ValueError(f"codes of {fmt} are one a byte, at most 15; got {codes.max()}. Unpack pairs with packing.unpack.")
     return _table(fmt)[codes]
 
 
@@ -145,7 +148,7 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
     Source:   SEMANTICS C-1 to C-6.
     """
     formats.check(fmt)
-    if fmt.bits == 8:
+    if fmt.bits in _CODED:
         return decode(encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed), fmt)
     _check_wide(fmt)
     x = array(x)
@@ -155,7 +158,7 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
 
 
 def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
-    """The definition of ``round_to`` for formats wider than 8 bits, in float64; fmt is not
+    """The definition of ``round_to`` for formats of more than 8 bits, in float64; fmt is not
     checked."""
     _check_rounding(rounding, seed)
     value = exact(x)
@@ -236,10 +239,12 @@ def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
             yield from ((i * each + begin, piece) for begin, piece in _pieces(part))
 
 
-def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None) -> None:
+def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate: bool) -> None:
     formats.check(fmt)
-    if fmt.bits != 8:
-        raise ValueError(f"encode gives codes of 8-bit formats; got {fmt}. Use round_to for wider formats.")
+    if fmt.bits not in _CODED:
+        raise ValueError(f"encode gives codes of formats of 8 or 4 bits; got {fmt}. Use round_to for wider formats.")
+    if not saturate and not fmt.has_nan:
+        raise ValueError(f"{fmt} has no infinity and no NaN, so that casts to it saturate (C-9); got saturate=False. Leave it True.")
     if fmt.signed is False and rounding in ("to_odd", "stochastic"):
         raise ValueError(f"rounding {rounding!r} is not defined for {fmt} (C-7). Use 'nearest_even' or 'toward_zero'.")
     _check_rounding(rounding, seed)
@@ -263,7 +268,13 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
         raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
     if (seed is not None) != (rounding == "stochastic"):
         raise ValueError(f"stochastic rounding needs a seed, and other roundings take none; got rounding={rounding!r}, seed={seed}.")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64):
+    if seed is not None:
+        check_seed(seed)
+
+
+def check_seed(seed: object) -> None:
+    """ValueError unless it is an integer in [0, 2^64)."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
 
 
@@ -313,8 +324,8 @@ def magnitude_codes(n: np.ndarray, exponent: np.ndarray, fmt: Format) -> np.ndar
 
 @functools.cache
 def _table(fmt: Format) -> np.ndarray:
-    """float32 [256]: the value of every code of an 8-bit format."""
-    code = np.arange(256)
+    """float32 [256] or [16]: the value of every code of a format of 8 or 4 bits."""
+    code = np.arange(1 << fmt.bits)
     magnitude = code & ~fmt.sign_bit
     mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)
     field = magnitude >> fmt.mantissa_bits
@@ -327,5 +338,6 @@ def _table(fmt: Format) -> np.ndarray:
     value[magnitude > fmt.max_code] = np.nan
     if fmt.inf_code is not None:
         value[fmt.inf_code], value[fmt.inf_code | fmt.sign_bit] = np.inf, -np.inf
-    value[fmt.nan_code] = np.nan  # the only one of a fnuz format
+    if fmt.has_nan:
+        value[fmt.nan_code] = np.nan  # the only one of a fnuz format
     return value.astype(np.float32)

@@ -1,8 +1,8 @@
-"""Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
+"""Matrix multiplication of FP8 or FP4 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
 
 Order: decode the codes; accumulate over K, by ``accumulate.py``; then the epilogue: scales,
 rounding to out_dtype, bias (G-4). Block scales: each block of K is accumulated by itself, scaled,
-and added in float32 (G-13). ``mma`` is a single tensor-core instruction (G-10), ``matmul_hp`` a
+and added in float32 (G-13); scales of tensors come last (S-22). ``mma`` is a single tensor-core instruction (G-10), ``matmul_hp`` a
 GEMM in high precision (G-9). ``finish_plain`` defines the epilogue; its compiled twin, for
 bfloat16, is in ``kernels.gemm``.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8ref import epilogue as epilogues
 from fp8ref.epilogue import Epilogue
-from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, FP8_FORMATS, Format
+from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, QUANTIZED_FORMATS, Format
 from fp8ref.granularity import block_of
 from fp8ref.sim import accumulate as sums
 from fp8ref.sim import cast, scaling, tensor_core, threads
@@ -97,7 +97,8 @@ def matmul(
     Units:    out ~ dequantize(a) @ dequantize(b).T + bias
     Order:    accumulate over K: ``exact`` (G-2), ``f32`` (G-3), or a tensor core's plan (G-12) of
               ``accumulate.ACCUMULATIONS`` or a custom one; then the epilogue. Block scales: each
-              block of K is accumulated by itself, scaled, and added in float32 (G-13).
+              block of K is accumulated by itself, scaled, and added in float32 (G-13); the sum is
+              multiplied by the RN32 product of the tensors' scales, if any (S-22).
     Specials: Inf and NaN as in IEEE 754; an exact zero sum is +0; overflow to infinity.
     Raises:   ValueError: operands that are not a Quantized, empty (S-7), or of shapes that do not
               fit; not reduced along their last axis, or of granularities that do not go together;
@@ -248,7 +249,8 @@ def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized
         acc = _accumulate(values[0][:, part], values[1][:, part], a.fmt, b.fmt, how)
         x, y = _factors(acc, left[:, i, None], right[None, :, i], epilogue)  # [M, N], [M, 1] and [1, N]
         total = sums.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
-    return total
+    of_tensors = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
+    return total * np.prod(of_tensors, dtype=np.float32) if of_tensors else total
 
 
 def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) -> int | None:
@@ -258,10 +260,14 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
         scaling.check_scales(q, name)
         if q.granularity != "tensorwise" and q.axis not in (-1, 1):
             raise ValueError(f"operands are reduced along their last axis, K; got {name} with axis={q.axis}. Quantize the transpose.")
-        if q.fmt.name not in FP8_FORMATS:
-            raise ValueError(f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name} in {q.fmt}.")
+        if q.fmt.name not in QUANTIZED_FORMATS:
+            raise ValueError(f"an operand's format is one of {', '.join(QUANTIZED_FORMATS)}; got {name} in {q.fmt}.")
     _check_shapes(a.codes, b.codes, out_dtype)
     block = block_of(a.granularity, b.granularity)
+    if block is None and (a.tensor_scale_inv is not None or b.tensor_scale_inv is not None):
+        raise ValueError(
+            f"scales of two levels go with blocks along K (S-22); got {a.granularity} and {b.granularity}. Dequantize and use matmul_hp."
+        )
     if block is not None and (epilogue.round_first or epilogue.bias == "fused"):
         raise ValueError(
             f"epilogue {epilogue.name!r} scales "

@@ -1,4 +1,5 @@
-"""A Hadamard rotation with random signs, which spreads outliers over all features (SEMANTICS A-13).
+"""A Hadamard rotation with random signs, which spreads outliers over all features (SEMANTICS A-13), or over
+the elements of a block (S-23).
 
 The same rotation of q and k leaves their products as they are, up to rounding: H D (H D)^T / n is the
 identity.
@@ -8,7 +9,8 @@ import math
 
 import numpy as np
 
-from fp8ref.formats import FLOAT32, Format
+from fp8ref.formats import BFLOAT16, FLOAT32, Format
+from fp8ref.rotation import Rotation
 from fp8ref.sim import cast, philox
 
 
@@ -24,6 +26,20 @@ def signs(size: int, seed: int) -> np.ndarray:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
     words = philox.words(np.arange(size, dtype=np.uint64), 0, seed)[:, 0]
     return np.where(words & np.uint32(1), np.float32(-1), np.float32(1))
+
+
+def rotate_blocks(x, rotation: Rotation) -> np.ndarray:
+    """Each block of ``rotation.size`` along the last axis rotated, and rounded to bfloat16 (SEMANTICS S-23).
+
+    Shapes:   x float32, float16 or bfloat16 [..., K]; float32 of that shape.
+    Order:    as ``rotate`` of each block.
+    Raises:   ValueError: a K that blocks do not divide.
+    """
+    x = cast.array(x)
+    if x.ndim == 0 or x.shape[-1] % rotation.size:
+        raise ValueError(f"a rotation of {rotation.size} needs K divisible by it; got x.shape={x.shape}. Pad K with zeros.")
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // rotation.size, rotation.size)
+    return rotate(blocks, np.array(rotation.signs, np.float32), BFLOAT16).reshape(x.shape)
 
 
 def rotate(x, of_signs: np.ndarray, fmt: Format = FLOAT32) -> np.ndarray:

@@ -5,12 +5,13 @@
     grad_weight [N, K] = grad_output [N, M] x input [K, M], reduces M
 
 Order: leading dims flatten to M; each operand is quantized from its high-precision tensor along the
-axis that its GEMM reduces (L-3), so a tensor may have several FP8 forms; accumulate; epilogue;
-round to out_dtype.
+axis that its GEMM reduces (L-3), so a tensor may have several FP8 forms, rotated first where its cast
+says so (S-23); accumulate; epilogue; round to out_dtype.
 """
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from fp8ref import recipe as recipes
 from fp8ref.formats import BFLOAT16, Format
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, GemmSpec, Recipe, Role
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim import cast, gemm, hadamard, philox, scaling
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.scaling import Quantized, Scales
 from fp8ref.sim.tensor_core import K_STEP
@@ -40,8 +41,11 @@ def forward(
     accumulate: Accumulate = "exact",
     out_dtype: Format = BFLOAT16,
     scales: Mapping[Role, Scales] | None = None,
+    seed: int | None = None,
 ) -> np.ndarray:
     """output [..., N] = input x [..., K] x weight w [N, K], reduces K.
+
+    seed      of stochastic rounding, in [0, 2^64): where this GEMM rounds so, and nowhere else (S-24).
 
     Shapes:   x [..., K] and w [N, K], float32, float16 or bfloat16, in high precision float64 too;
               float32 [..., N] holding values of out_dtype.
@@ -51,15 +55,16 @@ def forward(
               or slow plan that the recipe asks of the hardware.
     Specials: as scaling.quantize and gemm.matmul.
     Raises:   ValueError: an unknown recipe, rule or out_dtype; w not 2-d, K's that differ; under
-              FP8 no rows (S-7), N or K that is no multiple of 16 (L-5) or of a block; for a recipe
+              FP8 or FP4 no rows (S-7), N or K that is no multiple of 16 (L-5) or of a block; for a recipe
               with delayed scaling, roles without ``scales`` (``delayed.scales(state, ...)``);
               scales of any other role; a mapping without the GEMM's name, or with another.
     Source:   SEMANTICS L-1 to L-6.
     """
     recipe = recipes.by_name(recipe)
     x, w = check_operands(x, w, recipe, scales)
+    _check_seed(recipe, ("output",), seed)
     tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w}
-    y = _gemm("output", tensors, recipe, accumulate, out_dtype, scales)  # [M, K] x [N, K] -> [M, N]
+    y = _gemm("output", tensors, recipe, accumulate, out_dtype, scales, seed)  # [M, K] x [N, K] -> [M, N]
     return y.reshape(*x.shape[:-1], len(w))
 
 
@@ -72,9 +77,12 @@ def backward(
     accumulate: Accumulate = "exact",
     out_dtype: Format = BFLOAT16,
     scales: Mapping[Role, Scales] | None = None,
+    seed: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(grad_input [..., K], grad_weight [N, K]) from grad_output g [..., N], input x [..., K],
     weight w [N, K].
+
+    seed      as forward's, of either GEMM. A step that rounds afresh has another seed.
 
     Shapes:   g, x and w of dtypes as forward's; both results float32, holding values as forward's
               output does.
@@ -90,9 +98,10 @@ def backward(
     g = cast.array(g)
     if g.shape != (*x.shape[:-1], len(w)):
         raise ValueError(f"grad_output has the output's shape {(*x.shape[:-1], len(w))}; got {g.shape}.")
+    _check_seed(recipe, ("grad_input", "grad_weight"), seed)
     tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w, "grad_output": _lines(g)}
-    grad_input = _gemm("grad_input", tensors, recipe, accumulate, out_dtype, scales)  # [M, N] x [K, N] -> [M, K]
-    grad_weight = _gemm("grad_weight", tensors, recipe, accumulate, out_dtype, scales)  # [N, M] x [K, M] -> [N, K]
+    grad_input = _gemm("grad_input", tensors, recipe, accumulate, out_dtype, scales, seed)  # [M, N] x [K, N] -> [M, K]
+    grad_weight = _gemm("grad_weight", tensors, recipe, accumulate, out_dtype, scales, seed)  # [N, M] x [K, M] -> [N, K]
     return grad_input.reshape(x.shape), grad_weight
 
 
@@ -108,6 +117,7 @@ def _gemm(
     accumulate: Accumulate,
     out_dtype: Format,
     scales: Mapping[Role, Scales] | None,
+    seed: int | None,
 ) -> np.ndarray:
     """One of the three GEMMs: operands turned so that the reduced axis is last, quantized,
     multiplied.
@@ -115,28 +125,53 @@ def _gemm(
     [M, K] x [N, K] -> [M, N], with M, N and K of that GEMM.
     """
     gemm.check_out_dtype(out_dtype)
-    return multiply(which, *quantize_operands(which, tensors, recipe, scales), recipe, accumulate=accumulate, out_dtype=out_dtype)
+    return multiply(which, *quantize_operands(which, tensors, recipe, scales, seed), recipe, accumulate=accumulate, out_dtype=out_dtype)
 
 
 def quantize_operands(
-    which: Gemm, tensors: Mapping[Role, np.ndarray], recipe: Recipe, scales: Mapping[Role, Scales] | None = None
+    which: Gemm,
+    tensors: Mapping[Role, np.ndarray],
+    recipe: Recipe,
+    scales: Mapping[Role, Scales] | None = None,
+    seed: int | None = None,
 ) -> tuple[Operand, Operand]:
     """The operands a and b of one GEMM, each with its reduced axis last, and quantized along it by
     its own cast; as they are in high precision, and dequantized if cast beside one that is (L-2 to L-4).
 
     tensors   input [M, K], weight [N, K], grad_output [M, N]: those that the GEMM takes.
     scales    of roles that are not scaled by their own amax, of their granularity's shape.
+    seed      of stochastic rounding; each GEMM derives its own from it (S-24).
     Raises:   ValueError: as ``scaling.quantize``; a role with delayed scaling that has no scales.
     """
+    own = None if seed is None else seed_of(seed, which)
     spec, roles, axes = recipe.gemms[which], OPERANDS[which], recipes.REDUCED_AXES[which]
     a, b = (tensors[role] if axis == 1 else tensors[role].T for role, axis in zip(roles, axes, strict=True))  # reduced axis last
     if spec.a is None or spec.b is None:
         a, b = (
-            v if cast_spec is None else _dequantized(_quantize(v, cast_spec, role, scales), v)
+            v if cast_spec is None else _dequantized(_quantize(v, cast_spec, role, scales, own), v)
             for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1]))
         )
         return a, b
-    return _quantize(a, spec.a, roles[0], scales), _quantize(b, spec.b, roles[1], scales)
+    return _quantize(a, spec.a, roles[0], scales, own), _quantize(b, spec.b, roles[1], scales, own)
+
+
+def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> None:
+    """ValueError unless a seed is given just where one of these GEMMs rounds stochastically."""
+    needed = any(
+        cast_spec is not None and cast_spec.rounding == "stochastic" for g in gemms for cast_spec in (recipe.gemms[g].a, recipe.gemms[g].b)
+    )
+    if needed != (seed is not None):
+        what = "rounds stochastically in" if needed else "rounds nothing stochastically in"
+        raise ValueError(
+            f"recipe {recipe.name!r} {what} {' and '.join(gemms)} (S-24); got seed={seed}. {'Give a seed' if needed else 'Leave it out'}."
+        )
+
+
+def seed_of(seed: int, which: Gemm) -> int:
+    """The seed of a GEMM's operands: words 0 and 1 of Philox's counter, the place of the GEMM in L-2, stream 2 (S-24)."""
+    cast.check_seed(seed)
+    low, high = (int(word) for word in philox.words(np.array([list(OPERANDS).index(which)]), 2, seed)[0, :2])
+    return high << 32 | low
 
 
 def multiply(which: Gemm, a: Operand, b: Operand, recipe: Recipe, *, accumulate: Accumulate, out_dtype: Format) -> np.ndarray:
@@ -168,16 +203,20 @@ def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumula
     return sums.by_name(accumulate)
 
 
-def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None) -> Quantized:
+def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None, seed: int | None) -> Quantized:
     """An operand by its cast: dynamically, or by the scales of its role."""
+    if spec.rotation is not None:
+        x = hadamard.rotate_blocks(x, spec.rotation)
+    how: dict[str, Any] = {"granularity": spec.granularity, "policy": spec.policy, "axis": -1, "rounding": spec.rounding}
+    how["seed"] = seed if spec.rounding == "stochastic" else None
     if spec.delayed is None and role not in (scales or ()):
-        return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
+        return scaling.quantize(x, spec.fmt, **how)
     if scales is None or role not in scales:
         raise ValueError(
             f"delayed scaling takes the scales of {role} from its state; got {'none' if scales is None else ', '.join(scales)}. "
             "Pass scales={role: delayed.scales(state, config, fmt)}."
         )
-    return scaling.quantize_with(x, scales[role], spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
+    return scaling.quantize_with(x, scales[role], spec.fmt, **how)
 
 
 def _dequantized(q: Quantized, like: np.ndarray) -> np.ndarray:

@@ -36,12 +36,17 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
               scale = RN32(1 / scale_inv).
     Specials: ``ScalePolicy.zero``, ``infinite``, ``nan``. ``previous`` is the scale of the step
               before, 1 by default; under a policy that stores scale_inv, RN32(1 / what was stored).
-    Raises:   ValueError: an unknown policy; amax or previous negative or not float32; previous of
+    Raises:   ValueError: an unknown policy, or one of two levels (S-22); amax or previous negative or not float32; previous of
               another shape, or for a policy that never keeps it (S-11).
     Source:   next to each policy in ``fp8ref/policy.py``.
     """
     policy = policies.by_name(policy)
     formats.check(fmt)
+    if policy.two_level is not None:
+        raise ValueError(
+            f"policy {policy.name!r} makes scales from a block's amax and the tensor's (S-22); got one amax. "
+            "Use two_level.scales_from_amaxes, or scaling.quantize."
+        )
     amax = magnitudes(amax, "amax")
     if previous is not None and not policy.keeps:
         raise ValueError(f"policy {policy.name!r} never keeps a previous scale (S-11); got previous={previous}. Leave it out.")

@@ -1,14 +1,14 @@
-"""Quantize a tensor: amax, scale, codes; and dequantize it (SEMANTICS S).
+"""Quantize a tensor to 8 or 4 bits: amax, scale, codes; and dequantize it (SEMANTICS S).
 
 Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
 ``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
 multiplies by scale_inv (S-8). ``amax_plain`` and ``quantize_plain`` are the definitions. Their
-compiled twins are in ``kernels.scaling``, and the last part of this file prepares what those take:
-any tensor and granularity as a matrix over a coarser grid of scales.
+compiled twins are in ``kernels.scaling``, and take any tensor and granularity as a matrix over a coarser
+grid of scales (``scale_grid``).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from fp8ref import granularity as granularities
 from fp8ref import policy as policies
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast, threads
+from fp8ref.sim import cast, threads, two_level
+from fp8ref.sim.cast import Rounding
 from fp8ref.sim.kernels import scaling as kernels
+from fp8ref.sim.scale_grid import Grid, grid_of
 from fp8ref.sim.scales import Scales, magnitudes, scales_from_amax
 from fp8ref.sim.scales import scale_from_amax as scale_from_amax
 from fp8ref.sim.scales import scale_inv_from_scale as scale_inv_from_scale
@@ -27,13 +29,15 @@ _PIECE = 1 << 18  # elements whose float32 bits are held at a time
 
 
 class Quantized(NamedTuple):
-    """An FP8 tensor: hp ~ decode(codes) * scale_inv, the scales spread over their blocks.
+    """A quantized tensor: hp ~ decode(codes) * scale_inv, the scales spread over their blocks.
 
-    codes        uint8, of the hp tensor's shape.
+    codes        uint8, of the hp tensor's shape; of 4 bits too, one a byte.
     scale        float32 of shape ``granularity.scale_shape``: multiplied into FP8.
     scale_inv    float32 of that shape: multiplies out of it.
     fmt, granularity, axis
                  how it was quantized; axis is the reduced one.
+    tensor_scale_inv
+                 float32 (), of two levels of scales (S-22): it multiplies out too; None: one level.
     """
 
     codes: np.ndarray
@@ -42,6 +46,7 @@ class Quantized(NamedTuple):
     fmt: Format
     granularity: str
     axis: int
+    tensor_scale_inv: np.ndarray | None = None
 
 
 def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
@@ -69,32 +74,58 @@ def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndar
     return value.reshape(split).max(axis=tuple(range(1, len(split), 2)))
 
 
-def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1) -> Quantized:
-    """Scale x into fmt's range and round to nearest even, saturating.
+def quantize(
+    x,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    rounding: Rounding = "nearest_even",
+    seed: int | None = None,
+) -> Quantized:
+    """Scale x into fmt's range and round, saturating.
 
+    rounding  as in ``cast.encode``; stochastic, by a seed and the flat index of x.
     Shapes:   x float32, float16 or bfloat16 [..., K] (axis is the reduced one); codes uint8 of x's
               shape; scales of ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
-    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv
-              = RN32(1 / scale). A policy that stores scale_inv divides by it instead (S-13).
+    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round; scale_inv = RN32(1 /
+              scale). A policy that stores scale_inv divides by it instead (S-13). One of two levels
+              makes scales from the amaxes of a block and of the tensor (S-22).
     Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its
               codes NaN; Inf -> scale 0: finite -> +-0, Inf -> NaN. Other policies: S-10. A policy
               that would keep a previous scale takes 1 (S-11).
-    Raises:   ValueError: as amax and scales_from_amax; a fmt that is not FP8.
+    Raises:   ValueError: as amax, scales_from_amax and cast.encode; a fmt that is neither FP8 nor
+              e2m1fn.
     Source:   SEMANTICS S-5; torchao 0.18 float8/float8_training_tensor.py,
               hp_tensor_and_scale_to_float8.
     """
     policy = policies.by_name(policy)
     check_target(fmt)
     x = _in_compute_dtype(tensor(x), policy)
-    scales = scales_from_amax(amax(x, granularity, axis=axis), fmt, policy)
-    return quantize_with(x, scales, fmt, granularity=granularity, policy=policy, axis=axis)
+    of_blocks = amax(x, granularity, axis=axis)
+    given: dict[str, Any] = {"granularity": granularity, "policy": policy, "axis": axis, "rounding": rounding, "seed": seed}
+    if policy.two_level is None:
+        return quantize_with(x, scales_from_amax(of_blocks, fmt, policy), fmt, **given)
+    found = two_level.scales_from_amaxes(of_blocks, amax(x), fmt, policy)
+    q = quantize_with(x, Scales(found.scale, found.scale_inv), fmt, **given)
+    return q if policy.two_level.tensor == "none" else q._replace(tensor_scale_inv=found.tensor_scale_inv)
 
 
 def quantize_with(
-    x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
+    x,
+    scales: Scales,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    rounding: Rounding = "nearest_even",
+    seed: int | None = None,
 ) -> Quantized:
-    """Quantize by given scales, such as a delayed state's. Units, order and specials as quantize.
+    """Quantize by given scales, such as a delayed state's. Units, order, rounding and specials as
+    quantize.
 
     Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of the policy only S-13
               counts: whether tensors are divided by scale_inv, and in which dtype.
@@ -114,15 +145,23 @@ def quantize_with(
         raise ValueError(
             f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
-    if policy.stored == "scale":
+    if policy.stored == "scale" and rounding == "nearest_even" and seed is None:
         return Quantized(
             _compiled_encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis
         )
-    return quantize_plain(value, scales, fmt, granularity=granularity, policy=policy, axis=axis)
+    return quantize_plain(value, scales, fmt, granularity=granularity, policy=policy, axis=axis, rounding=rounding, seed=seed)
 
 
 def quantize_plain(
-    x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
+    x,
+    scales: Scales,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    rounding: Rounding = "nearest_even",
+    seed: int | None = None,
 ) -> Quantized:
     """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
     policy = policies.by_name(policy)
@@ -133,12 +172,13 @@ def quantize_plain(
         else:
             scale_inv = _in_compute_dtype(scales.scale_inv, policy)
             scaled = _in_compute_dtype(value / spread(scale_inv, value.shape, granularity, axis), policy)
-    codes = cast.encode_plain(np.clip(scaled, -fmt.max, fmt.max), fmt)
+    codes = cast.encode_plain(np.clip(scaled, -fmt.max, fmt.max), fmt, rounding=rounding, seed=seed)
     return Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
 
 
 def dequantize(q: Quantized) -> np.ndarray:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8); of two levels, by
+    RN32(tensor_scale_inv * scale_inv) (S-22).
 
     Shapes:   codes of any shape, scale_inv of ``scale_shape``, spread over its blocks.
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv (S-3);
@@ -147,12 +187,14 @@ def dequantize(q: Quantized) -> np.ndarray:
     """
     check_scales(q)
     with np.errstate(invalid="ignore", over="ignore"):  # 0 * Inf, under an infinite amax
-        return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
+        scale_inv = q.scale_inv if q.tensor_scale_inv is None else q.tensor_scale_inv * q.scale_inv
+        return cast.decode(q.codes, q.fmt) * spread(scale_inv, q.codes.shape, q.granularity, q.axis)
 
 
 def check_scales(q: Quantized, name: str = "operand") -> None:
     """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape,
-    is not negative, and is NaN only over codes that are NaN or zero (S-5, S-14)."""
+    is not negative, and is NaN only over codes that are NaN or zero (S-5, S-14), or of a format without
+    NaN; and the tensor's scale likewise."""
     if not isinstance(q, Quantized):
         raise ValueError(f"{name} is a Quantized; got {type(q).__name__}. Use scaling.quantize.")
     if not isinstance(q.codes, np.ndarray) or q.codes.dtype != np.uint8:
@@ -168,8 +210,12 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
         )
     if np.any(q.scale_inv < 0):
         raise ValueError(f"scales are not negative; got {np.min(q.scale_inv)} in {name}. Negate the codes' signs instead.")
+    if q.tensor_scale_inv is not None:
+        one = magnitudes(q.tensor_scale_inv, "tensor_scale_inv")
+        if one.shape != ():
+            raise ValueError(f"a tensor has one tensor_scale_inv, of shape (); got {one.shape} in {name}.")
     nan = np.isnan(q.scale_inv)
-    if nan.any():
+    if nan.any() and q.fmt.has_nan:
         values = cast.decode(q.codes, q.fmt)
         if np.any(spread(nan, q.codes.shape, q.granularity, q.axis) & ~np.isnan(values) & (values != 0)):
             raise ValueError(
@@ -202,40 +248,13 @@ def tensor(x) -> np.ndarray:
 def check_target(fmt: Format) -> None:
     """ValueError unless tensors are quantized to fmt."""
     formats.check(fmt)
-    if fmt.bits != 8 or not fmt.signed:
-        raise ValueError(f"tensors are quantized to FP8: {', '.join(formats.FP8_FORMATS)}; got {fmt}. Use cast.round_to or cast.encode.")
+    if fmt.bits > 8 or not fmt.signed:
+        raise ValueError(f"tensors are quantized to {', '.join(formats.QUANTIZED_FORMATS)}; got {fmt}. Use cast.round_to or cast.encode.")
 
 
 def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
     """x rounded to the dtype in which the policy divides (S-13); x itself where that is float32."""
     return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
-
-
-class Grid(NamedTuple):
-    """A tensor as a matrix [rows, columns] over a grid of scales: row r takes row group[r] of the
-    scales, ``width`` elements a scale."""
-
-    rows: int
-    columns: int
-    group: np.ndarray
-    width: int
-    scales: tuple[int, int]
-
-
-def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
-    """The grid of a tensor of this shape. Raises as ``granularity.blocks``."""
-    sizes = granularities.blocks(granularity, shape, axis)
-    size = int(np.prod(shape, dtype=np.int64))
-    if granularity == "tensorwise":
-        # One scale, so that rows may be cut anywhere: long ones, for the kernel's lanes.
-        columns = next((c for c in (4096, 512, 64) if size % c == 0), shape[-1] if shape else 1)
-        return Grid(size // columns, columns, np.zeros(size // columns, np.int64), columns, (1, 1))
-    group = np.zeros((), np.int64)
-    for n, block in zip(shape[:-1], sizes[:-1], strict=True):  # C order: the last of these axes varies fastest
-        group = group[..., None] * -(-n // block) + np.arange(n) // block
-    counts = [-(-n // block) for n, block in zip(shape, sizes, strict=True)]
-    scales = (int(np.prod(counts[:-1], dtype=np.int64)), counts[-1])
-    return Grid(size // shape[-1], shape[-1], group.reshape(-1), sizes[-1], scales)
 
 
 def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8ref import layout_decisions, states
 from fp8ref import recipe as recipes
-from fp8ref import states
 from fp8ref.formats import BFLOAT16, Format
 from fp8ref.recipe import Recipe
 from fp8ref.sim import cast, moments, philox, scaling
@@ -38,12 +38,13 @@ _NO_STEP = Scalars(*[0.0] * len(Scalars._fields))
 
 
 class State(NamedTuple):
-    """The state of one tensor: the steps that were made, and both moments, in the tensor's
-    shape."""
+    """The state of one tensor: the steps that were made, both moments, in the tensor's shape, and the
+    decisions of the layout, as text (SEMANTICS O-17)."""
 
     step: int
     m: MomentState
     v: MomentState
+    decisions: str
 
 
 def init(shape: tuple[int, ...], layout: str | Layout = "sqrt_e4m3") -> State:
@@ -52,8 +53,9 @@ def init(shape: tuple[int, ...], layout: str | Layout = "sqrt_e4m3") -> State:
     Shapes:   codes of that shape; scales () or [blocks of the flattened tensor].
     Raises:   ValueError: an unknown layout; a tensor without elements.
     """
-    layout = _layout_of(layout, shape)
-    return State(0, *(moments.zeros(shape, moment) for moment in (layout.m, layout.v)))
+    layout, own = states.by_name(layout), _layout_of(layout, shape)
+    m, v = (moments.zeros(shape, moment) for moment in (own.m, own.v))
+    return State(0, m, v, layout_decisions.written(layout))
 
 
 def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray, np.ndarray]:
@@ -63,9 +65,8 @@ def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray
               magnitude below ``layout.smallest_moment`` is +0.
     Raises:   ValueError: an unknown layout, or a state of another.
     """
-    layout = _layout_of(layout, state.m.codes.shape)
-    _check_state(state, layout, state.m.codes.shape)
     shape = state.m.codes.shape
+    layout = _check_state(state, layout, shape)
     both = ((state.m, layout.m), (state.v, layout.v))
     m, v = (moments.read(stored, moment, stored.codes.reshape(-1), 0, layout).reshape(shape) for stored, moment in both)
     return m, v
@@ -161,9 +162,8 @@ def step(
         raise ValueError(f"weights are float32; got {p.dtype}. Keep float32 masters.")
     if g.shape != p.shape or g.dtype.name not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"a gradient is float32, float16 or bfloat16 of its weight's shape, {p.shape}; got {g.dtype} {g.shape}.")
-    layout = _layout_of(layout, p.shape)
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
-    _check_state(state, layout, p.shape)
+    layout = _check_state(state, layout, p.shape)
     _check_key(seed, tensor)
     edges = [0, *cuts, p.size]
     if sorted(set(edges)) != edges:
@@ -186,7 +186,7 @@ def step(
             assert old is not None
             after.append(moments.store(pieces, old, moment, which, p.shape, at, key, layout))
     weights_after = after[2] if layout.keeps_master else np.concatenate(weights).reshape(p.shape)
-    return weights_after, State(state.step + 1, *after[:2])
+    return weights_after, state._replace(step=state.step + 1, m=after[0], v=after[1])
 
 
 def in_range(g: np.ndarray) -> np.ndarray:
@@ -232,12 +232,15 @@ def _layout_of(layout: str | Layout, shape: tuple[int, ...]) -> Layout:
     return states.by_name(layout).of(size)
 
 
-def _check_state(state: State, layout: Layout, shape: tuple[int, ...]) -> None:
-    """ValueError unless a state is one of this layout and shape."""
+def _check_state(state: State, layout: str | Layout, shape: tuple[int, ...]) -> Layout:
+    """The layout of a tensor of that shape; ValueError unless a state is one of this layout and shape."""
     if not isinstance(state, State):
         raise ValueError(f"a state is a states.State; got {type(state).__name__}. Use states.init.")
-    for name, stored, moment in (("m", state.m, layout.m), ("v", state.v, layout.v)):
-        _check_stored(stored, moment, name, layout, shape)
+    own = _layout_of(layout, shape)
+    for name, stored, moment in (("m", state.m, own.m), ("v", state.v, own.v)):
+        _check_stored(stored, moment, name, own, shape)
+    layout_decisions.check(states.by_name(layout), state.decisions)
+    return own
 
 
 def _check_stored(stored: MomentState, moment: Moment, name: str, layout: Layout, shape: tuple[int, ...]) -> None:

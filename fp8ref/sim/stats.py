@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from fp8ref import granularity as granularities
-from fp8ref.formats import FP8_FORMATS, Format
+from fp8ref.formats import QUANTIZED_FORMATS, Format
 from fp8ref.sim import cast, scaling
 from fp8ref.sim.scaling import Quantized
 
@@ -313,8 +313,8 @@ def _check(x, q: Quantized) -> None:
     x = np.asarray(x)
     for scale in (q.scale_inv, q.scale):
         scaling.check_scales(q._replace(scale_inv=scale) if isinstance(q, Quantized) else q, "q")
-    if q.fmt.name not in FP8_FORMATS:
-        raise ValueError(f"statistics are of tensors in {', '.join(FP8_FORMATS)}; got {q.fmt}.")
+    if q.fmt.name not in QUANTIZED_FORMATS:
+        raise ValueError(f"statistics are of tensors in {', '.join(QUANTIZED_FORMATS)}; got {q.fmt}.")
     if x.dtype == np.float64:
         raise ValueError("statistics compare q with the tensor it came from, which was not float64. Round x to float32 first.")
     if x.shape != q.codes.shape:

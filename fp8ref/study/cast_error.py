@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8ref import granularity
 from fp8ref import recipe as recipes_of
-from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role, trained_recipes
 from fp8ref.result import Result
 from fp8ref.sim import scaling, stats
 from fp8ref.sim.scales import scales_from_amax
@@ -104,16 +104,22 @@ def judge(recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, C
     """Cast every recorded operand as each recipe casts it, and measure.
 
     recipes   names or Recipes; {name: CastSpec}: that cast of every operand in place of a recipe's, for
-              a format, granularity or policy; None: all of RECIPES in FP8.
+              a format, granularity or policy; None: all in FP8 that train.
     Scales are those of the whole tensor, and errors those of the rows that were kept. A cast by
     delayed scaling takes this step's amaxes, as if those of the step before were the same.
-    Raises:   ValueError: an unknown recipe, or one without FP8.
+    Raises:   ValueError: an unknown recipe, one without FP8, or one under simulation alone (R-9); a cast that rotates or
+              rounds stochastically, or to FP4.
     Source:   SEMANTICS S-5 to S-8, Q-1, Q-3.
     """
     if isinstance(recipes, Mapping):
+        if alone := [name for name, spec in recipes.items() if spec.simulated]:
+            raise ValueError(
+                f"a study judges casts to FP8, rounded to nearest; {alone[0]!r} is another. Use fp8ref.sim.linear.quantize_operands."
+            )
         casts = {name: _everywhere(spec) for name, spec in recipes.items()}
     else:
-        chosen = [r for r in RECIPES.values() if r.fp8] if recipes is None else [recipes_of.by_name(r) for r in recipes]
+        chosen = [recipes_of.check_trained(r) for r in (trained_recipes() if recipes is None else recipes)]
+        chosen = [r for r in chosen if r.fp8 or recipes is not None]
         if plain := [recipe.name for recipe in chosen if not recipe.fp8]:
             raise ValueError(f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out.")
         casts = {recipe.name: _of_recipe(recipe) for recipe in chosen}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fp8ref import recipe as recipes_of
-from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.recipe import Recipe, trained_recipes
 from fp8ref.result import Result
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
 
     first, again  that pass, twice: they have the same bits.
     under         the pass under a recipe.
-    recipes       None: all of RECIPES in FP8, of which those that are refused (ValueError) are noted.
+    recipes       None: all in FP8 that train, of which those that are refused (ValueError) are noted.
     Raises:       ValueError: the two passes differ; what ``under`` raises for a recipe that was named.
     """
     if not np.array_equal(first.result, again.result, equal_nan=True):
         raise ValueError("run gives the same result each time; two runs differed. Turn dropout off, as model.eval() does, and fix seeds.")
     outcomes: dict[str, Outcome] = {}
     refused: dict[str, str] = {}
-    for recipe in [r for r in RECIPES.values() if r.fp8] if recipes is None else [recipes_of.by_name(r) for r in recipes]:
+    for recipe in [r for r in trained_recipes().values() if r.fp8] if recipes is None else [recipes_of.by_name(r) for r in recipes]:
         try:
             seen = under(recipe)
         except ValueError as error:

@@ -7,7 +7,7 @@
 ``keep`` replaces the weight of each linear that casts it once, in the model and in the optimizer, by
 torchao's FP8 tensor: codes, a byte an element, and one scale. Linears multiply by the codes as they
 are, and gradients have the ``grad_dtype`` that the weight had, by default its dtype. After each step of the optimizer the codes are
-made anew from the masters.
+made anew from the masters. A weight that is its own master, in float32 or bfloat16, moves into the optimizer's state.
 
 Under FSDP2 the sharded weight stays as it is, and ``fp8_gather`` gathers codes that each step makes
 once, where it would cast the shard for each gather.
@@ -77,8 +77,8 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     Order:    the master, rounded once to the weight's dtype, cast by the recipe (SEMANTICS O-16).
     Returns:  the copies. Each step of the optimizer refreshes them; call ``refresh`` after loading a
               checkpoint. The model's state_dict holds codes and scales, and loads into a model with or without copies.
-    Raises:   ValueError: no linear that casts its weight once; an optimizer without masters of its own
-              in the state, or without a weight of these; a weight that another module shares, or that is kept already.
+    Raises:   ValueError: no linear that casts its weight once; another optimizer, or one without a weight of these; a weight that another
+              module shares, or that is kept already.
     """
     linears: dict[str, Any] = {name: linear for name, linear in model.named_modules() if isinstance(linear, Float8Linear | Linear)}
     specs = {name: spec for name, linear in linears.items() if (spec := _cast(linear)) is not None}
@@ -94,6 +94,7 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     optimizer.begin()
     weights = {}
     for name, p in plain.items():
+        states.keep_master(optimizer, p)
         made = of_master(optimizer, p, specs[name])
         config = getattr(linears[name], "linear_mm_config", None)  # torchao's multiplication asks the tensor for it
         fp8 = Float8TrainingTensor(made.codes, made.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT)
@@ -161,10 +162,10 @@ def _check_new(linears: dict[str, Any]) -> None:
 
 
 def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.AdamW) -> None:
-    if not isinstance(optimizer, states.AdamW) or optimizer.layout.master.fmt.name != "float16":
-        has = f"layout {optimizer.layout.name!r}" if isinstance(optimizer, states.AdamW) else type(optimizer).__name__
+    if not isinstance(optimizer, states.AdamW):
         raise ValueError(
-            f"copies are made from masters that fp8ref.torch.states.AdamW keeps in its state; got {has}. Use layout 'msamp_o2' or 'sqrt_e4m3_f16'."
+            f"copies are made from masters that fp8ref.torch.states.AdamW keeps in its state; got {type(optimizer).__name__}. Use it, for "
+            "float16 masters with layout 'msamp_o2' or 'sqrt_e4m3_f16'."
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names: dict[int, list[str]] = {}

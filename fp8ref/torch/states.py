@@ -152,7 +152,8 @@ class AdamW(torch.optim.Optimizer):
             return
         layout, like = self._layout(p), torch.empty(p.shape, device="meta")
         wanted = {"step": ((), torch.float32, False)}
-        for key, moment in zip(("m", "v") if _of_parameter(layout) else ("m", "v", "master"), layout.kept, strict=False):
+        kept = [("m", layout.m), ("v", layout.v), *([("master", layout.master)] if _in_state(layout, p) else [])]
+        for key, moment in kept:
             for field, x in moments.zeros(like, moment)._asdict().items():
                 if x is not None:
                     wanted[f"{key}_{field}"] = (tuple(x.shape), x.dtype, field == "codes" and isinstance(p, DTensor))
@@ -325,6 +326,17 @@ def write(optimizer: AdamW, p: Tensor) -> None:
 def keeps_apart(layout: Layout) -> bool:
     """Whether masters are in the optimizer's state, beside the parameters."""
     return layout.keeps_master and not _of_parameter(layout)
+
+
+@torch.no_grad()
+def keep_master(optimizer: AdamW, p: Tensor) -> None:
+    """Put the master of a parameter into its state, if it is not there: the parameter is its own, and ``copies`` replaces it by codes."""
+    optimizer._state(p).setdefault("master_codes", p.detach().clone(memory_format=torch.contiguous_format))
+
+
+def _in_state(layout: Layout, p: Tensor) -> bool:
+    """Whether the state of a parameter has its master: always that of codes (``copies``)."""
+    return keeps_apart(layout) or isinstance(p, Float8TrainingTensor)
 
 
 def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -81,7 +81,14 @@ class Config:
         schedules.starts(self.phases, self.optimizer, self.run.steps)
         require(
             self.statistics.every > 0 or not schedules.is_measured(self.numerics.schedule),
-            "'sqnr' in numerics.schedule is compared at the steps that statistics.every records; got 0. Set it to 1 or more.",
+            "measurements in numerics.schedule, 'sqnr' and 'update_error', are of the steps that statistics.every records; got 0. Set it to 1 or "
+            "more.",
+        )
+        layout = self.optimizer.moment_layout
+        require(
+            all(phase.update_error is None for phase in self.phases) or (layout is not None and layout.m.fmt.bits < 32),
+            "'update_error' in numerics.schedule is of states narrower than float32, by optimizer.kind 'adamw_states'; got kind "
+            f"{self.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name such a layout, or begin at a step.",
         )
 
     @property

@@ -67,6 +67,8 @@ def copied(config: Config, backend: str) -> dict[str, Recipe]:
     if not config.optimizer.keeps_masters:
         return {}
     keys = config.parallel
+    if backend == "torch" and keys.tensor > 1:
+        return {}
     possible = keys.gather == "fp8" if sharded(config, backend) else keys.compile == "none"
     if backend == "torch" and not (possible and len(config.recipes) == 1):
         return {}

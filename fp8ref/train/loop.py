@@ -20,7 +20,7 @@ from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.processes import Alone, Processes, together
-from fp8ref.train.schedule import Schedule, lowest_sqnr
+from fp8ref.train.schedule import Schedule, measured
 
 BACKENDS = ("jax", "torch")
 """The backends that train, by name."""
@@ -327,7 +327,7 @@ class _Training:
                 metrics, found, states = self.model.measured_step(tokens)
             self.run.statistics({"step": step, "statistics": found} | ({"states": states} if states else {}))
             columns = health.columns(states)
-            self.decide(step, found)
+            self.decide(step, found, states)
         else:
             with watch("step"):
                 metrics = self.model.step(tokens)
@@ -359,13 +359,15 @@ class _Training:
             if self.processes.first:
                 console.say(f"step {step}: recipe {recipe}")
 
-    def decide(self, step: int, statistics: dict[str, dict]) -> None:
-        """Begin the next phase after a step, if it waits for an SQNR and the step's record has one below it."""
-        if self.phases.waits(step) is None:
+    def decide(self, step: int, statistics: dict[str, dict], states: dict[str, dict]) -> None:
+        """Begin the next phase after a step, if it waits for a measurement and the step's record has it."""
+        phase = self.phases.waits(step)
+        if phase is None:
             return
-        lowest = self.processes.gather(lowest_sqnr(statistics))[0]  # the first process decides for all
-        if lowest is not None and self.phases.measure(step, lowest[0]) and self.processes.first:
-            console.say(f"step {step}: {lowest[1]} has an SQNR of {lowest[0]:.2f} dB, below that of the next phase")
+        found = self.processes.gather(measured(phase, statistics, states))[0]  # the first process decides for all
+        if found is not None and self.phases.measure(step, found[0]) and self.processes.first:
+            has = f"an SQNR of {found[0]:.2f} dB, below" if phase.sqnr is not None else f"an error of {found[0]:.3g}, above"
+            console.say(f"step {step}: {found[1]} has {has} that of the next phase")
 
     def stop(self) -> Callable[[str], BaseException] | None:
         """The error that stops the run, given what was saved, if SIGTERM or Ctrl-C came to any process: the same on all."""

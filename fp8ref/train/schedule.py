@@ -1,10 +1,10 @@
 """Which recipe a step runs in: the phases of ``numerics.schedule`` (SEMANTICS T-9).
 
-    schedule = [[0, "tensorwise"], ["learning_rate < 3e-4", "rowwise"], ["sqnr < 18", "delayed"], [9000, "bf16"]]
+    schedule = [[0, "tensorwise"], ["learning_rate < 3e-4", "rowwise"], ["sqnr < 18", "delayed"], ["update_error > 0.1", "bf16"]]
 
 ``parse`` reads the entries, and ``Schedule`` says which phase a step belongs to. Beginnings at a step or
-a learning rate are functions of the config. Those at a measured SQNR are recorded, and every checkpoint
-holds the record.
+a learning rate are functions of the config. Those at a measurement, of operands or of optimizer states, are
+recorded, and every checkpoint holds the record.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fp8ref.recipe import RECIPES, delayed_casts
+from fp8ref.recipe import RECIPES, check_trained, delayed_casts
 
 Entries = tuple[tuple[int | str, str], ...]
 """The entries of a schedule, as the config has them: where a phase begins, and its recipe."""
@@ -44,22 +44,35 @@ class Rates(Protocol):
         ...
 
 
-_CONDITION = re.compile(r"\s*(\w+)\s*<\s*(\S+)\s*")
+_CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
+_CONDITIONS = {"learning_rate": "<", "sqnr": "<", "update_error": ">"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A recipe, and one of three places where it begins.
+    """A recipe, and one of four places where it begins.
 
     step           a step, counted from 0.
     learning_rate  the first step after warm-up whose rate is below this.
     sqnr           the step after a record in which an operand's SQNR is below this, in dB.
+    update_error   the step after a record in which the error of the update that optimizer states make
+                   (SEMANTICS O-12) is above this.
     """
 
     recipe: str
     step: int | None = None
     learning_rate: float | None = None
     sqnr: float | None = None
+    update_error: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether it begins at a measurement."""
+        return self.sqnr is not None or self.update_error is not None
+
+    def begins_at(self, value: float) -> bool:
+        """Whether a measured value begins it."""
+        return value < self.sqnr if self.sqnr is not None else self.update_error is not None and value > self.update_error
 
 
 def parse(entries: Entries) -> tuple[Phase, ...]:
@@ -88,20 +101,22 @@ def parse(entries: Entries) -> tuple[Phase, ...]:
 
 
 def _phase(begins: int | str, recipe: str) -> Phase:
-    if recipe not in RECIPES:
-        raise ValueError(f"a recipe of numerics.schedule is one of {', '.join(RECIPES)}; got {recipe!r}.")
+    check_trained(recipe, "a recipe of numerics.schedule")
     if isinstance(begins, int) and not isinstance(begins, bool):
         return Phase(recipe=recipe, step=begins)
     found = _CONDITION.fullmatch(str(begins))
     try:
-        what, threshold = (found[1], float(found[2])) if found else ("", math.nan)
+        what, sign, threshold = (found[1], found[2], float(found[3])) if found else ("", "", math.nan)
     except ValueError:
-        what, threshold = "", math.nan
-    if what not in ("learning_rate", "sqnr") or not math.isfinite(threshold):
+        what, sign, threshold = "", "", math.nan
+    if _CONDITIONS.get(what) != sign or not math.isfinite(threshold):
         raise ValueError(
-            f"a phase of numerics.schedule begins at a step, at 'learning_rate < NUMBER' or at 'sqnr < NUMBER' (in dB); got {begins!r}."
+            "a phase of numerics.schedule begins at a step, at 'learning_rate < NUMBER', at 'sqnr < NUMBER' (in dB) or at 'update_error > NUMBER'; "
+            f"got {begins!r}."
         )
-    return Phase(recipe=recipe, learning_rate=threshold) if what == "learning_rate" else Phase(recipe=recipe, sqnr=threshold)
+    if what == "learning_rate":
+        return Phase(recipe=recipe, learning_rate=threshold)
+    return Phase(recipe=recipe, sqnr=threshold) if what == "sqnr" else Phase(recipe=recipe, update_error=threshold)
 
 
 def _check_states(recipes: Iterable[str]) -> None:
@@ -155,12 +170,20 @@ def _first_below(rate: float, optimizer: Rates, steps: int) -> int | None:
 
 def is_measured(entries: Sequence[Sequence] | None) -> bool:
     """Whether a phase begins at a measurement, so that the statistics of a run decide its recipes."""
-    return any(_phase(*entry).sqnr is not None for entry in entries or ())
+    return any(_phase(*entry).measured for entry in entries or ())
 
 
 def lowest_sqnr(statistics: Mapping[str, dict]) -> tuple[float, str] | None:
     """The smallest SQNR of a record (Q-8) in dB, and its operand; None if it has none."""
     return min(((one["sqnr"], name) for name, one in statistics.items() if one["sqnr"] is not None), default=None)
+
+
+def measured(phase: Phase, statistics: Mapping[str, dict], states: Mapping[str, dict]) -> tuple[float, str] | None:
+    """What a phase compares of a record, and what it is of; None if the record has none."""
+    if phase.sqnr is not None:
+        return lowest_sqnr(statistics)
+    error = states.get("", {}).get("update_error")
+    return None if error is None else (error, "the update of all parameters")
 
 
 class Schedule:
@@ -177,15 +200,15 @@ class Schedule:
         """The recipe of a step, counted from 0."""
         return self._phases[self._index(step)].recipe
 
-    def waits(self, step: int) -> float | None:
-        """The SQNR below which the phase after a step's begins; None if it begins otherwise."""
+    def waits(self, step: int) -> Phase | None:
+        """The phase after a step's, if it begins at a measurement."""
         after = self._index(step) + 1
-        return self._phases[after].sqnr if after < len(self._phases) else None
+        return self._phases[after] if after < len(self._phases) and self._phases[after].measured else None
 
-    def measure(self, step: int, lowest: float) -> bool:
-        """Begin the phase that waits at ``step + 1``, if the step's lowest SQNR is below its own; whether it is."""
-        threshold = self.waits(step)
-        if threshold is None or lowest >= threshold:
+    def measure(self, step: int, value: float) -> bool:
+        """Begin the phase that waits at ``step + 1``, if what the step measured begins it; whether it does."""
+        phase = self.waits(step)
+        if phase is None or not phase.begins_at(value):
             return False
         self.measured.append([step + 1, self._index(step) + 1])
         return True

@@ -85,7 +85,8 @@ class NumericsConfig:
     """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise, mxfp8, blockwise_deepgemm or blockwise_ue8m0."""
     schedule: schedules.Entries | None = None
     """Recipes by phase, such as [[0, "tensorwise"], [8000, "bf16"]], the first of them numerics.recipe. A phase begins at a step, or at a string:
-    "learning_rate < 3e-4" after warm-up, or "sqnr < 18" (dB) of an operand of the phase before, which statistics.every measures."""
+    "learning_rate < 3e-4" after warm-up, or, of what statistics.every measures, "sqnr < 18" (dB) of an operand of the phase before or "update_error > 0.1"
+    of optimizer states."""
     filter_fqns: tuple[str, ...] = ()
     """Modules to keep in high precision, by whole name components or shell patterns. ``auto_filter_small_kn`` keeps small linears. lm_head is
     always kept."""
@@ -105,7 +106,7 @@ class NumericsConfig:
     stated order, rounded once, several times slower."""
 
     def __post_init__(self) -> None:
-        require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
+        recipes.check_trained(self.recipe, "numerics.recipe")
         if self.schedule is not None:
             first = schedules.parse(self.schedule)[0].recipe
             require(
@@ -369,26 +370,15 @@ class OptimizerConfig:
         if layout is None:
             return []
         moments = (layout.m, layout.v)
-        if backend == "torch" and layout.keeps_master:
-            if parallel.tensor > 1:
-                return [
-                    f"in PyTorch optimizer.layout {layout.name!r} keeps masters of parameters that fsdp and data cut, and not parallel.tensor; got "
-                    f"{parallel.tensor}. Set it to 1, or use a layout with float32 masters, such as msamp or sqrt_e5m2."
-                ]
-            if parallel.compile == "model":
-                return [
-                    f"optimizer.layout {layout.name!r} sums the embedding's gradient in float32 beside a bfloat16 table (M-2), which a graph of the whole "
-                    "model rounds; got parallel.compile 'model'. Use 'block'."
-                ]
+        if backend == "torch" and layout.keeps_master and parallel.compile == "model":
+            return [
+                f"optimizer.layout {layout.name!r} sums the embedding's gradient in float32 beside a bfloat16 table (M-2), which a graph of the whole "
+                "model rounds; got parallel.compile 'model'. Use 'block'."
+            ]
         if backend == "torch" and parallel.tensor > 1 and any(moment.block is not None for moment in moments):
             return [
                 f"optimizer.layout {layout.name!r} has blocks of consecutive elements, which parallel.tensor = {parallel.tensor} cuts by columns "
                 "(O-11). Use a layout with one scale a tensor, such as sqrt_e5m2, or parallel.tensor 1."
-            ]
-        if backend == "jax" and parallel.scan and any(moment.scaling is not None for moment in layout.kept):
-            return [
-                f"optimizer.layout {layout.name!r} has scales of each parameter, and parallel.scan keeps all layers' as one. Use parallel.scan False, "
-                "or layout float32 or bfloat16."
             ]
         return []
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fp8ref import console
 from fp8ref.errors import ConfigError, NonFiniteError
-from fp8ref.recipe import RECIPES
+from fp8ref.recipe import RECIPES, trained_recipes
 from fp8ref.train import config as configs
 from fp8ref.train import log
 from fp8ref.train.config import Config
@@ -48,9 +48,9 @@ def plan(config: Config, backends: Sequence[str], recipes: Sequence[str], *, see
               config with a schedule; a directory that is not of this sweep.
     """
     config.require_one_recipe("a sweep")
-    unknown = [name for name in recipes if name not in RECIPES]
+    unknown = [name for name in recipes if name not in trained_recipes()]
     if unknown or not recipes or len(set(recipes)) < len(recipes):
-        raise ConfigError(f"--recipes takes names of {', '.join(RECIPES)}, each once; got {', '.join(recipes) or 'none'}.")
+        raise ConfigError(f"--recipes takes names of {', '.join(trained_recipes())}, each once; got {', '.join(recipes) or 'none'}.")
     if seeds < 1:
         raise ConfigError(f"--seeds is at least 1; got {seeds}.")
     runs = []

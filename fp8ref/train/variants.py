@@ -11,7 +11,7 @@ from fp8ref import console as consoles
 from fp8ref import linear_rules
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import GEMMS, Rule
-from fp8ref.recipe import OPERANDS, RECIPES, Gemm, Role
+from fp8ref.recipe import OPERANDS, RECIPES, Gemm, Role, trained_recipes
 from fp8ref.train import checkpoint, log, loop
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
@@ -36,8 +36,10 @@ def begin(run: Path, recipe: str | None) -> tuple[Checkpoint, Config]:
         raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
     trained = config.recipes
     recipe = recipe or (config.numerics.recipe if RECIPES[config.numerics.recipe].fp8 else "tensorwise")
-    if recipe not in RECIPES or not RECIPES[recipe].fp8:
-        raise ConfigError(f"--recipe is one with FP8: {', '.join(name for name, one in RECIPES.items() if one.fp8)}; got {recipe!r}.")
+    if recipe not in trained_recipes() or not RECIPES[recipe].fp8:
+        raise ConfigError(
+            f"--recipe is one with FP8 that trains: {', '.join(name for name, one in trained_recipes().items() if one.fp8)}; got {recipe!r}."
+        )
     for name in (*trained, recipe):
         if RECIPES[name].delayed:
             raise ConfigError(

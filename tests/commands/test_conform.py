@@ -9,9 +9,9 @@ from fp8ref import cli
 FUNCTIONS = """
 import numpy as np
 import torch
-from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.formats import E2M1FN, E4M3FN, E5M2
 from fp8ref.attention import FULL
-from fp8ref.sim import attention, cast, gemm, scaling, states
+from fp8ref.sim import attention, cast, gemm, packing, scaling, states
 
 
 def to_fp8(x):
@@ -62,6 +62,15 @@ def narrow(x):
     return cast.encode(x, E5M2)
 
 
+def four(x):
+    return cast.encode(x, E2M1FN)
+
+
+def nvfp4(x):
+    q = scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4")
+    return packing.pack(q.codes), q.scale_inv, q.tensor_scale_inv
+
+
 def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
     print("now I step")
     state = states.init(p.shape, "te") if state is None else state
@@ -92,6 +101,18 @@ def functions(tmp_path, monkeypatch):
 
 def run(*arguments):
     return cli.main(["conform", *arguments])
+
+
+def test_a_cast_and_a_quantizer_of_4_bits(functions, capsys):  # C-9, S-22
+    assert run("somebodys_functions:four", "--format", "e2m1fn", "--expect", "saturating") == 0
+    assert "somebodys_functions:four is 'saturating'" in capsys.readouterr().out
+    assert run("somebodys_functions:four", "--format", "e2m1fn", "--expect", "ml_dtypes") == 1
+    given = ("somebodys_functions:nvfp4", "--format", "e2m1fn", "--granularity", "nvfp4_1x16")
+    assert run(*given, "--expect", "te_nvfp4", "--json", "found.json") == 0
+    found = json.loads((functions / "found.json").read_text())
+    assert found["is"]["profiles"] == ["te-nvfp4"]
+    assert found["is"]["scales"] == {"[1]": "scale_inv", "[2]": "tensor_scale_inv"}
+    assert run(*given, "--expect", "torchao_nvfp4") == 1
 
 
 def test_a_cast_by_name(functions, capsys):
@@ -155,6 +176,7 @@ def test_a_name_of_another_kind_exits_with_1(functions, capsys):
     assert "expected 'saturating', a cast: codes that depend on each number alone (C-1)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
     assert run("somebodys_functions:slow", "--json", "found.json") == 0
     assert "results have the simulator's bits under it" in capsys.readouterr().out
@@ -206,7 +228,11 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         (["attend", "--expect", "torchao"], "expect is one of exact, bf16"),
         (["rows", "--layout", "BTHD"], "--layout is of attention; somebodys_functions:rows is none"),
         (["rows", "--kind", "attention"], "somebodys_functions:rows raised"),
-        (["ties_away", "--format", "e8m0fnu"], "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e8m0fnu"),
+        (["ties_away", "--format", "e8m0fnu"], "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m1fn; got e8m0fnu"),
+        (["attend", "--format", "e2m1fn"], "--format of attention is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e2m1fn"),
+        (["slow", "--format", "e2m1fn"], "--formats takes two of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e2m1fn"),
+        (["four", "--format", "e2m1fn", "--expect", "jax"], "is expected to be one of saturating, ml_dtypes, torchao_f4; got 'jax'"),
+        (["four", "--format", "e2m1fn", "--exhaustive"], "exhaustive is of casts to FP8"),
         (["ties_away", "--kind", "norm"], "--kind is one of cast, quantizer, gemm, optimizer, attention; got norm"),
         (["ties_away", "--axis", "1"], "--axis is -1, the last axis of x [M, K], or 0, the first; got 1"),
         (["ties_away", "--expect", "te"], "--expect is a cast's behavior, one of saturating, non_saturating"),

@@ -97,6 +97,7 @@ def test_the_instruction_where_there_is_one(kernels, capsys, monkeypatch):
     assert sum(path.stat().st_size for path in (kernels / "evidence").iterdir()) < 2_000_000
 
 
+@pytest.mark.slow
 def test_the_decisions_of_attention(kernels, capsys):
     assert cli.main(["probe", "kernels_under_test:attend", "--json", "found.json"]) == 0
     said = capsys.readouterr().out

@@ -99,6 +99,7 @@ def test_the_documentation_shows_what_is_said_of_the_program(answered, run, macr
     assert any(all(piece.strip() in out for piece in block) and block[0] in out for block in blocks)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

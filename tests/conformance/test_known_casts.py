@@ -79,6 +79,7 @@ def test_flaxs_quantizer(fmt):  # S-12, S-13
     agrees()
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("mode", ["nearest_even", "nearest_away", "toward_zero"])
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 def test_the_cast_of_gfloat(fmt, mode):

@@ -33,6 +33,7 @@ def test_without_any_library_there_is_nothing_to_certify(monkeypatch):
         libraries.casts.__wrapped__(E4M3FN)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 def test_compiled_is_eager():
     """How a GPU's compiled casts are examined, on a CPU."""

@@ -20,6 +20,7 @@ steady = settings(deadline=None, derandomize=True, max_examples=100, suppress_he
 looking = settings(deadline=None, derandomize=True, max_examples=3000, suppress_health_check=list(HealthCheck), database=None)
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("dtype", strategies.DTYPES)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("axis", [0, -1])
@@ -119,6 +120,7 @@ CASTS = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("fault", CASTS)
 def test_a_wrong_cast_is_found_and_shrunk_to_a_tensor_of_one_element_or_two(fault):
     failing = []

@@ -17,6 +17,7 @@ NAMES = [name for name in VARIANTS if name != "exact"]
 LAGGING = {"lagging": dataclasses.replace(VARIANTS["cudnn"], threshold=2.0)}
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", [*NAMES, "lagging"])
 def test_tiles(name):  # A-5, A-7, A-11
     """Three tiles, of which the first hides all keys from row 0, and all tiles do from row 1."""

@@ -31,6 +31,7 @@ def test_a_key_is_of_a_seed_a_step_and_a_stream():  # O-8, O-15
     assert [int(word) for word in philox.key_of(SEEDS[3], 12, 5, of_master=True)] == words[2:]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_codes_are_the_simulators(fmt, seed):

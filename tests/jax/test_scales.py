@@ -36,6 +36,7 @@ def test_scales_equal_the_simulators(policy, fmt, rng):  # S-3, S-4, S-17
     np.testing.assert_array_equal(np.asarray(found.scale_inv)[normal], expected.scale_inv[normal])
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("policy", E8M0, ids=lambda p: p.name)
 @formats
 def test_e8m0_scales_equal_the_simulators(policy, fmt, rng):  # S-14

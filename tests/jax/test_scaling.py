@@ -19,7 +19,7 @@ FLOORED = [p for p in IMPLEMENTED if p.floored_quotient]
 policies = pytest.mark.parametrize("policy", [*FLOORED, ScalePolicy(name="small_eps", eps=1e-27)], ids=lambda p: p.name)
 
 
-@pytest.mark.grid(44)
+@pytest.mark.grid(5)
 @policies
 @pytest.mark.parametrize("case", quantizer_inputs.samples())
 @pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", 1), ("rowwise", 0), ("rowwise", 1)])
@@ -39,7 +39,7 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
         np.testing.assert_array_equal(np.where(flushed, 0, value), np.where(flushed, 0, sim.dequantize(expected)))
 
 
-@pytest.mark.grid(36)
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("case", quantizer_inputs.samples())
 @pytest.mark.parametrize(
     ("granularity", "policy"),
@@ -86,7 +86,7 @@ def test_amax_of_a_large_tensor_keeps_its_nan(dtype):  # S-2
     assert not jnp.isnan(jax.jit(jnp.max)(x.astype(jnp.float32)))
 
 
-@pytest.mark.grid(6)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("shape", [(32, 127), (32, 128), (4096, 1), (1, 4096), (4, 8, 128)], ids=str)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -106,7 +106,7 @@ def test_amax_keeps_a_nan_in_every_place(dtype, granularity, shape):  # S-2
     assert all(lost for _, lost in found) == (math.prod(shape) >= 4096)
 
 
-@pytest.mark.grid(6)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 2), (0, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_both_ways_to_an_amax_find_the_same(rng, dtype, axis):  # S-2

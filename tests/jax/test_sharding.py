@@ -94,7 +94,7 @@ CASES = [
 ]
 
 
-@pytest.mark.grid(6)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("shape", "style", "through", "recipe"),
     [
@@ -110,6 +110,7 @@ def test_results_equal_one_devices_on_integers(shape, style, recipe, through, op
         np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("shape", "through"), [((1, 8, 1), "shard_map"), ((2, 2, 2), "shard_map"), ((2, 2, 2), "jit"), ((2, 4, 1), "explicit")]
 )
@@ -188,6 +189,7 @@ def _alone(granularity, axis):
     return jax.jit(quantize)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style):  # P-9
@@ -207,7 +209,7 @@ def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style)
         assert (mine == one).mean() > 0.9
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("parts", ["float32", "result"])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -310,7 +312,7 @@ def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operand
         assert (np.asarray(local) != np.asarray(everyone)).any()
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("through", ["shard_map", "jit"])
 @pytest.mark.parametrize("style", STYLES)
 def test_observations_are_those_of_one_device(style, through, operands):  # H-4, H-9
@@ -335,7 +337,7 @@ def test_observations_are_those_of_one_device(style, through, operands):  # H-4,
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(one))
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("through", ["shard_map", "jit"])
 @pytest.mark.parametrize(
     ("shape", "style"), [((2, 4, 1), "column"), ((2, 2, 2), "column"), ((2, 1, 4), "row"), ((1, 2, 2), "row, sequence")]

@@ -328,6 +328,7 @@ def test_what_is_not_finite_is_nan():  # O-2
         assert differing(state.m["w"].codes, wanted.m.codes) == 0 or wanted.m.codes.dtype != np.uint8, name
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", ["te", "msamp_o2"])
 @pytest.mark.parametrize("row", [0, 7, 15])
 def test_what_is_not_finite_reaches_all_devices(name, row):  # O-2, O-11, P-3
@@ -391,8 +392,12 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
     with pytest.raises(ValueError, match=r"a gradient has its parameter's shape, \(4, 4\); got \(4,\)"):
         optimizer.update({"w": jnp.ones(4)}, optimizer.init(p), p)
     other = states.adamw(1e-3, layout="msamp").init(p)
-    with pytest.raises(ValueError, match=r"under layout 'sqrt_e4m3' is .* States of another layout are not converted"):
+    with pytest.raises(
+        ValueError, match=r"layout 'sqrt_e4m3' has m.scaling = 'multiply', saved 'power_of_two'; .* States of another layout"
+    ):
         optimizer.update(p, other, p)
+    with pytest.raises(ValueError, match=r"under layout 'sqrt_e4m3' is .* States of another layout are not converted"):
+        jax.jit(optimizer.update)(p, other, p)
     with pytest.raises(ValueError, match="States of another layout"):
         states.decode(other)
 

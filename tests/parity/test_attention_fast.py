@@ -45,6 +45,7 @@ def operand(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_within_the_bound(name, mask, operand):  # A-18, A-2 to A-12
@@ -72,6 +73,7 @@ def test_outputs_are_within_the_bound(name, mask, operand):  # A-18, A-2 to A-12
     assert (error <= bound.output(wanted.o, differing, VARIANTS[name].out.mantissa_bits) + smallest).all()
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_within_the_bound(name, operand):  # A-18, A-15, A-16
     """A share of codes of P and dS differ, 32 E of them, by 2^-3 of them: in the norm a gradient differs by 2^-3 of the root of that
@@ -92,7 +94,7 @@ def test_gradients_are_within_the_bound(name, operand):  # A-18, A-15, A-16
         np.testing.assert_allclose(found.amaxes[role].numpy(), wanted.amaxes[role], rtol=2.0**-6)
 
 
-@pytest.mark.grid(6)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_sums_have_the_stated_bits(name, operand):  # A-18, item 5
     """Scores are 0; 256 keys and two tiles or three, so that P is 1 or 2^8, their sum a power of two, and sums of integers exact."""

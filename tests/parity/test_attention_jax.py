@@ -45,7 +45,7 @@ def same_tensors(found, wanted, roles):
             np.testing.assert_array_equal(getattr(mine, key), getattr(other, key), err_msg=f"{role} {key}")
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("name", "mask"), ALL)
 def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
     """Sums of products are exact; so all that is left is attention's own order of operations."""

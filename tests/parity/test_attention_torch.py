@@ -84,6 +84,7 @@ def test_integers_give_the_simulators_probabilities(name, mask):  # A-2 to A-8, 
     assert int(found.saturated) == right.saturated
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("mask", MASKS[:3], ids=str)
 @pytest.mark.parametrize(
     ("name", "promotion", "plan"),

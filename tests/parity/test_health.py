@@ -59,7 +59,7 @@ def test_a_run_has_columns_and_records_and_the_same_losses(backend, small, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "parallel"), [("sqrt_e4m3", {"fsdp": 2}), ("bfloat16", {"scan": True})])
+@pytest.mark.parametrize(("layout", "parallel"), [("sqrt_e4m3", {"fsdp": 2}), ("sqrt_e4m3", {"scan": True})])
 def test_a_mesh_and_a_stack_of_layers_in_jax(layout, parallel, small):  # O-11, Q-12
     config = configured(small, layout)
     tokens, found = loader.open_batches(config).step(0), []

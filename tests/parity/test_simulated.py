@@ -19,6 +19,7 @@ RECIPE_PLANS = [("tensorwise", "hopper"), ("rowwise", "hopper_fast"), ("blockwis
 
 
 # B-12
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("which", ["output", "grad_input", "grad_weight"])
 @pytest.mark.parametrize(("recipe", "plan"), RECIPE_PLANS)
 def test_equal_operands_give_equal_outputs(rng, recipe, plan, which):

@@ -60,6 +60,7 @@ def test_only_growth_saturates(name, amaxes, length, fmt):
             assert np.isfinite(cast.decode(cast.encode(amaxes[t] * used[t], fmt, saturate=False), fmt))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("interval", [1, 2, 3])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @for_all(100, amaxes=traces(), length=lengths, fmt=formats)

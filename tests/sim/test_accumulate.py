@@ -197,6 +197,7 @@ def test_a_tensor_core_takes_two_formats(fmts):
         gemm.matmul(a, b, accumulate="ada")
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("use_fast_accum", [True, False])
 @pytest.mark.parametrize(("profile", "splits"), [("hopper", 1), ("hopper", 3), ("ada", 1)])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}")

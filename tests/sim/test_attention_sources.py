@@ -50,6 +50,7 @@ def check(found, j: int, o: np.ndarray, lse: np.ndarray) -> None:
     np.testing.assert_array_equal(found.lse[0, j].view(np.uint32), lse.view(np.uint32))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("name", "d", "mask"),
     [(name, *case) for name in ("fa3", "fa4") for case in CASES]  # the others differ from these in one decision or two
@@ -85,6 +86,7 @@ def test_flash_attention(name, d, mask):  # A-5 to A-11
     assert found.amaxes["s"] == F(largest)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("d", "mask"), CASES)
 def test_cudnn(d, mask):  # the factors attn_scale, descale_q, descale_k; o in e4m3
     keys = 149
@@ -142,6 +144,7 @@ def test_mxfp8(d, mask):  # A-2, A-4, A-9: blocks of 32 along the contracted axi
         check(found, j, *source.cudnn(nq[0, j], nk[0, 0], seen_by(mask, keys), **given))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("d", "mask"), CASES)
 def test_the_paper_of_flash_attention_3(d, mask):  # scales of 128 rows, q and k rotated
     keys = 149

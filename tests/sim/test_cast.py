@@ -260,6 +260,7 @@ def layouts(x: np.ndarray) -> list[np.ndarray]:
     return made
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("shape", [(6, 8), (1000, 700), (3, 300_001)])
 @pytest.mark.parametrize("options", [{}, {"rounding": "to_odd"}, {"rounding": "stochastic", "seed": 5}], ids=str)
 def test_any_layout_works_and_is_left_alone(rng, shape, options):

@@ -38,6 +38,7 @@ def te_update(history, scale, amax, *, most_recent, limit):
     return history, min(scale, np.finfo(F32).max)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("length", [1, 2, 5])
 @pytest.mark.parametrize("most_recent", [False, True])
 @pytest.mark.parametrize(("fmt", "margin"), [(E4M3FN, 0), (E5M2, 0), (E4M3FN, 2)])
@@ -111,7 +112,7 @@ TRACES = {
 }
 
 
-@pytest.mark.grid(12)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("dtype", "policy"), [(jnp.float32, "flax"), (jnp.bfloat16, "flax_bf16")], ids=["f32", "bf16"])
 @pytest.mark.parametrize("trace", TRACES)

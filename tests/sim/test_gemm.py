@@ -218,7 +218,7 @@ MX = scaling.quantize(np.ones((2, 128), np.float32), E4M3FN, granularity="mx_1x3
         (PLAIN, PLAIN, {"epilogue": "once"}, "scale_then_round, .*got 'once'"),
         (PLAIN, PLAIN, {"out_dtype": E5M2}, "float32, bfloat16, float16 of.*got e5m2"),
         (PLAIN, PLAIN, {"out_dtype": "bfloat16"}, "out_dtype is one of.*got 'bfloat16'"),
-        (quantized(np.zeros((2, 32)), E8M0FNU), PLAIN, {}, "e4m3fnuz, e5m2fnuz; got a in e8m0fnu"),
+        (quantized(np.zeros((2, 32)), E8M0FNU), PLAIN, {}, "e5m2fnuz, e2m1fn; got a in e8m0fnu"),
         (ROWWISE_OVER_ROWS, PLAIN, {}, "got a with axis=0. Quantize the transpose"),
         (PLAIN, ROWWISE_OVER_ROWS, {}, "got b with axis=0"),
         (

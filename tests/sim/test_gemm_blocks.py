@@ -78,6 +78,7 @@ def test_blocks_of_128(granularities, fmts, rule, scale, rng):  # G-13
     np.testing.assert_array_equal(rounded, cast.round_to(expected, BFLOAT16))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("scale", ["each", "product"])
 @pytest.mark.parametrize(("m", "n"), [(1, 130), (129, 2), (2, 128), (2, 127)])
 def test_ragged_blocks(m, n, scale, rng):  # G-13, S-6

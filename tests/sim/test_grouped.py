@@ -65,6 +65,7 @@ def by_loop(x, w, g, offs, name, accumulate, out_dtype):
     return found
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(("accumulate", "out_dtype"), [("exact", BFLOAT16), ("f32", FLOAT32), ("hopper", BFLOAT16)], ids=str)
 @pytest.mark.parametrize("recipe", TABLE)
 def test_a_grouped_gemm_is_a_gemm_for_each_group(recipe, accumulate, out_dtype, rng):
@@ -113,6 +114,7 @@ def scales_of(recipe, x, w, g):
     }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all")
 def test_poisoned_rows_of_no_group_reach_nothing(recipe, rng):
     x, w, g = tensors(rng)
@@ -125,6 +127,7 @@ def test_poisoned_rows_of_no_group_reach_nothing(recipe, rng):  # X-3, X-5
     assert not clean["output"][OFFS[-1] :].view(np.uint32).any()  # +0
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all")
 def test_groups_without_rows(recipe, rng):
     x, w, g = tensors(rng)
@@ -144,6 +147,7 @@ def test_no_experts(rng):  # X-1
     assert not any(v.any() for v in got.values())
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("multiple", [16, 32])
 @pytest.mark.parametrize("recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all")
 def test_padding_of_groups_changes_no_bit(recipe, multiple, rng):
@@ -163,6 +167,7 @@ def test_padding_of_groups_changes_no_bit(recipe, multiple, rng):  # X-6
         np.testing.assert_array_equal(got["grad_weight"], plain["grad_weight"])
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_a_nan_stays_in_its_group(recipe, rng):
     x, w, g = tensors(rng)

@@ -5,7 +5,7 @@ import pytest
 
 from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
-from fp8ref.recipe import OPERANDS, RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.recipe import OPERANDS, RECIPES, CastSpec, GemmSpec, Recipe, trained_recipes
 from fp8ref.sim import cast, delayed, gemm, linear, scaling
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.tensor_core import UNITS
@@ -46,7 +46,7 @@ CASTS = {
 }
 for name, policy in (("blockwise_deepgemm", "deepgemm"), ("blockwise_ue8m0", "deepgemm_ue8m0")):
     CASTS[name] = {which: (*casts[:4], policy, casts[5]) for which, casts in CASTS["blockwise"].items()}
-DYNAMIC = [name for name in RECIPES if name != "delayed"]
+DYNAMIC = [name for name in trained_recipes() if name != "delayed"]
 
 
 def tensors(rng, m, n, k):
@@ -80,6 +80,7 @@ def by_hand(which, x, w, g, casts, accumulate, out_dtype, quantize=scaling.quant
     return gemm.matmul(qa, qb, accumulate=plan if accumulate == "hopper" else accumulate, epilogue=epilogue, out_dtype=out_dtype)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("out_dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("accumulate", ["exact", "f32", "hopper", "ada"])
 @pytest.mark.parametrize("recipe", DYNAMIC)

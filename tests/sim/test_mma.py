@@ -108,6 +108,7 @@ def test_specials_are_those_of_integers(pair, unit, rng):  # G-11
     assert E5M2 not in pair or {0x7FFFFFFF, 0x7F800000, 0xFF800000} <= set(got.flat)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_every_product_alone_is_exact(pair, unit):

@@ -102,6 +102,7 @@ def fractions(codes, fmt):
     return [[Fraction(float(v)) for v in row] for row in cast.decode(codes, fmt)]
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("name", ["hopper_f16", "ada_f16", "blackwell_mx", "hopper", "ada", "blackwell"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_an_instruction_is_that_of_fractions(name, pair, rng):  # G-10, G-11, G-23, G-24

@@ -21,7 +21,7 @@ def test_elements_of_a_block_may_be_permuted(layout, seed):  # O-7
     g = gradients(seed, 512, 3)
     order = np.concatenate([128 * i + np.random.default_rng(seed).permutation(128) for i in range(4)])
     straight, permuted = run(g, layout), run(g[:, order], layout)
-    for one, two in zip(straight[1][1:], permuted[1][1:], strict=True):
+    for one, two in zip(straight[1][1:3], permuted[1][1:3], strict=True):
         assert_same(one._replace(codes=one.codes[order]), two)
 
 
@@ -43,7 +43,7 @@ def test_keep_stores_no_zero(layout, seed):  # O-8
     g = gradients(seed, 256, 3, widest=60)
     _, state, before = run(g, layout, seed=seed)
     new = moments.averages(states.in_range(g[-1]), *states.decode(before, layout), scalars(3), layout)
-    for x, stored, moment in zip(new, state[1:], (layout.m, layout.v), strict=True):
+    for x, stored, moment in zip(new, state[1:3], (layout.m, layout.v), strict=True):
         if moment.keep:
             codes = stored.codes & 0x7F if stored.codes.dtype == np.uint8 else stored.codes
             assert ((codes != 0) == (x != 0)).all()

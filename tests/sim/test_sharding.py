@@ -51,6 +51,7 @@ def fitting(layout, granularity, axis):
     return all(n % (reduced if i == axis else other) == 0 for i in layout.splits for n in layout.pieces(i))
 
 
+@pytest.mark.grid(11)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m.axes.values())))
 @pytest.mark.parametrize("granularity", SHAPES)
@@ -68,6 +69,7 @@ def test_global_scope_is_one_device_bit_for_bit(granularity, mesh, axis, rng):  
     assert tried >= 2
 
 
+@pytest.mark.grid(17)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 def test_every_policy_and_a_narrow_dtype(granularity, policy, rng):  # P-4

@@ -9,8 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from sim_states import under
 from torchao.optim import AdamWFp8
 
+from fp8ref import layout_decisions
 from fp8ref import states as data
 from fp8ref.sim import moments, states
 
@@ -112,7 +114,7 @@ def test_ms_amps_masters(seed):  # O-13, O-15
     plain = dataclasses.replace(layout, master=data.Moment())
     p, state = states.master(np.random.default_rng(1).standard_normal(size).astype(F32), layout), states.init((size,), layout)
     for g in gradients((size,), 10, seed=seed):
-        new, _ = states.step(states.weight(p, layout), g, state, learning_rate=1e-2, layout=plain, **HYPER)
+        new, _ = states.step(states.weight(p, layout), g, under(state, plain), learning_rate=1e-2, layout=plain, **HYPER)
         p, state = states.step(p, g, state, learning_rate=1e-2, layout=layout, **HYPER)
         scale = msamp_scale(np.abs(new).max(), 65504.0)
         np.testing.assert_array_equal(p.codes, (new * scale).astype(np.float16).astype(F32))
@@ -246,7 +248,8 @@ def test_coats_kernel_with_exponents_of_the_subset(spread):  # O-10, O-13
     np.testing.assert_allclose(state.scale_inv, scale, rtol=4 * 2.0**-24)
     assert (np.abs(state.codes.astype(int) - codes) <= 1).all()
     assert (state.codes != codes).mean() < 1e-3
-    read = states.decode(states.State(1, state, states.MomentState(np.zeros(size, F32))), layout)[0]
+    whole = states.State(1, state, states.MomentState(np.zeros(size, F32)), layout_decisions.written(layout))
+    read = states.decode(whole, layout)[0]
     np.testing.assert_allclose(read, coat_read(state.codes, state.scale_inv, state.exponent, state.center), rtol=4 * 2.0**-24)
 
 

@@ -45,6 +45,7 @@ def drawn(rng, shape, fmt):
     return np.choose(kind, [near_one, small, any_code])
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_a_variant_is_that_of_integers(pair, variant, rng):  # G-18

@@ -7,7 +7,7 @@ import pytest
 from fp8ref import study
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
-from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, trained_recipes
 from fp8ref.sim import scaling, stats
 from fp8ref.study import recording
 from fp8ref.study.recording import Operand, Recording
@@ -31,7 +31,7 @@ def recorded(whole, most):
     return made
 
 
-@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.fp8 and not recipe.delayed])
+@pytest.mark.parametrize("recipe", [name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.delayed])
 def test_whole_tensors_have_the_statistics_of_their_casts(recipe):
     whole = tensors()
     found = {(row.gemm, row.role): row for row in study.judge(recorded(whole, 640), [recipe]).rows}
@@ -124,3 +124,7 @@ def test_a_recipe_without_fp8_is_refused():
         study.judge(recorded(tensors(), 640), ["bf16"])
     with pytest.raises(ValueError, match="recipe"):
         study.judge(recorded(tensors(), 640), ["fp9"])
+    with pytest.raises(ValueError, match="recipe 'nvfp4' is for the simulator alone"):
+        study.judge(recorded(tensors(), 640), ["nvfp4"])
+    with pytest.raises(ValueError, match="rounded to nearest; 'mine' is another"):
+        study.judge(recorded(tensors(), 640), {"mine": RECIPES["mxfp4"].output.a})

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fp8ref.recipe import RECIPES
+from fp8ref.recipe import trained_recipes
 from fp8ref.study import depth_error
 from fp8ref.study.depth_error import Seen
 
@@ -30,8 +30,8 @@ def test_refusals_of_recipes_that_nobody_named_are_kept():
         return FIRST
 
     found = depth_error.compare(FIRST, FIRST, under, None)
-    assert set(found.refused) == {name for name, recipe in RECIPES.items() if recipe.in_blocks}
-    assert set(found.outcomes) == {name for name, recipe in RECIPES.items() if recipe.fp8 and not recipe.in_blocks}
+    assert set(found.refused) == {name for name, recipe in trained_recipes().items() if recipe.in_blocks}
+    assert set(found.outcomes) == {name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.in_blocks}
     assert found.ok
     with pytest.raises(ValueError, match="no blocks"):
         depth_error.compare(FIRST, FIRST, under, ["blockwise"])

@@ -252,6 +252,7 @@ def largest_of(name, length, mask, arithmetic):
     return seen.found
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("arithmetic", ARITHMETIC)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_memory_is_linear_in_the_tokens(name, arithmetic):

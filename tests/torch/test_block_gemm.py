@@ -141,6 +141,7 @@ def deepgemm(faked, monkeypatch):
     return made
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize(("which", "shapes"), CASES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_deepgemm_is_handed_our_codes_and_scales_in_its_layouts(which, shapes, out_dtype, deepgemm, rng):  # G-13, G-17
@@ -196,6 +197,7 @@ def test_a_deepgemm_that_cannot_be_used_is_spoken_of(source, logged, tmp_path, m
     assert [logged in record.getMessage() for record in caplog.records] == ([True] if logged else [])
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize(("which", "shapes"), CASES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kernels_are_handed_our_codes_and_scales_in_their_layouts(which, shapes, out_dtype, faked, rng):  # G-13, G-17

@@ -76,6 +76,7 @@ def equal(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", SLOW], ids=str)
 @pytest.mark.parametrize("own", [False, True], ids=["converted", "own linear"])
 def test_what_is_kept_runs_once_and_no_bit_changes(recipe, own, monkeypatch):  # T-8, H-11

@@ -13,7 +13,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import states as sim
-from fp8ref.states import WITH_MASTERS
+from fp8ref.states import LAYOUTS, WITH_MASTERS
 from fp8ref.torch import convert, copies, scaling, states
 from fp8ref.torch.linear import Linear
 
@@ -66,6 +66,47 @@ def test_training_has_the_bits_of_a_cast_in_each_linear(name, own):  # O-16, L-3
         wanted = sim.copy(master, layout, "tensorwise")
         assert differing(w._data.view(torch.uint8).numpy(), wanted.codes) == differing(w._scale.numpy(), wanted.scale) == 0
     assert type(made[0].bias.data) is torch.Tensor
+
+
+@pytest.mark.parametrize(("name", "own"), [("sqrt_e4m3", True), ("stochastic_bfloat16", True), ("stochastic_bfloat16", False)])
+def test_a_weight_that_is_its_own_master_moves_into_the_state(name, own):  # O-14, O-16
+    """In float32, and in bfloat16 rounded stochastically; then saved, and loaded into an optimizer of such weights."""
+    layout, dtype = (LAYOUTS | MASTERED)[name], torch.float32 if name == "sqrt_e4m3" else torch.bfloat16
+    seed = 7 if layout.stochastic else 0
+
+    def begun(*, kept: bool):
+        made = model(own=own).to(dtype)
+        optimizer = states.AdamW(made.parameters(), lr=1e-2, layout=layout, weight_decay=0.1, seed=seed)
+        return made, optimizer, copies.keep(made, optimizer) if kept else None
+
+    def steps(made, optimizer, count: int) -> list[float]:
+        x, losses = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(dtype), []
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = made(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def masters(made, optimizer) -> list[torch.Tensor]:
+        return [optimizer.state[p]["master_codes"] if isinstance(p, Float8TrainingTensor) else p.detach() for p in made.parameters()]
+
+    (made, optimizer, _), (plain, other, _) = begun(kept=True), begun(kept=False)
+    losses = steps(made, optimizer, 3)
+    assert losses == steps(plain, other, 3)
+    assert len(set(losses)) == 3
+    assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(masters(made, optimizer), masters(plain, other), strict=True))
+    for i in (0, 2):
+        wanted = scaling.quantize(plain[i].weight.detach(), E4M3FN)
+        assert torch.equal(made[i].weight._data.view(torch.uint8), wanted.codes.view(torch.uint8))
+    again, into, found = begun(kept=True)
+    again.load_state_dict(made.state_dict())
+    into.load_state_dict(optimizer.state_dict())
+    found.refresh()
+    assert steps(again, into, 2) == steps(plain, other, 2)
+    with pytest.raises(ValueError, match=r"has master_codes = .*; got nothing"):
+        into.load_state_dict(other.state_dict())
 
 
 @pytest.mark.slow
@@ -142,12 +183,9 @@ def test_shards_that_are_gathered_otherwise_are_refused():  # O-16
 
 def test_what_does_not_fit_is_refused_by_name():  # O-16
     made = model(own=True)
-    with pytest.raises(ValueError, match=r"masters that .* keeps in its state; got layout 'sqrt_e4m3'. Use layout 'msamp_o2'"):
-        copies.keep(made.float(), states.AdamW(made.parameters()))
-    made = model(own=True)
-    with pytest.raises(ValueError, match="got layout 'bfloat16_master'"):
-        copies.keep(made, states.AdamW(made.parameters(), layout=MASTERED["bfloat16_master"]))
-    with pytest.raises(ValueError, match=r"got AdamW. Use layout"):
+    with pytest.raises(
+        ValueError, match=r"masters that .* keeps in its state; got AdamW. Use it, for float16 masters with layout 'msamp_o2'"
+    ):
         copies.keep(made, torch.optim.AdamW(made.parameters()))
     with pytest.raises(ValueError, match=r"0.weight is not a parameter of the optimizer"):
         copies.keep(made, states.AdamW(made[2].parameters(), layout="msamp_o2"))
@@ -173,10 +211,10 @@ def test_weights_that_are_kept_already_are_refused():  # O-16
     assert losses == trained("msamp_o2", own=True, kept=False)[0]
 
 
-def on_ranks(kept: bool) -> tuple[list[float], list[torch.Tensor], int]:
+def on_ranks(kept: bool, layout: str) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses, masters of the linears, and casts of shards while a forward pass gathers."""
     made = sharded()
-    optimizer = states.AdamW(made.parameters(), lr=1e-2, layout="msamp_o2")
+    optimizer = states.AdamW(made.parameters(), lr=1e-2, layout=layout)
     if kept:
         copies.keep(made, optimizer)
         with pytest.raises(ValueError, match=r"\.weight is already"):
@@ -200,12 +238,14 @@ def on_ranks(kept: bool) -> tuple[list[float], list[torch.Tensor], int]:
             del g.cast
         optimizer.step()
         losses.append(loss.item())
-    return losses, [optimizer.state[p]["master_codes"].full_tensor() for p in made.parameters()], casts
+    return losses, [optimizer.state[p].get("master_codes", p.detach()).full_tensor() for p in made.parameters()], casts
 
 
 @pytest.mark.slow
-def test_fsdp2_gathers_the_codes_that_a_step_made():  # O-16, P-6, O-11
-    kept, cast = run(RANKS, on_ranks, True), run(RANKS, on_ranks, False)
+@pytest.mark.parametrize("layout", ["msamp_o2", "sqrt_e4m3"])
+def test_fsdp2_gathers_the_codes_that_a_step_made(layout):  # O-16, P-6, O-11
+    """From masters in the state, and from float32 shards."""
+    kept, cast = (run(RANKS, on_ranks, kept, layout) for kept in (True, False))
     for mine, theirs in zip(kept, cast, strict=True):
         assert mine[0] == theirs[0]
         assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))

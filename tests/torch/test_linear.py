@@ -129,6 +129,7 @@ def test_recomputing_the_forward_pass_changes_nothing():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise", "tensorwise"])
 def test_compiled_by_aot_eager_it_is_itself(recipe):
     torch.manual_seed(0)
@@ -202,6 +203,7 @@ def test_errors():
         made.double()(torch.ones(4, 32, dtype=torch.float64))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("recipe", "multiple"), [("blockwise", 128), ("mxfp8", 32)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_that_blocks_do_not_divide_are_refused_before_the_backward_pass(recipe, multiple, compiled):  # L-5, S-6

@@ -114,7 +114,7 @@ def simulated(hp, layer, role, spec, axis, state):
     return [found[device] for device in MESH.devices]
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", TRIED)
 def test_codes_scales_and_sums_are_those_of_the_simulators_mesh(ranks, name):  # P-4, P-5, P-14, P-16
     recipe = TRIED[name]

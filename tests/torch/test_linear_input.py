@@ -70,6 +70,7 @@ def test_between_layers_in_high_precision_under_autocast(recipe):  # L-7
     assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.grid(2)
 @recipes
 def test_under_autocast_compiled_by_aot_eager_it_is_itself(recipe):  # L-7
     x, g = torch.randn(128, 128), torch.randn(128, 128).bfloat16()
@@ -124,6 +125,7 @@ class Block(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.grid(2)
 @recipes
 def test_blocks_whose_linears_differ_in_name_alone_share_a_graph(recipe):
     torch._dynamo.reset()

@@ -22,6 +22,7 @@ def step(model, optimizer, x):
     delayed.update(model)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("own", [False, True], ids=["converted", "own linear"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_reads_nothing_and_copies_nothing(recipe, own, monkeypatch):

@@ -78,7 +78,7 @@ def assert_loads_cleanly(path, weights, expected_logits):
     assert torch.equal(logits(loaded), expected_logits)
 
 
-@pytest.mark.grid(8)
+@pytest.mark.grid(2)
 @recipes
 @heads
 def test_a_llama_trains_and_its_weights_load_into_an_unconverted_one(recipe, tied, head, tmp_path, warned):
@@ -129,6 +129,7 @@ def test_a_tied_head_in_fp8_and_the_embedding_add_up_in_one_gradient(recipe):
     assert torch.equal(tied.model.embed_tokens.weight.grad, head + table)
 
 
+@pytest.mark.grid(3)
 @recipes
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_no_bit(recipe, reentrant):  # H-4

@@ -45,6 +45,7 @@ def e4m3_gradients(monkeypatch):
     return plant
 
 
+@pytest.mark.slow
 def test_gradients_whose_scale_is_off_by_16_are_worse_and_seeds_are_not(tmp_path, small, e4m3_gradients):
     """lm_head is in FP8 too, so that all gradients of linears are: there predictions are confident and amaxes large."""
     config = small.replace(run={"steps": STEPS, "eval_every": STEPS}, optimizer={"learning_rate": 3e-3})

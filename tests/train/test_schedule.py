@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from fakes import FakeTrainer
 
+from fp8ref import health
 from fp8ref.crosscheck import rerun
 from fp8ref.errors import ConfigError, NonFiniteError
 from fp8ref.train import config as configs
 from fp8ref.train import log, loop, train_state
 from fp8ref.train.data import loader
-from fp8ref.train.schedule import lowest_sqnr
+from fp8ref.train.schedule import lowest_sqnr, measured
 
 BACK = ((0, "delayed"), (2, "tensorwise"), (4, "delayed"))
 
@@ -38,6 +39,8 @@ def scheduled(small, *phases, **sections):
         ([[0, "tensorwise"], [2, "tensorwise"]], "'tensorwise' twice in a row"),
         ([[0, "bf16"], [2, "tensorwise"]], "begins with numerics.recipe, which is 'tensorwise'; got 'bf16'"),
         ([[0, "tensorwise"], ["update_noise < 2", "bf16"]], "'sqnr < NUMBER' .*; got 'update_noise < 2'"),
+        ([[0, "tensorwise"], ["update_error < 2", "bf16"]], "'update_error > NUMBER'; got 'update_error < 2'"),
+        ([[0, "tensorwise"], ["update_error > 2", "bf16"]], "statistics.every records; got 0"),
         ([[0, "tensorwise"], ["sqnr < nan", "bf16"]], "got 'sqnr < nan'"),
         ([[0, "tensorwise"], ["sqnr > 2", "bf16"]], "got 'sqnr > 2'"),
         ([[0, "tensorwise"], ["sqnr < much", "bf16"]], "got 'sqnr < much'"),
@@ -130,7 +133,7 @@ def test_a_measured_phase_is_compared_while_the_one_before_it_runs(small):  # T-
     phases = ((0, "tensorwise"), ("sqnr < 20", "rowwise"), ("sqnr < 20", "delayed"), (9, "bf16"))
     config = scheduled(small, *phases, statistics={"every": 1}, run={"steps": 20})
     found = config.scheduled()
-    assert found.waits(0) == 20
+    assert found.waits(0).sqnr == 20
     assert not found.measure(0, 20.0)  # below, not at
     assert found.measure(1, 19.0)
     assert [found.recipe(step) for step in (1, 2)] == ["tensorwise", "rowwise"]
@@ -156,6 +159,21 @@ def test_the_lowest_sqnr_is_that_of_an_operand_that_has_one():  # T-9
     assert lowest_sqnr({"a": {"sqnr": 30.0}, "b": {"sqnr": None}, "c": {"sqnr": 20.5}}) == (20.5, "c")
     assert lowest_sqnr({"b": {"sqnr": None}}) is None
     assert lowest_sqnr({}) is None
+
+
+def test_what_states_measure_begins_a_phase_above_its_threshold(small):  # T-9, O-12
+    phases = ((0, "bf16"), ("update_error > 0.1", "tensorwise"), (9, "bf16"))
+    narrow = {"optimizer": {"kind": "adamw_states", "layout": "sqrt_e4m3"}, "statistics": {"every": 1}, "run": {"steps": 20}}
+    found = scheduled(small, *phases, **narrow).scheduled()
+    waiting = found.waits(0)
+    assert measured(waiting, {"a": {"sqnr": 3.0}}, {"": {"update_error": 0.1}, "w": {"update_error": 9.0}})[0] == 0.1
+    assert measured(waiting, {}, {"": {"update_error": None}}) is measured(waiting, {}, {}) is None
+    assert not found.measure(0, 0.1)  # above, not at
+    assert found.measure(2, 0.11)
+    assert found.ran(19) == [[0, "bf16"], [3, "tensorwise"], [9, "bf16"]]
+    for optimizer, got in (({"kind": "adamw", "layout": None}, "got kind 'adamw'"), ({"layout": "float32"}, "with layout 'float32'")):
+        with pytest.raises(ValueError, match=f"'update_error' in numerics.schedule is of states narrower than float32.*{got}"):
+            scheduled(small, *phases, **narrow).replace(optimizer=optimizer)
 
 
 # ---- the loop ----
@@ -186,6 +204,18 @@ def test_a_run_records_where_its_phases_began(tmp_path, small, fake, capsys):  #
     said = capsys.readouterr().err
     assert "step 1: layer/output/input has an SQNR of 26.00 dB" in said
     assert "step 2: recipe rowwise\nstep 4: recipe bf16\n" in said
+
+
+def test_a_run_begins_a_phase_by_the_error_of_its_updates(tmp_path, small, fake, capsys):  # T-9, O-12
+    narrow = {"optimizer": {"kind": "adamw_states", "layout": "sqrt_e4m3"}, "statistics": {"every": 2}}
+    config = scheduled(small, (0, "bf16"), ("update_error > 0.04", "tensorwise"), **narrow)
+    trainer = fake(config)
+    figures = dict.fromkeys((*health.COUNTS, "root_bias", "largest_ratio", "bytes_per_parameter"), 1.0)
+    trainer.measured_step = lambda tokens: (trainer.step(tokens), {}, {"": {**figures, "update_error": 0.02 * trainer.count}})
+    loop.train(config, "jax", tmp_path / "run")
+    assert trainer.recipes == ["bf16"] * 3 + ["tensorwise"] * 3  # errors of 0.02 in step 0 and 0.06 in step 2
+    assert log.read_manifest(tmp_path / "run")["schedule"]["ran"] == [[0, "bf16"], [3, "tensorwise"]]
+    assert "step 2: the update of all parameters has an error of 0.06, above that of the next phase" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stopped", [1, 2, 3, 5])
@@ -245,9 +275,11 @@ def test_the_first_process_decides_for_all(small, fake, tmp_path):  # T-9
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{}, {"kind": "adamw_states", "layout": "sqrt_e4m3_f16"}], ids=["adamw", "masters"])
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_a_schedule_is_its_recipes_one_after_the_other(backend, small, tmp_path):  # T-9
+def test_a_schedule_is_its_recipes_one_after_the_other(backend, optimizer, small, tmp_path):  # T-9, O-16
     """The losses are those of one run for each recipe, chained by checkpoints; each recipe is compiled once."""
+    small = small.replace(optimizer=optimizer)
     phases = ((0, "tensorwise"), (1, "rowwise"), (2, "bf16"), (3, "tensorwise"))
     batches, trainer, chained = loader.open_batches(small), loop.trainer(backend, scheduled(small, *phases)), None
     for step, recipe in phases:
@@ -271,10 +303,11 @@ def test_a_schedule_is_its_recipes_one_after_the_other(backend, small, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{}, {"kind": "adamw_states", "layout": "sqrt_e4m3_f16"}], ids=["adamw", "masters"])
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_a_resumed_schedule_has_the_bits_of_an_unbroken_one(backend, small, tmp_path):  # T-9, K-2
+def test_a_resumed_schedule_has_the_bits_of_an_unbroken_one(backend, optimizer, small, tmp_path):  # T-9, K-2
     """Before, at and after a switch; histories wait while another recipe runs, and go on after it."""
-    config = scheduled(small, *BACK, checkpoint={"every": 1, "keep_last": 6})
+    config = scheduled(small, *BACK, checkpoint={"every": 1, "keep_last": 6}, optimizer=optimizer)
     whole = loop.train(config, backend, tmp_path / "whole")
     for after in (1, 2, 3):
         run = tmp_path / str(after)

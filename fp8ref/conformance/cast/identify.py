@@ -15,6 +15,7 @@ from fp8ref.conformance import exhaustive as all_inputs
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior, decisions, describe, layout_invariance, outputs, stochastic
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
+from fp8ref.conformance.cast.fp4 import identify_fp4_cast
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
@@ -39,13 +40,20 @@ def identify_cast(
 
     function   array [n] -> array [n] of codes (uint8 or float8) or values. It takes float32 or
                bfloat16; float16 and float64 are tried too.
-    expect     a name of ``behavior.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5).
+    expect     a name of ``behavior.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5); of
+               e2m1fn, a name of ``fp4.NAN_CODES``.
     framework  whose arrays it is given; by default the first that it takes of numpy, torch, jax.
     exhaustive compare all 2^32 float32 inputs with the behavior found.
 
-    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: not a valid cast:
+    Raises:    ValueError: fmt neither FP8 nor e2m1fn, an unknown name; ConformanceError: not a valid cast:
                it raises, gives another shape or type, changes its input, or does not repeat itself.
     """
+    if isinstance(fmt, Format) and fmt.name in formats.FP4_FORMATS:
+        if exhaustive:
+            raise ValueError(
+                f"exhaustive is of casts to FP8; {fmt} is asked at every number, midpoint and neighbor of these. Leave it out."
+            )
+        return identify_fp4_cast(function, fmt, name=name, expect=expect, framework=framework, device=device)
     check_format(fmt)
     wanted = None if expect is None else behavior.by_name(expect)
     name = name or subjects.name_of(function)

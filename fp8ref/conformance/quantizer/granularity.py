@@ -122,7 +122,7 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
             sizes = blocks(name, SHAPE, axis)
             expected = tuple(slice(at // size * size, at // size * size + size) for at, size in zip(_AT, sizes, strict=True))
             if whole and expected == box:
-                free = name in ("tensorwise", "blockwise_128x128", "mx_32x32")
+                free = GRANULARITIES[name].other == GRANULARITIES[name].reduced  # squares
                 return FoundGranularity(
                     granularity=name, axis=None if free else axis, finding=Finding(what="granularity", value=name, evidence=evidence)
                 )

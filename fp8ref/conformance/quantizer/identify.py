@@ -24,11 +24,12 @@ from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.quantizer import candidates, counterexamples, describe, layout_invariance, outputs, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
+from fp8ref.conformance.quantizer.fp4 import identify_fp4
 from fp8ref.conformance.quantizer.granularity import identify_granularity, identify_memory
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout, smallest_shape
 from fp8ref.conformance.quantizer.policy_match import PolicyMatch
 from fp8ref.conformance.subject import SHAPE, RefusedError
-from fp8ref.formats import BFLOAT16, Format
+from fp8ref.formats import BFLOAT16, FP4_FORMATS, Format
 from fp8ref.policy import ScalePolicy
 
 _TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
@@ -51,9 +52,13 @@ def identify_quantizer(
                or in a tuple, a dict or an object next to a scale, a scale_inv or both.
     expect     a policy's name that it must follow, with granularity and axis if they are given.
 
-    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: not a valid
+    A fmt of 4 bits is identified by whole tensors (``fp4``).
+
+    Raises:    ValueError: fmt neither an FP8 format nor e2m1fn, an unknown name; ConformanceError: not a valid
                quantizer: it raises, gives other shapes, changes its input, or does not repeat itself.
     """
+    if isinstance(fmt, Format) and fmt.name in FP4_FORMATS:
+        return identify_fp4(function, fmt, name=name, expect=expect, granularity=granularity, axis=axis, framework=framework, device=device)
     check_format(fmt)
     wanted = None if expect is None else policy_data.by_name(expect)
     if wanted is None and (granularity is not None or axis is not None):

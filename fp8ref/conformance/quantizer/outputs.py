@@ -24,7 +24,17 @@ from fp8ref.sim import cast
 
 # The names that libraries give to the parts of a quantized tensor
 _CODES = ("codes", "_data", "qdata", "qvalue", "data", "quantized")
-_SCALES = ("scale", "_scale", "scale_inv", "_scale_inv", "scales", "scale_inverse", "scaling_factor")
+_SCALES = (
+    "scale",
+    "_scale",
+    "scale_inv",
+    "_scale_inv",
+    "scales",
+    "scale_inverse",
+    "scaling_factor",
+    "tensor_scale_inv",
+    "per_tensor_scale",
+)
 
 
 class WrongShapeError(ConformanceError):
@@ -89,7 +99,7 @@ class Quantizer:
 
 def arrays_of(found: Any) -> list[np.ndarray]:
     """All arrays among the parts of what was returned."""
-    return [made[0] for part in _parts(found).values() if (made := _array(part)) is not None]
+    return [made[0] for part in parts_of(found).values() if (made := array_of(part)) is not None]
 
 
 def read(found: Any, x: np.ndarray) -> QuantizerOutput:
@@ -97,8 +107,8 @@ def read(found: Any, x: np.ndarray) -> QuantizerOutput:
 
     Raises:   WrongShapeError: no part is an array of x's shape that holds codes or values.
     """
-    parts = _parts(found)
-    arrays = {name: made for name, part in parts.items() if (made := _array(part)) is not None}
+    parts = parts_of(found)
+    arrays = {name: made for name, part in parts.items() if (made := array_of(part)) is not None}
     fitting = {name: dtype for name, (a, dtype) in arrays.items() if a.shape == x.shape}
     codes_first = [n for n, dtype in fitting.items() if _is_codes(n, dtype, len(arrays))] + [n for n, d in fitting.items() if d in FLOATS]
     main = codes_first[0] if codes_first else None
@@ -119,7 +129,7 @@ def read(found: Any, x: np.ndarray) -> QuantizerOutput:
     )
 
 
-def _parts(found: Any) -> dict[str, Any]:
+def parts_of(found: Any) -> dict[str, Any]:
     """The parts by name: attributes, or items of a dict or sequence; else the whole."""
     if isinstance(found, np.ndarray):  # its attribute ``data`` is a buffer, and no codes
         return {"": found}
@@ -135,7 +145,7 @@ def _parts(found: Any) -> dict[str, Any]:
     return {"": found}
 
 
-def _array(part: Any) -> tuple[np.ndarray, str] | None:
+def array_of(part: Any) -> tuple[np.ndarray, str] | None:
     """A part as a NumPy array and its dtype; None if it is neither array nor number."""
     return (np.asarray(part, np.float64), "float64") if isinstance(part, float) else subjects.read_array(part)
 

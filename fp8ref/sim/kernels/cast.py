@@ -1,4 +1,4 @@
-"""Casts from float32 bits to 8-bit codes, one pass, eight lanes at a time, for every signed format
+"""Casts from float32 bits to codes of 8 or 4 bits, one pass, eight lanes at a time, for every signed format
 and rounding.
 
 The code of |x| is n + (E - emin) * 2^m, where E = max(floor(log2|x|), emin) and n is |x| in units
@@ -32,6 +32,8 @@ class Layout(NamedTuple):
     max_code: np.uint32
     overflow_code: np.uint32
     nan_code: np.uint32
+    sign_bit: np.uint32
+    sign_shift: np.uint32  # from float32's sign bit to this one
     saturate: bool
     negative_zero: bool
     directed: bool  # never leaves the finite range from a finite value (SEMANTICS C-4)
@@ -50,6 +52,8 @@ def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
         max_code=u32(fmt.max_code),
         overflow_code=u32(fmt.nan_code if fmt.inf_code is None else fmt.inf_code),
         nan_code=u32(fmt.nan_code),
+        sign_bit=u32(fmt.sign_bit),
+        sign_shift=u32(32 - fmt.bits),
         saturate=saturate,
         negative_zero=fmt.specials != "fnuz",
         directed=rounding in ("toward_zero", "to_odd"),
@@ -119,7 +123,7 @@ def pack(bits, code, to):
     """From the bits of x and the rounded code of |x|: overflow, sign, NaN (SEMANTICS C-3 to
     C-6)."""
     u = u32(bits & u32(0x7FFFFFFF))
-    sign = u32(shift_right(bits, u32(24)) & u32(0x80))
+    sign = u32(shift_right(bits, to.sign_shift) & to.sign_bit)
     if not to.saturate:
         # From a finite value a directed rounding never leaves the finite range (C-4).
         kept = to.directed and u < u32(0x7F800000)

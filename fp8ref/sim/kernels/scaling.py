@@ -3,7 +3,7 @@
 
 Row r of the matrix takes row group[r] of the scales, and within it every ``width`` elements one
 scale: width 1 is a scale for each column. Tensorwise, rowwise along either axis, and every block
-are such grids; ``scaling.grid_of`` makes them.
+are such grids; ``scale_grid.grid_of`` makes them.
 """
 
 import functools

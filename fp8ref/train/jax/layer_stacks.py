@@ -48,6 +48,14 @@ class LayerStacks:
                 apart[name] = value
         return apart
 
+    def specs(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """PartitionSpecs, or trees of them, by the names of the layers: of a stack without its first dim."""
+        apart = {name: one for name, one in found.items() if "*" not in name}
+        for name in found.keys() - apart.keys():
+            of_one = jax.tree.map(lambda spec: P(*spec[1:]), found[name])
+            apart |= {name.replace("*", str(i)): of_one for i in range(self._layers)}
+        return apart
+
     def tree(self, like, found: Mapping[str, jax.Array]):
         """The tree of parameters ``like``, of arrays by parameter name."""
         return jax.tree_util.tree_map_with_path(lambda path, _: self.together(name_of(path), found), like)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +104,10 @@ class Pass:
             self.taps[name] = tap
         return checkpoint_name(y, "linear")
 
-    def of(self, layer: str) -> tuple[Any, dict, dict]:
-        """(states, observations, taps) of the linears of a layer, by name."""
-        return tuple({name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in (self.state, self.seen, self.taps))  # type: ignore[return-value]
+    def of(self, layer: str) -> tuple[dict, ...]:
+        """(states, observations, taps, copies) of the linears of a layer, by name."""
+        held = (self.state, self.seen, self.taps, self.copies)
+        return tuple({name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in held)
 
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
@@ -272,9 +273,11 @@ class Llama(nnx.Module):
         return run.layout.cut_sequence(h) if run.layout else h
 
 
-def _layer(graph, cos: jax.Array, sin: jax.Array, run: Pass, h: jax.Array, params, state: Mapping, seen: Mapping, taps: Mapping):
+def _layer(
+    graph, cos: jax.Array, sin: jax.Array, run: Pass, h: jax.Array, params, state: Mapping, seen: Mapping, taps: Mapping, copies: Mapping
+):
     """One layer as a pure function: (h, (observations, taps)) after it."""
-    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps))
+    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), copies=copies)
     h = nnx.merge(graph, params)(h, cos, sin, own)
     return h, (own.seen, own.taps)
 

@@ -10,13 +10,15 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import health, states
+from fp8ref.jax import adamw_state, health, states
+from fp8ref.jax.adamw_state import AdamWState
+from fp8ref.jax.parameter_stacks import is_stored
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Recipe
 from fp8ref.train import train_state
 from fp8ref.train.jax.layer_stacks import LayerStacks
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.parameter_names import is_stored, name_of, named
+from fp8ref.train.jax.parameter_names import name_of, named
 from fp8ref.train.sections import OptimizerConfig
 
 
@@ -50,16 +52,17 @@ class Optimizer:
         if not self._keeps_masters:
             params = self._stacks.tree(self._params, dict(weights))
             return params, jax.jit(self._transformation.init, out_shardings=self._on_mesh(state))(params)
-        of_each = [named(tree, stored=True) for tree in (state.m, state.v, masters)]
+        of_each = [self._stacks.specs(named(tree, stored=True)) for tree in (state.m, state.v, masters)]
 
-        def begun(name: str, weight: jax.Array) -> states.AdamWState:
-            own = states.AdamWState(P(), *(of[name] for of in of_each))  # type: ignore[arg-type]  # specs in place of arrays
+        def begun(name: str, weight: jax.Array) -> AdamWState:
+            m, v, master = (of[name] for of in of_each)
+            own = AdamWState(P(), m, v, master, P())  # type: ignore[arg-type]  # specs in place of arrays
             return jax.jit(self._transformation.init, out_shardings=self._on_mesh(own))(weight)
 
         each = {name: begun(name, weight) for name, weight in weights}
         trees = ({name: getattr(one, key) for name, one in each.items()} for key in ("m", "v", "master"))
         m, v, masters = (self._stacks.tree(self._params, tree) for tree in trees)
-        return masters, states.AdamWState(next(iter(each.values())).count, m, v)
+        return masters, next(iter(each.values()))._replace(m=m, v=v, master=None)
 
     def update(self, params, state, grads, loss: jax.Array, lr: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
         """(masters, state, norm of the gradients, whether loss and norm are finite) after a step at
@@ -82,14 +85,17 @@ class Optimizer:
         _, after = self._at(0.0).update(grads, self._with_masters(params, state), self.weights(params))
         g, before, made = (
             self._stacks.named(grads),
-            *(states.AdamWState(x.count, self._by_name(x.m), self._by_name(x.v)) for x in (state, after)),
+            *(AdamWState(x.count, self._by_name(x.m), self._by_name(x.v)) for x in (state, after)),
         )
         found = health.measure(g, before, made, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
         return health.Measured(*(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True)))
 
     def moments(self, state) -> dict[str, dict[str, Any]]:
         """Both moments in float32, as the next step reads them, by the names of ``train_state``."""
-        both = (state[0].mu, state[0].nu) if self._moments is None else states.decode(state, self._moments)
+        if self._moments is None:
+            both = (state[0].mu, state[0].nu)
+        else:
+            both = states.decode(self._with_masters(() if self._keeps_masters else None, state), self._moments, stacked=_stacks)
         return {key: self._stacks.named(moment) for key, moment in zip(train_state.MOMENTS, both, strict=True)}
 
     def weights(self, params):
@@ -98,16 +104,17 @@ class Optimizer:
         if not self._keeps_masters:
             return params
         assert self._moments is not None
-        return states.weights(_holding(params), self._moments, jnp.bfloat16)
+        return states.weights(self._holding(params), self._moments, jnp.bfloat16, stacked=_stacks)
 
     def copies(self, params, recipes: Mapping[str, Recipe]) -> dict[str, Quantized]:
-        """FP8 copies of weights by linear, for recipes that cast a weight once (O-16): of stored masters alone."""
+        """FP8 copies of weights by linear, for recipes that cast a weight once (O-16): of stored masters alone. By the
+        name of a stack, those of all layers."""
         if not self._keeps_masters:
             return {}
         assert self._moments is not None
         masters = named(params, stored=True)
         return {
-            name: states.copies(_holding(masters[f"{name}.weight"]), self._moments, recipe, jnp.bfloat16)
+            name: states.copies(self._holding(masters[f"{name}.weight"]), self._moments, recipe, jnp.bfloat16, stacked="*" in name)
             for name, recipe in recipes.items()
         }
 
@@ -115,7 +122,7 @@ class Optimizer:
         """The float32 numbers of masters by parameter name, stacks taken apart."""
         if self._keeps_masters:
             assert self._moments is not None
-            params = states.weights(_holding(params), self._moments, jnp.float32)
+            params = states.weights(self._holding(params), self._moments, jnp.float32, stacked=_stacks)
         return self._stacks.named(params)
 
     def tensors(self, params, state) -> dict[str, Any]:
@@ -134,9 +141,8 @@ class Optimizer:
             mu, nu = (self._stacks.tree(like, found) for like, found in zip((state[0].mu, state[0].nu), both, strict=True))
             optimizer = optax.tree_utils.tree_set(state, mu=mu, nu=nu, count=count)
         else:
-            optimizer = states.AdamWState(
-                count, *(self._of_fields(like, found) for like, found in zip((state.m, state.v), both, strict=True))
-            )
+            m, v = (self._of_fields(like, found) for like, found in zip((state.m, state.v), both, strict=True))
+            optimizer = state._replace(count=count, m=m, v=v)
         return (self._of_fields(params, masters) if self._keeps_masters else self._stacks.tree(params, masters)), optimizer
 
     def _specs(self) -> tuple[Any, Any]:
@@ -153,7 +159,7 @@ class Optimizer:
                 lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec), tree, self.parameter_specs, is_leaf=is_stored
             )
 
-        found = states.AdamWState(P(), of(shapes.m), of(shapes.v))  # type: ignore[arg-type]  # specs in place of arrays
+        found = AdamWState(P(), of(shapes.m), of(shapes.v), None, P())  # type: ignore[arg-type]  # specs in place of arrays
         return of(shapes.master) if self._keeps_masters else self.parameter_specs, found
 
     def _on_mesh(self, specs):
@@ -164,6 +170,11 @@ class Optimizer:
         """The norm of the gradients, and what clips them to the largest that it may be (T-2)."""
         norm = optax.tree.norm(grads)
         return norm, jnp.minimum(1.0, self._keys.max_norm / norm)
+
+    def _holding(self, masters) -> AdamWState:
+        """Masters as the part of an optimizer's state that ``states.weights`` and ``copies`` read."""
+        assert self._moments is not None
+        return AdamWState(jnp.int32(0), None, None, masters, adamw_state.decisions(self._moments))
 
     def _with_masters(self, params, state):
         """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps."""
@@ -188,7 +199,7 @@ class Optimizer:
         """What ``states.adamw`` and ``states.step`` take but for the learning rate."""
         keys, layout = self._keys, self._moments or "float32"
         numbers = {"b1": keys.beta1, "b2": keys.beta2, "eps": keys.eps, "weight_decay": keys.weight_decay}
-        return {**numbers, "layout": layout, "mask": _matrices}
+        return {**numbers, "layout": layout, "mask": _matrices, "stacked": _stacks}
 
     def _by_name(self, moments) -> dict[str, states.MomentState]:
         """Stored moments by parameter name."""
@@ -227,9 +238,9 @@ def _without(suffix: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)}
 
 
-def _holding(masters) -> states.AdamWState:
-    """Masters as the part of an optimizer's state that ``states.weights`` and ``copies`` read."""
-    return states.AdamWState(jnp.int32(0), None, None, masters)
+def _stacks(params):
+    """True for each parameter that is a stack of layers (``layer_stacks``)."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: "*" in name_of(path), params)
 
 
 def _matrices(params):

@@ -4,12 +4,7 @@ from typing import Any
 
 import jax
 
-from fp8ref.jax import states
-
-
-def is_stored(node) -> bool:
-    """Whether a node is a stored moment or master, a leaf to most."""
-    return isinstance(node, states.MomentState)
+from fp8ref.jax.parameter_stacks import is_stored
 
 
 def name_of(path) -> str:

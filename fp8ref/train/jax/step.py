@@ -81,7 +81,8 @@ class Step:
         self._graph, self._params = jax.eval_shape(self._split, shapes)
         self.optimizer = Optimizer(config.optimizer, layout, self.stacks, self._params)
         self._specs = self.optimizer.parameter_specs
-        self._copied = device_shapes.copied(own, "jax")
+        name = llama.stack_of if config.parallel.scan else str
+        self._copied = {name(path): recipe for path, recipe in device_shapes.copied(own, "jax").items()}
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
         """The state before the first step, on the layout's devices, and the PartitionSpec of each

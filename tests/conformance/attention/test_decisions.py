@@ -33,7 +33,7 @@ def test_decisions_of_named_variants(name):  # A-1 to A-11, A-17
     assert [fault.what for fault in found.faults] == (["range of P"] if name == "fa4_threshold4" else [])
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("what", "base", "changes", "value"),
     [

@@ -20,7 +20,7 @@ def simulated(variant):
     return functools.partial(attention.forward, variant=variant)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_every_variant_is_identified(name):
     found = identify_attention(simulated(name), expect=name)
@@ -30,7 +30,7 @@ def test_every_variant_is_identified(name):  # A-1, A-17
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("base", "changes", "said"),
     [

@@ -48,6 +48,7 @@ def to_ml_dtypes(fmt):
     return lambda x: x.astype(getattr(ml_dtypes, f"float8_{fmt.name}"))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("function", "framework", "fmt", "names"),
     [
@@ -115,6 +116,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(("function", "differs", "said"), MUTANTS, ids=lambda v: getattr(v, "__name__", None))
 def test_mutants_by_what_is_wrong_with_them(function, differs, said):  # C-1 to C-6, F-2
     found = identify_cast(function, E4M3FN, expect="saturating")
@@ -192,6 +194,7 @@ def test_a_name_is_held_to_but_for_codes_of_nan():  # C-5
     assert identify_cast(to_jax(E4M3FN), E4M3FN, expect="non_saturating", framework="jax").ok
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("function", "framework", "differs"),
     [

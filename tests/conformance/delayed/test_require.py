@@ -216,6 +216,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(("made", "message"), FAULTS, ids=[made.__name__ for made, _ in FAULTS])
 def test_a_planted_fault_is_found_and_nothing_else(made, message):  # H-1 to H-6, H-13
     text = said(made, RULES["delayed"], examples=8)
@@ -307,6 +308,7 @@ def test_flax_is_identified():  # H-8, H-13
     }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     "changed",
     [

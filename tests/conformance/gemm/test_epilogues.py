@@ -28,7 +28,7 @@ def test_epilogues(epilogue, granularity):
             assert not others
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("epilogue", [e for e in candidates() if e.bias and e.rounding == "nearest_even"], ids=lambda e: e.name)
 def test_epilogues_with_a_bias(epilogue):
     without = next(e for e in candidates() if dataclasses.replace(epilogue, name=e.name, bias=None) == e)

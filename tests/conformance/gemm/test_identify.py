@@ -75,6 +75,7 @@ def test_a_shape_that_no_tensor_core_takes(shape):
         identify_gemm(planted_gemm("hopper_slow"), shape=shape)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("profile", ["hopper", "ada"])
 def test_mmaemus_tensor_cores(profile, fast):

@@ -45,6 +45,7 @@ def found(multiply, fmt_a=E4M3FN, fmt_b=E4M3FN, count=20_000):
     return instruction.identify(multiply, fmt_a, fmt_b, name="planted", count=count)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}")
 @pytest.mark.parametrize("unit", ["hopper", "ada"])
 def test_a_simulated_instruction(unit, pair):

@@ -57,7 +57,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("formats", [(E4M3FN, E4M3FN), (E5M2, E4M3FN), (E5M2, E5M2)], ids=lambda p: f"{p[0]}-{p[1]}")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_step_does(variant, formats):
@@ -67,6 +67,7 @@ def test_what_a_step_does(variant, formats):
     assert {key: found.plan[key] for key in VARIANTS[variant]} == VARIANTS[variant]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("unit", ["hopper", "ada"])
 @pytest.mark.parametrize("formats", list(itertools.product((E4M3FN, E5M2), repeat=2)), ids=lambda p: f"{p[0]}-{p[1]}")
 def test_every_pair_of_formats(formats, unit):

@@ -36,6 +36,7 @@ def kind(x: float, spacing: Fraction, fmt, numbers: list[Fraction], ties: list[F
     return "underflow" if magnitude < least / 2 else "subnormal" if magnitude < Fraction(fmt.smallest_normal) else "in range"
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("fmt", [*FP8_FORMATS.values(), E8M0FNU], ids=str)
 @pytest.mark.parametrize("source", dtypes.SOURCES)
 def test_kinds_of_casts(fmt, source):

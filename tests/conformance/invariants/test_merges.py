@@ -40,6 +40,7 @@ LIBRARIES = {
 }
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_libraries(name):  # P-28
     merge, breaks = LIBRARIES[name]

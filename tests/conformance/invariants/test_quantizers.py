@@ -18,6 +18,7 @@ BREAK = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("key", [("torchao", "tensorwise"), ("torchao", "rowwise"), ("te_block", "tensorwise"), *BREAK], ids=str)
 def test_policies(key):  # S-19
     policy, granularity = key
@@ -73,6 +74,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults(name):  # S-19
     made, breaks = FAULTS[name]

@@ -41,6 +41,7 @@ BREAK = {
 """The invariants that policies break, each for a reason that their clause states. The others break none."""
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(policy):  # S-18
     def scales(amax):

@@ -20,6 +20,7 @@ NAMED = [
 ]  # fmt: skip
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("function", "deviation", "shown"), NAMED, ids=[function.__name__ for function, *_ in NAMED])
 def test_named_and_shown_once(function, deviation, shown):  # S-16
     found = identify_quantizer(function, E4M3FN, name="mine", expect="torchao")

@@ -51,7 +51,7 @@ def flax_quantizer(x):
     return fp8_ops.quantize(x, jnp.float8_e4m3fn, scale, x.dtype), scale
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("function", "framework", "policy", "granularity", "returns"),
     [
@@ -103,6 +103,7 @@ def test_every_policy_of_the_simulator(policy, given):  # S-9, S-13 to S-16
         assert names == [policy]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_every_granularity_and_axis(granularity, axis):  # S-6
@@ -111,7 +112,7 @@ def test_every_granularity_and_axis(granularity, axis):  # S-6
         return q.codes, q.scale
 
     found = identify_quantizer(function, E5M2)
-    either = granularity in ("tensorwise", "blockwise_128x128", "mx_32x32")
+    either = granularity in ("tensorwise", "blockwise_128x128", "mx_32x32", "nvfp4_16x16")
     assert (found.found["granularity"], found.found["axis"], found.found["policy"]) == (granularity, None if either else axis, "te_current")
     assert found.identified
 
@@ -143,6 +144,7 @@ LONG = (planted.no_zero_amax, planted.amax_in_bfloat16, planted.scale_in_bfloat1
 """Mutants that many candidates are tried for."""
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("function", "expect", "differs", "said"), [pytest.param(*m, marks=pytest.mark.slow) if m[0] in LONG else m for m in MUTANTS]
 )
@@ -169,6 +171,7 @@ def test_a_cause_of_its_own_is_shown_beside_it():
     assert [w.input for w in found.differences] == ["x [1, 1] = 1", "x [1, 1] = 0"]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("granularity", ["rowwise", "blockwise_128x128", "blockwise_1x128"])
 def test_transposed_scales(granularity):  # S-6
     def function(x):
@@ -247,6 +250,7 @@ def test_a_scale_that_no_amax_has_a_part_in():
     assert "no scale of its own amax" in found.message
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     "wrap",
     [

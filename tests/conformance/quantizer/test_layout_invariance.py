@@ -25,6 +25,7 @@ def test_what_is_right_everywhere():  # S-16
     assert (by["from bfloat16"], by["from float16"]) == ("torchao", "torchao")
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -56,6 +57,7 @@ def test_what_is_wrong_in_other_tensors(function, said):  # S-2, S-5, S-6, S-16
     assert said in found.message
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("function", "said"),
     [

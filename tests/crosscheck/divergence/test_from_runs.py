@@ -58,6 +58,7 @@ def test_equal_runs_do_not_diverge(trained, capsys):
     assert "4 steps are equal, bit for bit" in capsys.readouterr().out
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("sections", "key", "step", "place", "clauses"),
     [

@@ -51,7 +51,7 @@ def squares(model, **options):
     return loss
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 def test_a_dense_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):

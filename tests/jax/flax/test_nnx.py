@@ -66,7 +66,7 @@ def same_sum(a, b):
     np.testing.assert_allclose(a, b, rtol=2 * X.size * 2.0**-24)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 def test_a_linear_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):

@@ -25,6 +25,7 @@ def bits():
     return np.concatenate([anything, scaled, special, payloads])
 
 
+@pytest.mark.grid(2)
 @fp8
 @pytest.mark.parametrize("rounding", cast.ROUNDINGS)
 @pytest.mark.parametrize("saturate", [True, False])
@@ -42,6 +43,7 @@ def test_narrower_inputs(fmt, dtype, rounding):
     np.testing.assert_array_equal(cast.encode(x, fmt, rounding=rounding), cast.encode_plain(x, fmt, rounding=rounding))
 
 
+@pytest.mark.grid(2)
 @fp8
 def test_the_second_draw_of_stochastic_rounding(fmt):  # C-2: about one element in 2^16 needs it
     x = np.random.default_rng(3).uniform(fmt.max / 4, fmt.max / 2, 1 << 21).astype(np.float32)

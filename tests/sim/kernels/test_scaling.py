@@ -19,6 +19,7 @@ def tensor(shape, dtype):
     return x.astype(dtype)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["float32", "bfloat16", "float16"])
 def test_equal_to_the_plain_functions(shape, dtype):  # S-2, S-5, S-6

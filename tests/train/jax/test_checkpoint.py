@@ -55,6 +55,7 @@ def test_a_state_is_read_by_any_mesh(saved, mesh):  # K-2
     assert mesh != {"fsdp": 2} or found == losses
 
 
+@pytest.mark.slow
 def test_weights_alone(saved, monkeypatch):
     """One after the other, each read when it is asked for; what they are is read once."""
     folder, weights, _ = saved

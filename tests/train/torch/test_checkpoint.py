@@ -67,6 +67,7 @@ def equal(a, b):
         ("tensorwise", "adamw_states", {"fsdp": 2}, {"fsdp": 2}),
         ("tensorwise", "msamp_o2", {"fsdp": 2}, {}),
         pytest.param("tensorwise", "sqrt_e4m3_f16", {"fsdp": 2}, {"fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param("tensorwise", "msamp_o2", {"fsdp": 2, "tensor": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
         pytest.param("rowwise", "sqrt_e4m3_f16", {"data": 2, "fsdp": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
         pytest.param("tensorwise", "adamw_states", {"fsdp": 4}, {"fsdp": 2}, marks=pytest.mark.slow),
         pytest.param("rowwise", "adamw_states", {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
@@ -97,6 +98,7 @@ def test_a_state_is_read_by_any_mesh(tmp_path, recipe, kind, before, after):  # 
         assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in saved[0][1]], rel=2.0**-9)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "adamw_fp8", "adamw_states", *WITH_MASTERS])
 def test_moments_of_every_optimizer_are_kept_bit_for_bit(tmp_path, kind):  # K-2, T-6
     with torch.compiler.set_stance("force_eager"):

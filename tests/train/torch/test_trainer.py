@@ -6,14 +6,15 @@ import pytest
 from ranks import run
 
 import fp8ref.configs
-from fp8ref.recipe import RECIPES
+from fp8ref.recipe import trained_recipes
 from fp8ref.torch import delayed
 from fp8ref.train import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.grid(3)
+@pytest.mark.parametrize("recipe", trained_recipes())
 def test_every_recipe_trains(recipe, small):
     """Dims of 128, of which every block is one."""
     config = small.replace(

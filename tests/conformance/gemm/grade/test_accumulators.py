@@ -45,6 +45,7 @@ def test_zeros_at_the_end_of_k_change_no_sum():
         assert np.array_equal(one.sums(products, 512), one.sums(whole, 512))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     "planted",
     [

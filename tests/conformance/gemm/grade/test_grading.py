@@ -12,7 +12,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim import gemm
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_gemm(name):  # B-1, B-14
     planted = PLANTED[name]
@@ -56,6 +56,7 @@ def test_a_plan_in_the_place_of_the_bound():
         require_gemm(plain, accumulate="hopper_slow", shapes=[(32, 32, 512)])
 
 
+@pytest.mark.slow
 def test_an_error_says_the_cause_once_with_the_first_result():
     with pytest.raises(AssertionError) as raised:
         require_gemm(without(lambda k: slice(k - 32, k)), name="mine")
@@ -91,6 +92,7 @@ def test_a_gemm_that_drops_the_end_of_a_ragged_k():
     assert [cause.name for cause in grade.causes] == ["the last 32 of K dropped"]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("formats", [(E5M2, E4M3FN), (E4M3FN, E5M2), (E5M2, E5M2)])
 def test_other_formats(formats):
     assert grade_gemm(correct, formats=formats, shapes=[(64, 64, 256)]).ok
@@ -98,6 +100,7 @@ def test_other_formats(formats):
     assert "a bfloat16 accumulator, rounded every 32 of K" in grade.causes[0].name
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("a", "b"), [("blockwise_1x128", "blockwise_128x128"), ("mx_1x32", "mx_1x32"), ("rowwise", "tensorwise")])
 def test_other_granularities(a, b):
     grade = grade_gemm(lambda a, b: gemm.matmul(a, b), name="sim", granularity=a, granularity_b=b, shapes=[(64, 160, 384)])
@@ -106,6 +109,7 @@ def test_other_granularities(a, b):
     assert grade.granularities == (a, b)
 
 
+@pytest.mark.slow
 def test_a_long_k():
     """16,384 is asked index by index in four GEMMs of 64 x 64."""
     assert grade_gemm(correct, shapes=[(64, 64, 16384)]).ok

@@ -11,6 +11,7 @@ def grouped(a, b):
     return [correct(x, y) for x, y in zip(a, b, strict=True)]
 
 
+@pytest.mark.slow
 def test_right_groups():
     grade = require_grouped(grouped)
     assert grade.verdict == "right"

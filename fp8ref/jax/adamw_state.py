@@ -1,0 +1,82 @@
+"""The state of AdamW with narrow moments in JAX, and whether it is one of a layout (SEMANTICS O-4, O-17).
+
+A state is arrays alone, so that any pytree library keeps it: orbax, flax, optax's own states around it. So
+the decisions of its layout are an array too, their text in ASCII.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8ref import layout_decisions
+from fp8ref.jax import moments
+from fp8ref.jax.moments import MomentState
+from fp8ref.states import Layout
+
+
+class AdamWState(NamedTuple):
+    """The steps that were made, int32; trees of ``MomentState`` in the structure of the parameters, where
+    ``master`` is None if parameters are the masters; and the decisions of the layout, as ``decisions``
+    makes them."""
+
+    count: jax.Array  # type: ignore[assignment]  # optax's name, which tuples have too
+    m: Any
+    v: Any
+    master: Any = None
+    decisions: Any = None
+
+
+def decisions(layout: Layout) -> jax.Array:
+    """uint8 [layout_decisions.BYTES]: the text of a layout, which its states hold (O-17)."""
+    return jnp.asarray(_text(layout))
+
+
+def is_of(state: AdamWState, layout: Layout) -> jax.Array:
+    """bool (): whether a state has the decisions of a layout. Of what is known only when a program runs."""
+    return jnp.all(jnp.asarray(state.decisions) == _text(layout))
+
+
+def check_decisions(state: AdamWState, layout: Layout) -> None:
+    """ValueError for a state of other decisions, naming them. Of a tracer nothing is known."""
+    held = state.decisions
+    found = None if held is None else (str(getattr(held, "dtype", type(held).__name__)), tuple(getattr(held, "shape", ())))
+    if found != (wanted := ("uint8", (layout_decisions.BYTES,))):
+        raise ValueError(f"a state holds the decisions of its layout, {wanted} (O-17); got {found}. Use init.")
+    if isinstance(held, jax.core.Tracer) or not isinstance(held, jax.Array | np.ndarray):
+        return
+    own = held if isinstance(held, np.ndarray) else held.addressable_data(0)  # whole on every device
+    layout_decisions.check(layout, np.asarray(own).tobytes().decode("ascii", "replace"))
+
+
+def trees(state: AdamWState, layout: Layout) -> list[Any]:
+    """m, v and, where the layout keeps them, the masters. ValueError for a state that is none of the layout."""
+    if not isinstance(state, AdamWState):
+        raise ValueError(
+            f"a state is an AdamWState of fp8ref.jax.states; got {type(state).__name__}. Of an optax.chain take its part, such as state[1]."
+        )
+    if (state.master is not None) != layout.keeps_master:
+        raise ValueError(
+            f"a state of layout {layout.name!r} has {'' if layout.keeps_master else 'no '}masters; got one with"
+            f"{'out' if layout.keeps_master else ''}. States of another layout are not converted: use init."
+        )
+    return [state.m, state.v, state.master][: len(layout.kept)]
+
+
+def check_moment(stored, shape: tuple[int, ...], layout: Layout, which: int, *, stacked: bool = False) -> None:
+    """ValueError unless a stored moment is one of this layout and shape; stacked: of each tensor of a stack."""
+    wanted = jax.eval_shape(lambda: moments.zeros(jnp.zeros(shape, jnp.float32), layout, which, stacked=stacked))
+    described = [
+        [None if a is None else (jnp.dtype(a.dtype).name, tuple(a.shape)) for a in s] if isinstance(s, MomentState) else s
+        for s in (stored, wanted)
+    ]
+    if described[0] != described[1]:
+        raise ValueError(
+            f"the state of a moment under layout {layout.name!r} is {described[1]}; got {described[0]}. States of another layout are not "
+            "converted: use the layout that they were made with, or init."
+        )
+
+
+def _text(layout: Layout) -> np.ndarray:
+    return np.frombuffer(layout_decisions.in_bytes(layout), np.uint8)

@@ -1,0 +1,44 @@
+"""Parameters that are stacks: tensors of one shape along a first dim, as a scan over layers takes them.
+
+Which parameters are, or decay, is said as optax says masks: by a tree of booleans, of the parameters' structure
+or a prefix of it, or by a function of the parameters.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fp8ref.jax.moments import MomentState
+
+
+def flags(name: str, given: Any, params, *, default: bool) -> Any:
+    """The boolean of each parameter, of a mask; default where none is given.
+
+    Raises:   ValueError: a mask of another structure, under its name.
+    """
+    if given is None:
+        return jax.tree.map(lambda _: default, params)
+    found = given(params) if callable(given) else given
+    try:
+        return jax.tree.broadcast(found, params)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} is a tree of booleans, of the parameters' structure or a prefix of it; got {jax.tree.structure(found)} for "
+            f"{jax.tree.structure(params)}. Make it of the parameters, by jax.tree.map."
+        ) from error
+
+
+def is_stored(node) -> bool:
+    """Whether a node is a stored moment or master, a leaf to most."""
+    return isinstance(node, MomentState)
+
+
+def of_stored(tree, stacked: Any) -> Any:
+    """Which nodes of a tree of ``MomentState`` are of stacks; a function takes the tree of their codes."""
+    return flags("stacked", stacked, jax.tree.map(lambda one: one.codes, tree, is_leaf=is_stored), default=False)
+
+
+def each(f: Callable, is_stack: bool) -> Callable:
+    """f, of each tensor of a stack or of the one tensor."""
+    return jax.vmap(f) if is_stack else f

@@ -1,0 +1,30 @@
+"""Rotations of blocks by a Hadamard matrix with signs, as data (SEMANTICS S-23)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """A Hadamard rotation of ``len(signs)`` consecutive elements along the reduced axis (A-13).
+
+    signs  1 or -1 for each element: it is multiplied by it first.
+
+    Raises:  ValueError: a size that is no power of two of at least 2, or other signs.
+    """
+
+    signs: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.signs)
+        if size < 2 or size & (size - 1) or not set(self.signs) <= {1, -1}:
+            raise ValueError(f"a rotation has 2, 4, 8, ... signs, each 1 or -1; got {self.signs}.")
+
+    @property
+    def size(self) -> int:
+        """The elements that are rotated together."""
+        return len(self.signs)
+
+
+# TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py: get_wgrad_sign_vector (commit d0067d0d).
+NVFP4_ROTATION = Rotation(signs=(1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1))
+"""Transformer Engine's rotation of the operands of grad_weight under NVFP4."""
