@@ -3,6 +3,9 @@
 PyTorch: this process is the first of so many in a group that sends nothing (torch's fake process group), so that it makes the shards of one rank.
 JAX (--backend jax): one process holds the shards of all devices, which a CPU imitates. Prints the bytes of the float32 shards, and what the process
 held at most beyond what it began with: all of it, and NumPy's arrays, from which shards are copied to devices.
+
+PyTorch, --check: afterwards it compares each shard, bit for bit, with the same rows of the whole matrix as one process draws it. --rank chooses
+another rank than the first, so that ranks too large to stand beside each other are checked one after the other.
 """
 
 import argparse
@@ -13,6 +16,8 @@ import resource
 import time
 import tracemalloc
 from pathlib import Path
+
+import numpy as np
 
 import fp8ref.configs
 from fp8ref import llama
@@ -27,15 +32,19 @@ def main() -> None:
     parser.add_argument("config", help="a packaged config, such as llama-8b, whose weights are cut over fsdp alone")
     parser.add_argument("--backend", choices=("torch", "jax"), default="torch")
     parser.add_argument("--processes", type=int, default=64, help="ranks, or devices of JAX")
+    parser.add_argument("--rank", type=int, default=0, help="which rank this process is (PyTorch)")
+    parser.add_argument("--check", action="store_true", help="compare the shards with one process's weights (PyTorch)")
     given = parser.parse_args()
+    if given.backend == "jax" and (given.rank or given.check):
+        parser.error("--rank and --check are for --backend torch: JAX's one process has all shards.")
     config = configs.load(Path(fp8ref.configs.__file__).parent / f"{given.config}.toml")
     parallel = {"data": 1, "fsdp": given.processes, "tensor": 1, "sequence": False, "amax_scope": "global", "checkpointing": "none"}
     config = config.replace(parallel=parallel, data={"batch_size": given.processes, "microbatches": 1})
-    begin = {"torch": in_torch, "jax": in_jax}[given.backend](config)
+    begin = in_torch(config, given.rank) if given.backend == "torch" else in_jax(config)
     before = resident()
     tracemalloc.start()
     start = time.perf_counter()
-    shards = begin()
+    shards, made = begin()
     seconds = time.perf_counter() - start
     arrays = tracemalloc.get_traced_memory()[1]
     # Of this program alone: getrusage's figure is at least that of the process that started it.
@@ -47,10 +56,27 @@ def main() -> None:
     print(f"float32 shards                {shards / GIB:8.3f} GiB")
     print(f"most that the process held    {(most - before) / GIB:8.3f} GiB more than before")
     print(f"of NumPy's arrays             {arrays / GIB:8.3f} GiB")
+    if given.check:
+        tracemalloc.stop()
+        compared, differ = check(config, made, given.rank)
+        print(f"rank {given.rank} against one process:  {differ:,} of {compared:,} elements differ")
 
 
-def in_torch(config: Config):
-    """A function that makes one rank's model; it returns the bytes of its shards."""
+def check(config: Config, made: dict, rank: int) -> tuple[int, int]:
+    """How many elements of a rank's shards were compared with the rows of whole matrices, and how many differ; frees the shards."""
+    weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
+    compared = differ = 0
+    for name in list(made):
+        shard, whole = made.pop(name).to_local().numpy(), weights[name][...]
+        rows = -(-len(whole) // config.parallel.devices)  # FSDP2 cuts as torch.chunk does
+        mine = whole[rank * rows : (rank + 1) * rows]
+        assert shard.shape == mine.shape, (name, shard.shape, mine.shape)
+        compared, differ = compared + shard.size, differ + int((shard.view(np.uint32) != mine.view(np.uint32)).sum())
+    return compared, differ
+
+
+def in_torch(config: Config, rank: int):
+    """A function that makes one rank's model; it returns the bytes of its shards, and them."""
     import torch
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,18 +84,19 @@ def in_torch(config: Config):
     from fp8ref.train.torch.processes import mesh_of
     from fp8ref.train.torch.step import Step
 
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.parallel.devices)
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.devices)
 
-    def begin() -> int:
+    def begin() -> tuple[int, dict]:
         weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
         step = Step(config, weights, mesh_of(config), torch.device("cpu"), None)
-        return sum(p.to_local().numel() * p.element_size() for p in step.params.values())
+        made = {name: p.detach() for name, p in step.params.items()}
+        return sum(p.to_local().numel() * p.element_size() for p in made.values()), made
 
     return begin
 
 
 def in_jax(config: Config):
-    """A function that makes the weights of all devices; it returns their bytes."""
+    """A function that makes the weights of all devices; it returns their bytes, and nothing to check."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={config.parallel.devices}"
     import jax
 
@@ -77,10 +104,10 @@ def in_jax(config: Config):
 
     layout = Layout(config)
 
-    def begin() -> int:
+    def begin() -> tuple[int, dict]:
         weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
         placed = [layout.put(weight, layout.parameter(name, weight.shape)) for name, weight in weights.items()]
-        return sum(shard.data.nbytes for array in jax.block_until_ready(placed) for shard in array.addressable_shards)
+        return sum(shard.data.nbytes for array in jax.block_until_ready(placed) for shard in array.addressable_shards), {}
 
     return begin
 

@@ -1,4 +1,4 @@
-"""The quantization statistics that a run records of its FP8 operands (SEMANTICS Q-8 to Q-10).
+"""The quantization statistics that a run records of its FP8 operands (SEMANTICS Q-8 to Q-10, Q-13).
 
 A backend measures the part of an operand that a device or rank holds, as float64 numbers in the
 order of FIELDS. ``merged`` makes one record of all parts. The simulator's own statistics are
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp8ref.attention_products import AttentionOperand
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Role
 
@@ -59,8 +60,8 @@ def planned(decisions: Iterable[Decision]) -> list[Operand]:
     ]
 
 
-def merged(operands: Sequence[Operand], parts: Sequence[np.ndarray]) -> dict[str, dict]:
-    """The recorded statistics of each operand, by name (Q-8): amax, scale_min, scale_max; rates as
+def merged(operands: Sequence[Operand | AttentionOperand], parts: Sequence[np.ndarray]) -> dict[str, dict]:
+    """The recorded statistics of each operand, by name (Q-8, Q-13): amax, scale_min, scale_max; rates as
     fractions; non_finite, a count; sqnr in dB.
 
     Shapes:   parts float64 [parts, FIELDS], one array for each operand; a part whose count is 0

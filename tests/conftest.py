@@ -17,6 +17,9 @@ from fp8ref.train.config import Config, DataConfig, RunConfig
 # Before anything imports jax: a CPU as eight devices, for meshes.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+# Kernels are compiled at their first call, however small: else tests of few elements would compare plain functions with themselves.
+os.environ.setdefault("FP8REF_COMPILE", "always")
+
 # Two workers of pytest-xdist with as many threads as cores each would wait for each other, and the processes that they start too.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,7 +10,7 @@ from torch import distributed
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
 from fp8ref.stats import planned
-from fp8ref.torch import delayed
+from fp8ref.torch import attention_observer, delayed
 from fp8ref.train.torch.trainer import Trainer
 
 
@@ -107,3 +107,16 @@ def statistics(config, tokens):
     trainer.observe(tokens, observer)
     parts = {operand.name: len(trainer._own_parts(operand)) for operand in planned(trainer.decisions)}
     return trainer.statistics(tokens), operands, trainer.weights(), parts
+
+
+def attention_statistics(config, tokens):
+    """A trainer's statistics, and {layer: {role: tensor}} of this rank's attention."""
+    trainer, found = Trainer(config), {}
+    report = attention_observer.report
+
+    def reported(name, product, role, x, tensor):
+        found.setdefault(name, {})[role] = x.float().numpy().copy()
+        report(name, product, role, x, tensor)
+
+    attention_observer.report = reported
+    return trainer.statistics(tokens), found

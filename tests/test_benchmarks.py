@@ -393,9 +393,11 @@ def test_launches_of_a_linear_in_pytorch(tmp_path):
 @pytest.mark.slow
 def test_a_rank_makes_its_shards_in_little_more_memory():  # M-6
     """Bounded by the shards: 0.98 GiB of the embedding table, or 4.6 of all weights, would be far above."""
-    command = [sys.executable, BENCHMARKS / "initial_memory.py", "llama-1b", "--processes", "32"]
+    command = [sys.executable, BENCHMARKS / "initial_memory.py", "llama-1b", "--processes", "32", "--rank", "5", "--check"]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     shards, held, arrays = (float(re.search(rf"{what} +([0-9.]+) GiB", out)[1]) for what in ("shards", "held", "arrays"))
     assert shards == pytest.approx(1.236e9 * 4 / 32 / 2**30, rel=0.01)
     assert held < shards + 0.25
     assert arrays < 0.1
+    compared = re.search(r"rank 5 against one process: +0 of ([0-9,]+) elements differ", out)
+    assert int(compared[1].replace(",", "")) == pytest.approx(1.236e9 / 32, rel=0.01)

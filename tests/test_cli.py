@@ -340,7 +340,7 @@ def test_resuming_a_finished_run_changes_no_byte(existing, run):
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        (["--run.steps", "7"], "config.run.steps"),
+        (["--run.steps", "5"], "config.run.steps"),
         (["--optimizer.beta1", "0.5"], "config.optimizer.beta1"),
         (["--recipe", "bf16"], "config.numerics.recipe"),
         (["--backend", "torch"], "backend"),

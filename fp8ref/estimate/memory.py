@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from fp8ref import llama
+from fp8ref.estimate import attention
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import at_rest, copied, in_fp8, sharded, tokens, used
@@ -69,6 +70,8 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
     activations, formula = _activations(config, backend)
     compute, how = _compute(config, backend, kept_in_fp8)
     scores = {"attention scores": _scores(config)} if backend == "jax" and config.parallel.attention != "cudnn" else {}
+    if config.attention_variant is not None:
+        scores = {"attention scores": attention.tile_bytes(config, config.attention_variant, backend)}
     return {
         masters: state.pop(masters),
         "gradients": gradients,

@@ -99,9 +99,11 @@ class Forecast(Result):
         table, rest = consoles.table("what", ">bf16", ">as configured", ">after filtering"), self.step.rest
         linear = (self.step.bf16, self.step.configured, self.step.filtered)
         table.add_row("linears", *map(_ms, linear))
+        before = self.step.rest_bf16
         for what, seconds in rest.items():
-            table.add_row(what, *[_ms(seconds)] * 3)
-        table.add_row("all", *(_ms(seconds + sum(rest.values())) for seconds in linear))
+            table.add_row(what, _ms(before[what]), *[_ms(seconds)] * 2)
+        each = before, rest, rest
+        table.add_row("all", *(_ms(seconds + sum(others.values())) for seconds, others in zip(linear, each, strict=True)))
         table.add_row("speed-up over bf16", "1.00", f"{self.step.ratio:.2f}", f"{self.step.filtered_ratio:.2f}")
         return table
 
@@ -119,7 +121,6 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     Raises:   ConfigError: the backend would refuse the config on any devices; a schedule of recipes.
     """
     config.require_one_recipe("an estimate")
-    config.require_own_attention("an estimate")
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fp8ref import llama
-from fp8ref.estimate import kernels, outside_linears
+from fp8ref.estimate import attention, kernels, outside_linears
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
 from fp8ref.linear_selection import Decision
@@ -64,13 +64,20 @@ class Step:
     bf16        all linears in bfloat16.
     configured  the linears as configured.
     filtered    the same, with linears that FP8 makes slower in bfloat16.
-    rest        {what: seconds} of everything else.
+    rest        {what: seconds} of everything else, as configured.
+    own         seconds of the framework's own attention, which the step in bfloat16 has; None: ``rest`` has it.
     """
 
     bf16: float
     configured: float
     filtered: float
     rest: dict[str, float]
+    own: float | None = None
+
+    @property
+    def rest_bf16(self) -> dict[str, float]:
+        """{what: seconds} of everything else in bfloat16: an attention variant is part of what is configured."""
+        return self.rest if self.own is None else self.rest | {"attention": self.own}
 
     @property
     def ratio(self) -> float:
@@ -88,8 +95,7 @@ class Step:
         return self._ratio(0.0)
 
     def _ratio(self, linears: float) -> float:
-        rest = sum(self.rest.values())
-        return (self.bf16 + rest) / (linears + rest)
+        return (self.bf16 + sum(self.rest_bf16.values())) / (linears + sum(self.rest.values()))
 
 
 def of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
@@ -107,7 +113,11 @@ def of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
         times = sum(one.bf16 for one in spent), sum(one.seconds for one in spent)
         loses = whole.ratio is not None and whole.ratio < 1
         bf16, configured, filtered = bf16 + times[0], configured + times[1], filtered + times[not loses]
-    return Step(parts * bf16, parts * configured, parts * filtered, outside_linears.seconds(config, backend, ceilings))
+    rest, variant, own = outside_linears.seconds(config, backend, ceilings), config.attention_variant, None
+    if variant is not None:
+        own = rest["attention"]
+        rest["attention"] = config.model.num_hidden_layers * attention.seconds(config, variant, backend, ceilings)
+    return Step(parts * bf16, parts * configured, parts * filtered, rest, own)
 
 
 def with_tied(config: Config) -> list[Decision]:

@@ -13,6 +13,7 @@ does (G-7), so that a variant's ``plan`` only says whether fast accumulation is 
 is a GEMM of its own, whose sum is added in float32: a variant whose ``promotion`` is None is run with 1.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import attention_real as real
-from fp8ref.jax import derivatives, elementary, head_scaling, moments, online_softmax, probability_value, sharding
+from fp8ref.jax import attention_stats, derivatives, elementary, head_scaling, moments, online_softmax, probability_value, sharding
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
@@ -71,6 +72,7 @@ def apply(
     seed: int = 0,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
+    name: str = "",
 ) -> jax.Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
 
@@ -87,6 +89,7 @@ def apply(
                  every operation in its order, exponentials in float64, rounded, as ``elementary`` says.
     over         mesh axes, inside shard_map, that cut batch and heads: amaxes of whole tensors are taken along
                  them too.
+    name         of the layer, by which ``proof`` knows its products.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
               bfloat16. The output has q's shape and dtype.
     Order:    as ``forward``; of gradients A-14 to A-16.
@@ -94,13 +97,46 @@ def apply(
               of the outputs that their scale reaches.
     Gradient: by q, k and v, in reverse mode, once; scales are constants.
     Raises:   ValueError: as ``forward``; where gradients are taken, a variant without a backward pass, forward
-              mode, a second derivative, shard_map without check_vma.
+              mode, a second derivative, shard_map without check_vma; a name with '/', '(' or ')'.
+    """
+    how: dict = {"variant": variant, "mask": mask, "scale": scale, "documents": documents, "scales": scales, "seed": seed}
+    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None)[0]
+
+
+def apply_with_stats(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    variant: str | Variant,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    documents=None,
+    scales=None,
+    seed: int = 0,
+    arithmetic: Arithmetic = "fast",
+    over: tuple[str, ...] = (),
+    name: str = "",
+    tap: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """``apply``, and with a tap the quantization statistics of its operands (SEMANTICS Q-13). Raises as apply.
+
+    tap       float32 zeros [len(attention_products.ROWS), stats.LENGTH]; inside shard_map varying along all axes of
+              its mesh. The variant is in FP8.
+    Returns:  (output, tap): the tap holds measurements of this device's part of q, k and v. Those of the backward
+              pass are the gradient by the tap, in other rows. An operand that another product has with the same
+              codes and scale is measured once, there.
     """
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
+    if any(sign in name for sign in "/()"):
+        raise ValueError(f"attention's name has no '/', '(' or ')', which part the names of scopes; got {name!r}. Write dots.")
+    if tap is not None and use.variant.fmt.bits != 8:
+        raise ValueError(f"statistics are of FP8 operands; variant {use.variant.name!r} has {use.variant.fmt}. Give no tap.")
+    use = dataclasses.replace(use, layer=name, measures=tap is not None)
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
     tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
-    return _attention(*tensors, given.documents, known, use)
+    return _attention(*tensors, given.documents, known, tap, use)
 
 
 def forward(
@@ -174,13 +210,20 @@ def backward(
     return _backward(inputs.like(do, given.q), given, result, known, use)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, use: Use) -> jax.Array:
-    """o in q's dtype; differentiable by ``_saved`` and ``_gradients``."""
-    return _forward(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use).o.astype(q.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, tap: jax.Array | None, use: Use):
+    """(o in q's dtype, tap); differentiable by ``_saved`` and ``_gradients``."""
+    given = Inputs(q, k, v, documents)
+    result = _forward(given, _of_roles(scales, data.ROLES), use)
+    return result.o.astype(q.dtype), _measured(tap, given, result, use)
 
 
-def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, use: Use):
+def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) -> jax.Array | None:
+    """The tap with measurements of q, k and v."""
+    return None if tap is None else tap + attention_stats.rows(attention_stats.of_forward(given, result.tensors, use))
+
+
+def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, tap: jax.Array | None, use: Use):
     """o, and what the backward pass needs: codes, o and the log-sum-exp. q, k and v themselves where it quantizes
     them along other axes (A-16), or not at all (A-14)."""
     _check_differentiable(use)
@@ -199,18 +242,22 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, us
     if variant.granularity == "mx_1x32":
         kept = kept._replace(tensors={"v": result.tensors["v"]})
     whole = (q, k, v) if variant.real or variant.granularity == "mx_1x32" else None
-    return o, (whole, documents, kept, scales)
+    return (o, _measured(tap, Inputs(q, k, v, documents), result, use)), (whole, documents, kept, scales)
 
 
-def _gradients(use: Use, saved, do: jax.Array):
-    """The gradients of q, k and v, in the order of ``_attention``'s arguments."""
+def _gradients(use: Use, saved, cotangents):
+    """The gradients of q, k and v, in the order of ``_attention``'s arguments. The cotangent of the tap carries
+    measurements."""
+    do, tap = cotangents
     whole, documents, result, scales = saved
     # Where codes are all that is needed, they also tell the shapes.
     q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
     do = derivatives.not_again(do, use.name, "attention")
     known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
     found = _backward(do, Inputs(q, k, v, documents), result, known, use)
-    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales)
+    if tap is not None:
+        tap = tap + attention_stats.rows(attention_stats.of_backward(do, Inputs(q, k, v, documents), found.tensors["do"], use))
+    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), tap
 
 
 _attention.defvjp(_saved, _gradients)

@@ -74,7 +74,7 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use)
             if use.fast
             else online_softmax.again(s, of_rows, seen, factor, use.arithmetic)
         )
-        with jax.named_scope("attention:grad_probabilities"):
+        with parts.use.scope("grad_probabilities"):
             dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))  # [rows, D] x [L, D]
         if use.fast:
             return p, (dp * of_dp - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
@@ -137,11 +137,11 @@ def added(
     others     do and q [B, N, G, rows, D], k [B, N, keys, D].
     """
     (dq, dk, dv), (p, ds_rows, ds_keys), (do, q, k) = totals, of_scores, others
-    with jax.named_scope("attention:grad_v"):
+    with parts.use.scope("grad_v"):
         of_v = parts.dot(p, do, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
-    with jax.named_scope("attention:grad_k"):
+    with parts.use.scope("grad_k"):
         of_k = parts.dot(ds_rows, q, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
-    with jax.named_scope("attention:grad_q"):
+    with parts.use.scope("grad_q"):
         of_q = parts.dot(ds_keys, k, ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
     dq = parts.put_block(dq, parts.block(dq, block) + of_q, block)
     dk, dv = (parts.put_tile(total, parts.tile(total, tile, 3) + part, tile) for total, part in ((dk, of_k), (dv, of_v)))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8ref.attention_products import Role
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import cast, head_scaling, moments, online_softmax, scales
@@ -15,7 +16,7 @@ from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
 from fp8ref.jax.elementary import ascending_sum, times
-from fp8ref.jax.head_scaling import MX
+from fp8ref.jax.head_scaling import MX, Heads
 from fp8ref.jax.scales import Scales
 
 P_SCALE = np.float32(256)
@@ -32,16 +33,15 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
     tensors = operands.quantize(given, use, {}) | {"v": result.tensors["v"]}
     parts = Parts(given, use, tensors)
 
-    def copy(x: jax.Array, of_fmt) -> jax.Array:
-        tensor = head_scaling.quantize(x, of_fmt, "mx_1x32", variant.policy, along_tokens=True, heads=heads)
-        return parts.operand(tensor, along_tokens=True, fmt=of_fmt)
+    def copy(x: jax.Array, role: Role) -> jax.Array:
+        return parts.operand(along_tokens(x, role, given, use), along_tokens=True, fmt=fmt if role == "do" else variant.fmt)
 
     along_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, heads=heads)
     do_features = parts.by_group(parts.operand(along_features, fmt=fmt))
     do_tokens, q_tokens, k_tokens = (
-        parts.by_group(copy(do, fmt)),
-        parts.by_group(copy(given.q, variant.fmt)),
-        parts.by_tiles(copy(given.k, variant.fmt)),
+        parts.by_group(copy(do, "do")),
+        parts.by_group(copy(given.q, "q")),
+        parts.by_tiles(copy(given.k, "k")),
     )
     of_do = head_scaling.to_hp(do, variant.out).astype(jnp.float32)
     products = times(of_do, result.o.astype(jnp.float32), use.arithmetic)
@@ -58,7 +58,7 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
             else online_softmax.again(s, of_rows, seen, None, use.arithmetic)
         )
         scaled = times(p, P_SCALE, use.arithmetic)
-        with jax.named_scope("attention:grad_probabilities"):
+        with use.scope("grad_probabilities"):
             dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))
         ds = times(times(dp - parts.block(d, block)[..., None], p, use.arithmetic), jnp.float32(use.scale), use.arithmetic)
         largest, lost = jnp.maximum(largest, jnp.max(jnp.abs(ds))), lost + operands.clipped(scaled, variant.fmt)
@@ -71,6 +71,13 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
     one = jnp.ones((), jnp.float32)
     raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
     return gradients.rounded(raw, along_features, largest, lost, Scales(one, one), parts, {})
+
+
+def along_tokens(x: jax.Array, role: Role, given: Inputs, use: Use) -> Heads:
+    """q, k or do as a product over tokens takes it: with blocks along them."""
+    variant = use.variant
+    fmt = (variant.gradient_fmt or variant.fmt) if role == "do" else variant.fmt
+    return head_scaling.quantize(x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=given.k.shape[1])
 
 
 def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:

@@ -15,6 +15,7 @@ from jax import lax
 
 from fp8ref import attention
 from fp8ref.attention import ARITHMETIC, Arithmetic, Mask, Variant
+from fp8ref.attention_products import Product
 from fp8ref.jax import head_scaling, sharding
 from fp8ref.jax.head_scaling import MX
 
@@ -26,6 +27,8 @@ class Use:
     scale        the softmax scale, a float32 number.
     seed         of a rotated variant's signs.
     over         mesh axes, inside shard_map, along which amaxes of whole tensors are taken too.
+    layer        whose attention this is, by which ``proof`` knows its products; "" if it was not named.
+    measures     whether operands are measured (Q-13).
     """
 
     variant: Variant
@@ -34,11 +37,17 @@ class Use:
     seed: int
     arithmetic: Arithmetic
     over: tuple[str, ...]
+    layer: str = ""
+    measures: bool = False
 
     @property
     def name(self) -> str:
         """What errors begin with."""
         return f"attention by variant {self.variant.name!r}"
+
+    def scope(self, product: Product):
+        """A context that names a product in the program: ``<layer>/attention:<product>``."""
+        return jax.named_scope(f"{self.layer or 'attention'}/attention:{product}")
 
     @property
     def fast(self) -> bool:

@@ -22,7 +22,7 @@ from fp8ref.jax.head_scaling import MX, Heads
 QUERIES = 512
 """Queries of a block under a mask that hides keys. Without one all queries are a block."""
 
-_FAST = ("hopper_fast", "ada")
+FAST = ("hopper_fast", "ada")
 """Plans that accumulate in a tensor core's own registers. XLA's dot is then of fast accumulation."""
 
 
@@ -76,10 +76,15 @@ def quantize(given: Inputs, use: Use, scales_: dict) -> dict[str, Heads]:
     found = {}
     for role, x in (("q", given.q), ("k", given.k), ("v", given.v)):
         if variant.rotated and role != "v":
-            x = hadamard.rotate(x, hadamard.signs(x.shape[-1], use.seed))
+            x = rotated(x, use)
         how: dict = {"heads": heads, "along_tokens": role == "v", "scale": scales_.get(role), "over": use.over}
         found[role] = head_scaling.quantize(x, variant.fmt, variant.granularity, variant.policy, **how)
     return found
+
+
+def rotated(x: jax.Array, use: Use) -> jax.Array:
+    """q or k as a rotated variant quantizes it (A-13)."""
+    return hadamard.rotate(x, hadamard.signs(x.shape[-1], use.seed))
 
 
 def probability_scale(variant: Variant, scales_: dict) -> tuple[jax.Array, jax.Array]:
@@ -209,7 +214,7 @@ class Parts:
     def scores(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant scales them (A-4), or in
         the fast form."""
-        with jax.named_scope("attention:scores"):
+        with self.use.scope("scores"):
             s = self.dot(self.block(self.q, block), self.tile(self.k, tile), ((4,), (3,)))
         if self.use.fast:
             return s * self.whole_factor(block, tile)
@@ -251,6 +256,6 @@ class Parts:
         """A GEMM of codes, float32, of equal leading dims; accumulated as the library does (G-7). FP8 operands
         stay FP8."""
         leading = tuple(range(batch))
-        fast = a.dtype.itemsize > 1 or self.variant.plan in _FAST
+        fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
         how = {"precision": gemm.PRECISION["fast" if fast else "slow"], "preferred_element_type": jnp.float32}
         return lax.dot_general(a, b, (axes, (leading, leading)), **how)

@@ -16,7 +16,7 @@ from jax import lax
 from fp8ref import states
 from fp8ref.health import COUNTS, clip_limit
 from fp8ref.jax import division, moments
-from fp8ref.jax.adamw_state import AdamWState, check_moment
+from fp8ref.jax.adamw_state import AdamWState, check_decisions, check_moment
 from fp8ref.jax.moments import MomentState, Scalars
 from fp8ref.states import Layout, Moment
 
@@ -53,6 +53,8 @@ def measure(
     """
     layout = states.by_name(layout)
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=0.0, layout=layout)
+    for state in (before, after):
+        check_decisions(state, layout)
     table = np.array(states.corrections(b1, b2), np.float32)
     at_step = jnp.asarray(table)[jnp.minimum(after.count, len(table)) - 1]
     at = Scalars(*(jnp.asarray(x, jnp.float32) for x in (b1, 1 - b1, b2, 1 - b2, *at_step, 0.0, eps, 0.0)))

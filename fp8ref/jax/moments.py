@@ -348,6 +348,6 @@ def _over(x, of_groups):
 
 
 def quotient(a, b):
-    """a / b of an array. One barrier hides whether b is one number, the other that a quotient may
-    divide what follows: rewritten."""
-    return division.barrier(division.divide(a, division.barrier(jnp.broadcast_to(b, a.shape))))
+    """a / b of an array and a number. A choice by a, and a barrier, hide that b is one number, for each tensor of a
+    stack too; the other barrier hides that a quotient may divide what follows: rewritten."""
+    return division.barrier(division.divide(a, division.barrier(jnp.where(jnp.isnan(a), 1.0, b))))

@@ -19,7 +19,7 @@ def add(o: jax.Array, c: jax.Array, p: jax.Array, parts: Parts, tile: jax.Array,
     Order:    the GEMM; if the variant has its scales in the tile, times scale_inv of v and of p; RN32(o c); the
               sum.
     """
-    with jax.named_scope("attention:values"):
+    with parts.use.scope("values"):
         found = parts.dot(p, parts.tile(parts.v, tile), ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
     how = parts.use.arithmetic
     if parts.variant.out_scales == "tile":

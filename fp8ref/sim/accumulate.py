@@ -19,6 +19,7 @@ from fp8ref import registry
 from fp8ref.formats import Format
 from fp8ref.sim import threads
 from fp8ref.sim.kernels import gemm as kernels
+from fp8ref.sim.kernels.compiled import PRODUCTS, worth
 from fp8ref.sim.tensor_core import K_STEP, UNITS, TensorCore, chain_plain, is_int
 
 SplitOrder = Literal["contiguous", "interleaved"]
@@ -131,7 +132,7 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
     unit, k = plan.unit, a.shape[1]
     if k == 0:
         return np.zeros((len(a), len(b)), np.float32)
-    if not unit.compiled:
+    if not unit.compiled or not worth(kernels.chains, len(a) * len(b) * k, PRODUCTS):
         return chains_plain(a, b, fmt_a, fmt_b, plan)
     if len(a) > len(b):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
         return chains(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
@@ -164,6 +165,8 @@ def f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     The product of two FP8 numbers is a float32: at most 8 bits. Subnormals are kept, infinities and
     NaNs as in IEEE 754; of K = 0 zeros.
     """
+    if not worth(kernels.in_order, len(a) * len(b) * a.shape[1], PRODUCTS):
+        return f32_plain(a, b)
     a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b.T, np.float32)
     out = np.empty((len(a), b.shape[1]), np.float32)
     threads.run(lambda begin, end: kernels.in_order(a, b, out, begin, end), len(a))

@@ -22,6 +22,7 @@ from fp8ref import formats
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, QUANTIZED_FORMATS, Format
 from fp8ref.sim import philox, threads
 from fp8ref.sim.kernels import cast as kernels
+from fp8ref.sim.kernels.compiled import ELEMENTS, worth
 
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
 """How a value between two numbers of a format is rounded (C-2).
@@ -65,11 +66,11 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
     _check(x, fmt, rounding, seed, saturate)
     codes = np.empty(x.shape, np.uint8)
     flat = codes.reshape(-1)
-    if not fmt.signed or x.dtype == np.float64:
+    kernel = kernels.encoder(fmt, rounding, saturate) if fmt.signed and x.dtype != np.float64 else None
+    if kernel is None or not worth(kernel, x.size, ELEMENTS):
         for begin, piece in _pieces(x):
             flat[begin : begin + piece.size] = encode_plain(piece, fmt, rounding=rounding, saturate=saturate, seed=seed, start=begin)
         return codes
-    kernel = kernels.encoder(fmt, rounding, saturate)
     key = np.uint64(0 if seed is None else seed)
 
     def encode_range(begin: int, end: int) -> None:

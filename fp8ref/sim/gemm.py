@@ -17,6 +17,7 @@ from fp8ref.sim import accumulate as sums
 from fp8ref.sim import cast, scaling, tensor_core, threads
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.kernels import gemm as kernels
+from fp8ref.sim.kernels.compiled import ELEMENTS, worth
 from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
@@ -136,7 +137,7 @@ def finish(
               not checked.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     """
-    if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even" and _compiled(epilogue):
+    if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even" and _compiled(epilogue, acc.size):
         return _finish_bfloat16(acc, scale_inv_a, scale_inv_b, epilogue)
     return finish_plain(acc, scale_inv_a, scale_inv_b, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
 
@@ -160,9 +161,10 @@ def finish_plain(
         return _add_bias(x * y, epilogue, out_dtype, bias)
 
 
-def _compiled(epilogue: Epilogue) -> bool:
-    """True if ``kernels.gemm`` has this epilogue."""
-    return epilogue.scale == "product" or (epilogue.scale == "each" and not epilogue.round_first)
+def _compiled(epilogue: Epilogue, size: int) -> bool:
+    """True if ``kernels.gemm`` has this epilogue, and so many elements are worth it."""
+    has = epilogue.scale == "product" or (epilogue.scale == "each" and not epilogue.round_first)
+    return has and worth(kernels.finish_bfloat16, size, ELEMENTS)
 
 
 def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> np.ndarray:

@@ -20,6 +20,7 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, threads, two_level
 from fp8ref.sim.cast import Rounding
 from fp8ref.sim.kernels import scaling as kernels
+from fp8ref.sim.kernels.compiled import ELEMENTS, worth
 from fp8ref.sim.scale_grid import Grid, grid_of
 from fp8ref.sim.scales import Scales, magnitudes, scales_from_amax
 from fp8ref.sim.scales import scale_from_amax as scale_from_amax
@@ -58,12 +59,17 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that
               blocks do not divide; float64, whose amax need not be a float32.
     """
-    return _compiled_amax(tensor(x), granularity, axis)
+    x = tensor(x)
+    if not worth(kernels.amax, x.size, ELEMENTS):
+        return amax_plain(x, granularity, axis=axis)
+    return _compiled_amax(x, granularity, axis)
 
 
 def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     """The definition of ``amax``, in NumPy alone. Raises as amax."""
-    value = np.abs(tensor(x).astype(np.float32))
+    with np.errstate(invalid="ignore"):  # a signalling NaN is an input like others
+        value = np.abs(tensor(x).astype(np.float32))
+    value = np.where(np.isnan(value), np.float32(np.nan), value)
     sizes = granularities.blocks(granularity, value.shape, axis)
     if granularity == "tensorwise":
         return value.max()[()]
@@ -145,7 +151,7 @@ def quantize_with(
         raise ValueError(
             f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
-    if policy.stored == "scale" and rounding == "nearest_even" and seed is None:
+    if policy.stored == "scale" and rounding == "nearest_even" and seed is None and worth(kernels.encoder(fmt), value.size, ELEMENTS):
         return Quantized(
             _compiled_encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis
         )
@@ -165,8 +171,8 @@ def quantize_plain(
 ) -> Quantized:
     """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
     policy = policies.by_name(policy)
-    value = _in_compute_dtype(tensor(x), policy).astype(np.float32)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # 0 / 0, Inf * 0; the clip takes an overflow
+        value = _in_compute_dtype(tensor(x), policy).astype(np.float32)
         if policy.stored == "scale":
             scaled = value * spread(scales.scale, value.shape, granularity, axis)
         else:

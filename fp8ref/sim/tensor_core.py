@@ -7,6 +7,7 @@ GPUs, MODELED those that rest on one simulator alone. ``accumulate`` strings ste
 ``kernels.gemm`` computes the same for units that are ``compiled``.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,34 +138,25 @@ UNITS = {
 
 _UNCONFIRMED = "as MMA-Sim models {}; unconfirmed by any recording at hand"
 
+_FLOAT16 = TensorCore(
+    name="hopper_f16",
+    fused_width=32,
+    fraction_bits=13,
+    output_bits=10,
+    output_rounding="nearest_even",
+    zeros="least",
+    accumulator=FLOAT16,
+    evidence=_UNCONFIRMED.format("wgmma of Hopper with float16 results"),
+)
+
 MODELED = {
     u.name: u
     for u in (
-        TensorCore(
-            name="hopper_f16",
-            fused_width=32,
-            fraction_bits=13,
-            output_bits=10,
-            output_rounding="nearest_even",
-            zeros="least",
-            accumulator=FLOAT16,
-            evidence=_UNCONFIRMED.format("wgmma of Hopper with float16 results"),
-        ),
-        TensorCore(
-            name="ada_f16",
-            fused_width=16,
-            fraction_bits=13,
-            output_bits=10,
-            output_rounding="nearest_even",
-            zeros="least",
-            accumulator=FLOAT16,
-            evidence=_UNCONFIRMED.format("mma of Ada with float16 results"),
-        ),
-        TensorCore(
+        _FLOAT16,
+        dataclasses.replace(_FLOAT16, name="ada_f16", fused_width=16, evidence=_UNCONFIRMED.format("mma of Ada with float16 results")),
+        dataclasses.replace(
+            UNITS["blackwell"],
             name="blackwell_mx",
-            fused_width=32,
-            fraction_bits=25,
-            output_bits=23,
             zeros="least",
             block_scales=True,
             evidence=_UNCONFIRMED.format("tcgen05.mma, kind mxf8f6f4, with block scales"),

@@ -20,6 +20,7 @@ from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_fast_operands import Layout
 from fp8ref.torch.attention_forward import Documents, Result
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.head_scaling import Heads
 
 
@@ -68,9 +69,11 @@ def run(
                 codes[part, at, tile.keys] = cast.to_fp8(p, fmt).view(torch.uint8)
             p8, of_v, of_o = layout.narrow(p, fmt, part, tile), v[part, :, tile.keys], o[part, at].mul_(c[..., None])
             if not layout.codes:
-                of_o.baddbmm_(p8, of_v.transpose(1, 2))
+                with multiplying("values"):
+                    of_o.baddbmm_(p8, of_v.transpose(1, 2))
                 continue
-            found = batched_gemm.products(p8, of_v, fast=layout.fast)
+            with multiplying("values"):
+                found = batched_gemm.products(p8, of_v, fast=layout.fast)
             if layout.codes and variant.granularity == "rows_128":
                 found = found * layout.of_heads(operands.key_scale(tensors["v"].scale_inv, tile, variant)).view(n, 1, 1)[part]
             of_o.add_(found)

@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from fp8ref.attention_products import Product
 from fp8ref.torch import attention_forward as forward
 from fp8ref.torch import attention_gradients, batched_gemm, head_scaling
 from fp8ref.torch import attention_operands as operands
@@ -23,6 +24,7 @@ from fp8ref.torch.attention_fast_operands import Layout
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_gradients import Gradients, Raw, Saved
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.attention_operands import Tile
 from fp8ref.torch.scales import Scales
 
@@ -115,7 +117,8 @@ class Pass:
             factor = layout.of_heads(self.do8.scale_inv * self.saved.tensors["v"].scale_inv)
             factor = factor[part] if factor.ndim else factor
         a, b = self.do[part, layout.at(tile)], layout.v[part, tile.keys]
-        return batched_gemm.products(a, b, fast=layout.fast, factor=factor, out=layout.scratch(1, part, tile))
+        with multiplying("grad_probabilities"):
+            return batched_gemm.products(a, b, fast=layout.fast, factor=factor, out=layout.scratch(1, part, tile))
 
     def _add_dv(self, p: Tensor, part: slice, tile: Tile) -> None:
         if self.report == "all":
@@ -123,7 +126,7 @@ class Pass:
         if self.variant.fmt.bits == 8 and self.variant.p_scale != 1:
             p = p.mul_(self.saved.scale_p)
         p8 = self.layout.narrow(p, self.variant.fmt, part, tile)
-        self.dv[part, tile.keys] += self._over_rows(p8, self.do_tokens, part, tile)
+        self.dv[part, tile.keys] += self._over_rows("grad_v", p8, self.do_tokens, part, tile)
 
     def _add_others(self, ds: Tensor, scales: Scales, part: slice, tile: Tile) -> None:
         layout, at = self.layout, self.layout.at(tile)
@@ -132,12 +135,15 @@ class Pass:
             if self.report == "all":
                 self.saturated = self.saturated + head_scaling.above_range(ds.abs(), self.fmt).sum()
         ds8 = layout.narrow(ds, self.fmt, part, tile)
-        self.dq[part, at] += batched_gemm.products(ds8, self.k_tokens[part, :, tile.keys], fast=layout.fast)
-        self.dk[part, tile.keys] += self._over_rows(ds8, self.q_tokens, part, tile)
+        with multiplying("grad_q"):
+            of_q = batched_gemm.products(ds8, self.k_tokens[part, :, tile.keys], fast=layout.fast)
+        self.dq[part, at] += of_q
+        self.dk[part, tile.keys] += self._over_rows("grad_k", ds8, self.q_tokens, part, tile)
 
-    def _over_rows(self, x: Tensor, other: Tensor, part: slice, tile: Tile) -> Tensor:
+    def _over_rows(self, product: Product, x: Tensor, other: Tensor, part: slice, tile: Tile) -> Tensor:
         """Sums over a tile's rows of x [n, rows, keys] and other [B x Hkv, D, rows]: [n, keys, D]."""
-        return batched_gemm.products(x.transpose(1, 2), other[part, :, self.layout.at(tile)], fast=self.layout.fast)
+        with multiplying(product):
+            return batched_gemm.products(x.transpose(1, 2), other[part, :, self.layout.at(tile)], fast=self.layout.fast)
 
     def raw(self, scales: Scales) -> Raw:
         """The gradients, times the scales that their operands do not have."""

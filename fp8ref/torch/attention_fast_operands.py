@@ -17,6 +17,7 @@ from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import batched_gemm, cast, float_values, hardware, head_scaling
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.attention_operands import Tile
 from fp8ref.torch.head_scaling import Heads
 
@@ -101,7 +102,8 @@ class Layout:
     def scores(self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]) -> Tensor:
         """Scores of a part under the variant's base [n, rows, keys], -infinity of keys that are not seen."""
         a, b = self.q[part, self.at(tile)], self.k[part, tile.keys]
-        s = batched_gemm.products(a, b, fast=self.fast, factor=self._factor(part), out=self.scratch(0, part, tile))
+        with multiplying("scores"):
+            s = batched_gemm.products(a, b, fast=self.fast, factor=self._factor(part), out=self.scratch(0, part, tile))
         if self.codes and self.variant.granularity == "rows_128":
             of_q = operands.query_scale(self.tensors["q"].scale_inv, tile, self.variant, self.shape)
             of_k = operands.key_scale(self.tensors["k"].scale_inv, tile, self.variant)

@@ -20,6 +20,7 @@ from fp8ref.attention import Variant
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, float_values, hardware, head_scaling, online_softmax
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.elementary import divide, log, multiply_add, times
 from fp8ref.torch.head_scaling import Heads
 
@@ -108,7 +109,8 @@ def run(
         if codes is not None:
             codes[:, :, tile.rows, :, tile.keys] = p8.view(torch.uint8)
         low = p8 if of_p is None else p8.float() * of_p
-        found = operands.products(low.flatten(2, 3), v[:, :, :, tile.keys].contiguous(), variant).view(*s.shape[:-1], -1)
+        with multiplying("values"):
+            found = operands.products(low.flatten(2, 3), v[:, :, :, tile.keys].contiguous(), variant).view(*s.shape[:-1], -1)
         if variant.out_scales == "tile" and of_v is not None:
             found = times(found, operands.key_scale(tensors["v"].scale_inv, tile, variant))
             found = found if variant.p_scale == 1 else times(found, of_v)
@@ -134,7 +136,8 @@ def check_hardware(variant: Variant) -> None:
 def scores(q: Tensor, k: Tensor, tile: operands.Tile, variant: Variant) -> Tensor:
     """Sums of products of q [B, Hkv, Tq, G, D] and k [B, Hkv, Tk, D]: [B, Hkv, rows, G, keys] (A-4)."""
     a = q[:, :, tile.rows]
-    return operands.products(a.flatten(2, 3), k[:, :, tile.keys], variant).view(*a.shape[:-1], tile.width)
+    with multiplying("scores"):
+        return operands.products(a.flatten(2, 3), k[:, :, tile.keys], variant).view(*a.shape[:-1], tile.width)
 
 
 def round_probabilities(p: Tensor, scale: Tensor, variant: Variant) -> Tensor:

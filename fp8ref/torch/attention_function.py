@@ -18,6 +18,7 @@ from fp8ref.torch import (
     attention_gradients,
     attention_gradients_mx,
     attention_inputs,
+    attention_observer,
     attention_real,
     delayed,
     linear_input,
@@ -87,7 +88,8 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
         @staticmethod
         @linear_input.without_autocast
         def backward(ctx, do: Tensor):
-            return (*_backward(ctx, spec, roles[0], do), *(None for _ in ctx.needs_input_grad[3:]))
+            with attention_observer.inside(ctx.layer):
+                return (*_backward(ctx, spec, roles[0], do), *(None for _ in ctx.needs_input_grad[3:]))
 
     return AttentionFunction
 
@@ -101,11 +103,14 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
     report: Report = "amaxes" if ctx.seen else "nothing"
     pair = documents if documents[0] is not None and documents[1] is not None else None
     at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
-    ctx.shape, ctx.dtypes = shape, (q.dtype, k.dtype, v.dtype)
+    ctx.shape, ctx.dtypes, ctx.layer = shape, (q.dtype, k.dtype, v.dtype), attention_observer.layer()
     if variant.real:
         ctx.save_for_backward(q, k, v, *at)
         return operands.by_head(attention_real.forward(q, k, v, spec, shape, at).o, shape).float().to(q.dtype)
     tensors = operands.quantize(q, k, v, spec, given, report=report)
+    if ctx.layer is not None and variant.fmt.bits == 8 and not attention_observer.again():
+        for product, role, x in zip(("scores", "scores", "values"), ("q", "k", "v"), operands.rotated(q, k, v, spec), strict=True):
+            attention_observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
     run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
     result = run(tensors, spec, shape, at, given, report=report)
     o = result.o.to(q.dtype)
@@ -149,6 +154,14 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
             gradients = of_pass.gradients(do, kept, spec, shape, at, given, report=report)
         found = gradients[:3]
         _observe(ctx.seen, gradients.amaxes)
+        if ctx.layer is not None and spec.variant.fmt.bits == 8:
+            if spec.variant.granularity == "mx_1x32":
+                attention_observer.report(ctx.layer, "grad_probabilities", "do", do, gradients.tensors["do"])
+                for product, role, x in (("grad_v", "do", do), ("grad_q", "k", k), ("grad_k", "q", q)):
+                    tensor = attention_gradients_mx.along_tokens(x, role, spec.variant, shape)  # type: ignore[arg-type]
+                    attention_observer.report(ctx.layer, product, role, x, tensor)  # type: ignore[arg-type]
+            else:
+                attention_observer.report(ctx.layer, "grad_v", "do", do, gradients.tensors["do"])
     return tuple(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
 
 

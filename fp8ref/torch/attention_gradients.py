@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from fp8ref.attention import Arithmetic, Variant
+from fp8ref.attention_products import Product
 from fp8ref.torch import attention_forward as forward
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, float_values, head_scaling, online_softmax
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.attention_operands import Tile
 from fp8ref.torch.elementary import exponential, multiply_add, times
 from fp8ref.torch.head_scaling import Heads
@@ -125,7 +127,8 @@ class Pass:
     def ds(self, p: Tensor, tile: Tile) -> Tensor:
         """dS of a tile, before its scale."""
         of_rows = self.do_rows[:, :, tile.rows]
-        dp = operands.products(of_rows.flatten(2, 3), self.v[:, :, tile.keys], self.variant).view(p.shape)
+        with multiplying("grad_probabilities"):
+            dp = operands.products(of_rows.flatten(2, 3), self.v[:, :, tile.keys], self.variant).view(p.shape)
         dp = self.scaled(dp, self._of_queries(self.do), self._of_keys("v"))
         ds = (dp - self.d[:, :, tile.rows, :, None]) * p * self.spec.softmax_scale(self.shape.features)
         return ds
@@ -158,10 +161,11 @@ class Pass:
                 if self.report != "nothing":
                     self.largest = torch.maximum(self.largest, ds.abs().amax())
             ds8 = self._cast_ds(ds, scales.scale)
-            found = operands.products(ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys].contiguous(), self.variant)
+            with multiplying("grad_q"):
+                found = operands.products(ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys].contiguous(), self.variant)
             dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds8.shape[:-1], -1)
             of_q = self._of_queries(self.saved.tensors["q"])
-            add_heads(dk, self.scaled(products_of_heads(ds8, q_tokens, tile, self.variant), scales.scale_inv, of_q), tile)
+            add_heads(dk, self.scaled(products_of_heads("grad_k", ds8, q_tokens, tile, self.variant), scales.scale_inv, of_q), tile)
         if not early and self.report != "nothing":
             (self.largest,) = operands.share([self.largest], self.spec)
         dq = self.scaled(dq, scales.scale_inv, self._of_keys("k"))
@@ -172,7 +176,7 @@ class Pass:
         p8 = forward.round_probabilities(p, self.saved.scale_p, self.variant)
         if self.report == "all":
             self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
-        found = products_of_heads(p8, do_tokens, tile, self.variant)
+        found = products_of_heads("grad_v", p8, do_tokens, tile, self.variant)
         add_heads(dv, self.scaled(found, self.saved.scale_inv_p, self._of_queries(self.do)), tile)
 
     def _cast_ds(self, ds: Tensor, scale: Tensor) -> Tensor:
@@ -264,12 +268,13 @@ def tokens_of(x: Tensor) -> Tensor:
     return x.permute(0, 1, 3, 4, 2).contiguous()
 
 
-def products_of_heads(x: Tensor, other: Tensor, tile: Tile, variant: Variant) -> Tensor:
+def products_of_heads(product: Product, x: Tensor, other: Tensor, tile: Tile, variant: Variant) -> Tensor:
     """Sums over a tile's queries of x [B, Hkv, rows, G, keys] and other [B, Hkv, G, D, Tq], for each query head:
     [B, Hkv, G, keys, D]."""
     a = x.permute(0, 1, 3, 4, 2).flatten(1, 2).contiguous()  # [B, H, keys, rows]
     b = other[..., tile.rows].flatten(1, 2).contiguous()
-    return operands.products(a, b, variant).unflatten(1, other.shape[1:3])
+    with multiplying(product):
+        return operands.products(a, b, variant).unflatten(1, other.shape[1:3])
 
 
 def add_heads(total: Tensor, found: Tensor, tile: Tile) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8ref.attention import Variant
+from fp8ref.attention_products import Role
 from fp8ref.torch import attention_forward as forward
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, head_scaling
@@ -25,6 +26,7 @@ from fp8ref.torch.attention_gradients import (
     tokens_of,
 )
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.head_scaling import MX, Heads, pad
 from fp8ref.torch.scales import Scales
 
@@ -41,11 +43,13 @@ def gradients(
     """
     variant, device, tensors = spec.variant, do.device, saved.tensors
     fmt = variant.gradient_fmt or variant.fmt
-    along = {name: _both(x, form, variant, shape) for name, x, form in (("q", q, variant.fmt), ("k", k, variant.fmt), ("do", do, fmt))}
-    do_features = along["do"][0]
+    of_tokens: tuple[tuple[Role, Tensor], ...] = (("q", q), ("k", k), ("do", do))
+    along = {role: along_tokens(x, role, variant, shape) for role, x in of_tokens}
+    amax = head_scaling.amax(do, "mx_1x32", heads=shape.key_heads)
+    do_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, amax_of_groups=amax)
     of_do = operands.grouped(head_scaling.dequantize(do_features), shape, MX)
-    do_tokens, q_tokens = (tokens_of(operands.grouped(_tokens(along[name][1]), shape, MX)) for name in ("do", "q"))
-    k_tokens = operands.along_tokens(_tokens(along["k"][1]))
+    do_tokens, q_tokens = (tokens_of(operands.grouped(_tokens(along[name]), shape, MX)) for name in ("do", "q"))
+    k_tokens = operands.along_tokens(_tokens(along["k"]))
     q8, k8 = (
         operands.grouped(head_scaling.dequantize(tensors["q"]), shape, MX),
         operands.along_features(head_scaling.dequantize(tensors["k"])),
@@ -61,17 +65,19 @@ def gradients(
         s = forward.scores(q8, k8, tile, variant)
         p = again(s, lse[:, :, tile.rows], tile, tensors, spec, shape, documents)
         p8 = cast.to_fp8(p * P_SCALE, variant.fmt)
-        dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
+        with multiplying("grad_probabilities"):
+            dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
         ds = (dp - d[:, :, tile.rows, :, None]) * p * spec.softmax_scale(shape.features)
         if report != "nothing":
             largest = torch.maximum(largest, ds.abs().amax())
         if report == "all":
             saturated = saturated + head_scaling.above_range(p * P_SCALE, variant.fmt).sum()
-        add_heads(dv, products_of_heads(p8.float() / P_SCALE, do_tokens, tile, variant), tile)
+        add_heads(dv, products_of_heads("grad_v", p8.float() / P_SCALE, do_tokens, tile, variant), tile)
         low = _quantize(ds, 4, variant)
-        found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
+        with multiplying("grad_q"):
+            found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
         dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds.shape[:-1], -1)
-        add_heads(dk, products_of_heads(_quantize(ds, 2, variant), q_tokens, tile, variant), tile)
+        add_heads(dk, products_of_heads("grad_k", _quantize(ds, 2, variant), q_tokens, tile, variant), tile)
     if report != "nothing":
         (largest,) = operands.share([largest], spec)
     one = torch.ones((), device=device)
@@ -80,13 +86,11 @@ def gradients(
     return rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)
 
 
-def _both(x: Tensor, fmt, variant: Variant, shape: Shape) -> tuple[Heads, Heads]:
-    """x with blocks along its features, and along its tokens."""
-    found = []
-    for along_tokens in (False, True):
-        amax = head_scaling.amax(x, "mx_1x32", heads=shape.key_heads, along_tokens=along_tokens)
-        found.append(head_scaling.quantize(x, fmt, "mx_1x32", variant.policy, amax_of_groups=amax, along_tokens=along_tokens))
-    return found[0], found[1]
+def along_tokens(x: Tensor, role: Role, variant: Variant, shape: Shape) -> Heads:
+    """q, k or do as a product over tokens takes it: with blocks along them."""
+    fmt = (variant.gradient_fmt or variant.fmt) if role == "do" else variant.fmt
+    amax = head_scaling.amax(x, "mx_1x32", heads=shape.key_heads, along_tokens=True)
+    return head_scaling.quantize(x, fmt, "mx_1x32", variant.policy, amax_of_groups=amax, along_tokens=True)
 
 
 def _tokens(x: Heads) -> Tensor:

@@ -100,12 +100,18 @@ def share(amaxes: list[Tensor], spec: Spec) -> list[Tensor]:
     return list(scaling.merge_amax(torch.stack(amaxes), spec.amax_group).unbind())
 
 
+def rotated(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as they are quantized: q and k after the variant's rotation, if it has one (A-13)."""
+    if not spec.variant.rotated:
+        return q, k, v
+    signs = hadamard.signs(q.shape[-1], spec.seed, q.device)
+    return hadamard.rotate(q, signs), hadamard.rotate(k, signs), v
+
+
 def quantize(q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tensor], *, report: Report = "all") -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = spec.variant, k.shape[1]
-    if variant.rotated:
-        signs = hadamard.signs(q.shape[-1], spec.seed, q.device)
-        q, k = hadamard.rotate(q, signs), hadamard.rotate(k, signs)
+    q, k, v = rotated(q, k, v, spec)
     tensors = {"q": q, "k": k, "v": v}
     amaxes = {role: torch.zeros((), device=q.device) for role in tensors}
     needed = [role for role in tensors if report != "nothing" or (variant.granularity is not None and role not in given)]

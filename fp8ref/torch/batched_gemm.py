@@ -55,6 +55,10 @@ def scaled_mms(a: Tensor, b: Tensor, factor: Tensor | None, fast: bool) -> Tenso
     return loop(a, b, factor, fast)
 
 
+OPERATOR = torch.ops.fp8ref.scaled_mms.default
+"""The operator of ``scaled_mms`` in graphs."""
+
+
 @scaled_mms.register_fake
 def _(a, b, factor, fast):
     return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=torch.float32)

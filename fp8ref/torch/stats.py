@@ -1,6 +1,6 @@
 """FP8 statistics of a model's operands, measured on the device (SEMANTICS Q-8 to Q-10)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fp8ref.attention_products import AttentionOperand
 from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS
 from fp8ref.stats import FIELDS, Operand
@@ -140,7 +141,7 @@ def of_ranks(parts: torch.Tensor) -> torch.Tensor:
     return torch.stack(found, dim=1)
 
 
-def stacked(planned: list[Operand], found: Parts) -> torch.Tensor:
+def stacked(planned: Sequence[Operand | AttentionOperand], found: Parts) -> torch.Tensor:
     """float64 [operands, microbatches, FIELDS] in the order of the plan."""
     return torch.stack([torch.stack(found[operand.name]) for operand in planned])
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import pydantic
 import tyro
 
+from fp8ref import attention, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
-from fp8ref import linear_rules, linear_selection, llama
+from fp8ref.attention import Variant
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import Rule
 from fp8ref.linear_selection import Decision
@@ -150,6 +151,17 @@ class Config:
                 f"{who} takes the framework's own attention; got numerics.attention {self.numerics.attention!r}. Leave it out, on the "
                 "command line by --numerics.attention None."
             )
+
+    @property
+    def attention_variant(self) -> Variant | None:
+        """The variant of numerics.attention; None for the framework's own attention."""
+        return None if self.numerics.attention is None else attention.by_name(self.numerics.attention)
+
+    @property
+    def attention_in_fp8(self) -> list[str]:
+        """The names of the layers' attention, if its variant is in FP8; else []."""
+        low = self.attention_variant is not None and self.attention_variant.fmt.bits == 8
+        return [f"model.layers.{i}.self_attn" for i in range(self.model.num_hidden_layers)] if low else []
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:

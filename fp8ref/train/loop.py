@@ -341,7 +341,8 @@ class _Training:
                 remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
             raise NonFiniteError(_explain(self.model, step, metrics, remedy))
         line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds} | columns
-        if (step + 1) % config.run.eval_every == 0 or step + 1 == config.run.steps:
+        every = config.run.eval_every
+        if (every and (step + 1) % every == 0) or step + 1 == config.run.steps:
             with watch("evaluation"):
                 losses = [self.model.evaluate(self.batches.held_out(i)) for i in range(config.run.eval_batches)]
             line["val_loss"] = float(np.mean(losses))

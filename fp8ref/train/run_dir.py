@@ -135,12 +135,15 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
         return True
     mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
     different = changed(mine, manifest)
+    longer = "config.run.steps" in different and lengthens(config, manifest)
+    if longer:
+        del different["config.run.steps"]
     if different:
         key, (here, there) = next(iter(different.items()))
         raise ConfigError(
             f"{out} holds a run with another {key}: {there!r}; got {here!r}. Resume with the same configuration, or use --overwrite."
         )
-    if manifest["status"] == "finished":
+    if manifest["status"] == "finished" and not longer:
         return False
     held.take(out)
     return True
@@ -175,6 +178,8 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
         return None
     mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
     for key, (here, there) in changed(mine, found.manifest).items():
+        if key == "config.run.steps" and lengthens(config, found.manifest):
+            continue
         raise ConfigError(
             f"{found.path} is from another run: its {key} is {there!r}; this run has {here!r}. Put the run's own checkpoints back."
         )
@@ -195,6 +200,20 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
                 "Resume on the mesh that saved it."
             )
     return found
+
+
+def lengthens(config: Config, manifest: dict) -> bool:
+    """Whether a config has more steps than that of a manifest, and each step of that has the same learning rate and recipe."""
+    before = configs.from_dict(manifest["config"])
+    steps, entries = before.run.steps, config.numerics.schedule or ()
+    return (
+        config.run.steps > steps
+        and all(
+            config.optimizer.learning_rate_at(step, config.run.steps) == before.optimizer.learning_rate_at(step, steps)
+            for step in range(steps)
+        )
+        and all(isinstance(begin, int) for begin, _ in entries)
+    )
 
 
 def changed(mine: dict, theirs: dict) -> dict:

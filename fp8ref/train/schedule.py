@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fp8ref.attention_products import is_attention
 from fp8ref.recipe import RECIPES, check_trained, delayed_casts
 
 Entries = tuple[tuple[int | str, str], ...]
@@ -174,8 +175,10 @@ def is_measured(entries: Sequence[Sequence] | None) -> bool:
 
 
 def lowest_sqnr(statistics: Mapping[str, dict]) -> tuple[float, str] | None:
-    """The smallest SQNR of a record (Q-8) in dB, and its operand; None if it has none."""
-    return min(((one["sqnr"], name) for name, one in statistics.items() if one["sqnr"] is not None), default=None)
+    """The smallest SQNR of a record (Q-8) in dB, and its operand; None if it has none. Attention, which no phase
+    changes, is left out."""
+    of_linears = (item for item in statistics.items() if not is_attention(item[0]))
+    return min(((one["sqnr"], name) for name, one in of_linears if one["sqnr"] is not None), default=None)
 
 
 def measured(phase: Phase, statistics: Mapping[str, dict], states: Mapping[str, dict]) -> tuple[float, str] | None:

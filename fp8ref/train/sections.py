@@ -5,7 +5,7 @@ Each checks its values when it is built.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import tyro
@@ -228,11 +228,6 @@ class ParallelConfig:
                 "parallel.reduce_dtype 'float8_e4m3fn' casts rounded gradients, and XLA under plain jit inserts no such sum; got through "
                 f"{self.through!r}, reduce {self.reduce!r}. Use through 'shard_map' and reduce 'rounded'.",
             )
-        require(
-            self.accumulate_dtype != "float8_e4m3fn" or not self.scan,
-            "parallel.accumulate_dtype 'float8_e4m3fn' has a scale for each weight, and parallel.scan keeps all layers' as one. Use bfloat16, or "
-            "parallel.scan False.",
-        )
         if self.reduce == "accumulators":
             require(
                 "bfloat16" not in (self.reduce_dtype, self.tensor_reduce_dtype),
@@ -294,22 +289,30 @@ class ParallelConfig:
         return [f"parallel.{key}" for key in theirs if getattr(self, key) != getattr(ParallelConfig(), key)]
 
 
+Decay = Literal["cosine", "linear", "sqrt", "none"]
+"""The shapes of the learning rate's decay (SEMANTICS T-3)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up, cosine decay and clipping (SEMANTICS T)."""
+    """AdamW with warm-up, decay and clipping (SEMANTICS T)."""
 
     kind: Literal["adamw", "adamw_fused", "adamw_fp8", "adamw_states"] = "adamw"
     """AdamW in float32 (adamw), or with the states of optimizer.layout (adamw_states). PyTorch: also torch's fused AdamW, or torchao's AdamW with
-    e4m3 moments in blocks of 256."""
+    e4m3 moments in blocks of 256, which stores small second moments as 0: their updates explode."""
     layout: str | None = None
     """How adamw_states keeps its moments: float32, bfloat16, msamp, fishman, sqrt_e5m2, sqrt_e4m3, torchao, te or coat; and masters in float16
     too: msamp_o2 or sqrt_e4m3_f16. Default: sqrt_e4m3."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     min_learning_rate: float = 1e-4
-    """Learning rate at the end of the cosine decay."""
+    """Learning rate at the end of the decay."""
     warmup_steps: int = 5
     """Steps of linear warm-up."""
+    decay: Decay = "cosine"
+    """How the learning rate falls to min_learning_rate: as a half cosine, a line, or a line in the root of the steps; none: it stays at its peak."""
+    decay_steps: int | None = None
+    """The last steps of the run, in which it falls; before them it stays at its peak (warm-up, stable, decay: WSD). Default: all after the warm-up."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -328,6 +331,13 @@ class OptimizerConfig:
         )
         require(0 < self.learning_rate < math.inf, f"optimizer.learning_rate is positive and finite; got {self.learning_rate}.")
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps is not negative; got {self.warmup_steps}.")
+        decays = get_args(Decay)
+        require(self.decay in decays, f"optimizer.decay is one of {', '.join(decays)}; got {self.decay!r}.")
+        require(self.decay_steps is None or self.decay_steps >= 1, f"optimizer.decay_steps is at least 1; got {self.decay_steps}.")
+        require(
+            self.decay_steps is None or self.decay != "none",
+            f"optimizer.decay 'none' has no steps; got optimizer.decay_steps {self.decay_steps}. Leave one of them out.",
+        )
         for key in ("beta1", "beta2"):
             require(0 <= getattr(self, key) < 1, f"optimizer.{key} must be in [0, 1); got {getattr(self, key)}.")
         require(0 < self.eps < math.inf, f"optimizer.eps is positive and finite; got {self.eps}.")
@@ -385,12 +395,16 @@ class OptimizerConfig:
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0, in a run of ``steps``.
 
-        Warm-up, then cosine (SEMANTICS T-3).
+        Warm-up, the peak, then decay (SEMANTICS T-3).
         """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / (steps - self.warmup_steps)
-        return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * (1 + math.cos(math.pi * done)) / 2
+        begin = self.warmup_steps if self.decay_steps is None else max(self.warmup_steps, steps - self.decay_steps)
+        if step < begin or self.decay == "none":
+            return self.learning_rate
+        done = (step - begin) / (steps - begin)
+        shapes = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "sqrt": 1 - math.sqrt(done)}
+        return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * shapes[self.decay]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +427,7 @@ class RunConfig:
     seed: int = 0
     """Seed of the initial weights."""
     eval_every: int = 25
-    """Steps between validations. The last step is always validated."""
+    """Steps between validations; 0 for none in between. The last step is always validated."""
     eval_batches: int = 4
     """Validation batches. They are the same each time."""
     out: str | None = None
@@ -424,8 +438,9 @@ class RunConfig:
     """Train even if a planned FP8 GEMM or gather is missing from the step. The manifest lists what is missing."""
 
     def __post_init__(self) -> None:
-        for key in ("steps", "eval_every", "eval_batches"):
+        for key in ("steps", "eval_batches"):
             require(getattr(self, key) >= 1, f"run.{key} is at least 1; got {getattr(self, key)}.")
+        require(self.eval_every >= 0, f"run.eval_every is not negative (0: at the end alone); got {self.eval_every}.")
         require(self.seed >= 0, f"run.seed is not negative; got {self.seed}.")
         for key in ("out", "init_from"):
             require(getattr(self, key) != "", f"run.{key} names a directory; got ''. Leave it out for its default.")

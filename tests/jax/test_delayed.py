@@ -24,6 +24,7 @@ def assert_states_equal(ours, theirs):
         np.testing.assert_array_equal(np.asarray(getattr(ours, name)), value, err_msg=name)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
 def test_states_equal_the_simulators(config, rng):  # H-1 to H-6, H-9
     """8 layers, 40 steps: amaxes over 60 binades, zeros, tiny and subnormal ones, non-finite ones, and layers not used."""
@@ -157,6 +158,7 @@ def chosen(x, w, seen):
     return jax.lax.cond(w[0, 0] < 100, lambda: one(x, w, seen), lambda: (jnp.zeros((4, 24, 32)), seen))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("way", [microbatches, remat, reused, mapped, mapped_twice, chosen], ids=lambda f: f.__name__)
 def test_a_step_is_one_observation_however_it_is_cut(way):  # H-4
     """Scale 1 at first, under which every cut gives the same output, and so the same gradients to observe."""

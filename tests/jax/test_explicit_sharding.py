@@ -156,6 +156,7 @@ def test_codes_and_scales_of_any_numbers_are_one_devices(rng):  # P-2, P-4
         jax.tree.map(np.testing.assert_array_equal, mine, one)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "mxfp8", "blockwise"])
 def test_other_recipes(recipe, operands):
     x, w, g = operands

@@ -31,6 +31,7 @@ def test_it_is_shaped_like_ragged_dot(small):  # X-1
     assert seen is None
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("dtype", "fmt"), [(jnp.float32, FLOAT32), (jnp.float16, FLOAT16)], ids=str)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_other_dtypes(recipe, dtype, fmt, rng):  # G-8
@@ -73,6 +74,7 @@ def test_under_vmap(small):
         np.testing.assert_array_equal(y, alone(one, s))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_a_nan_stays_in_its_group(recipe, rng):  # X-6
     """lax.ragged_dot multiplies all rows by all weights, zeros by a NaN too."""
@@ -213,6 +215,7 @@ def test_a_gpus_products_are_in_fp8(small):  # X-10
     ]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("rows", [1, 31, 64, 500, 6000])
 def test_blocks_of_rows(rows, rng):  # X-10
     """Every row of a group is in a block of its group, once; others in none. No more than twice the rows, or 16 more for each group."""

@@ -23,6 +23,7 @@ def same(found, wanted):
         np.testing.assert_array_equal(np.asarray(getattr(found, key)), getattr(wanted, key))
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize(("granularity", "policy"), CASES)

@@ -29,6 +29,7 @@ def run(x, w, g, recipe, dtype=jnp.bfloat16):
     return [np.asarray(v.astype(jnp.float32)) for v in (y, *vjp(jnp.asarray(g, dtype)))]
 
 
+@pytest.mark.grid(2)
 @recipes
 def test_outputs_and_gradients_equal_the_simulator_on_integers(recipe, operands):  # L-1 to L-4, G-9
     x, w, g = operands
@@ -58,6 +59,7 @@ def test_an_operand_cast_alone_equals_the_simulator_on_integers(recipe, operands
     assert (expected[1] != sim.backward(g, x, w, "bf16")[0]).any() == (recipe.name == "one")  # e4m3 holds integers to 7
 
 
+@pytest.mark.grid(2)
 @recipes
 def test_float32_works_and_rowwise_rounds_to_bfloat16(recipe, operands):  # G-8
     x, w, g = operands
@@ -67,6 +69,7 @@ def test_float32_works_and_rowwise_rounds_to_bfloat16(recipe, operands):  # G-8
     assert (y.dtype, y.shape) == (np.float32, (2, 24, 32))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("size", [2.0**-16, 1.0, 2.0**8])
 @recipes
 def test_float16_equals_the_simulator_on_integers(recipe, size, operands):  # G-8
@@ -78,6 +81,7 @@ def test_float16_equals_the_simulator_on_integers(recipe, size, operands):  # G-
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.grid(2)
 @recipes
 def test_vmap_and_remat_change_nothing(recipe, operands):
     x, w, _ = (jnp.asarray(v, jnp.bfloat16) for v in operands)

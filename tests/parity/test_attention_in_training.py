@@ -6,7 +6,6 @@ import pytest
 from fp8ref import llama
 from fp8ref.crosscheck import one_device
 from fp8ref.errors import ConfigError
-from fp8ref.estimate import report as estimate
 from fp8ref.jax import attention as attention_jax
 from fp8ref.sim import llama as simulated
 from fp8ref.torch import attention as attention_torch
@@ -134,9 +133,9 @@ def test_a_compiled_block_trains(config):  # A-18, B-9
 
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_the_stated_arithmetic_is_a_choice_by_name(backend, config, monkeypatch):
-    module = attention_jax if backend == "jax" else attention_torch
-    asked, apply = [], module.apply
-    monkeypatch.setattr(module, "apply", lambda *a, **k: asked.append(k["arithmetic"]) or apply(*a, **k))
+    module, name = (attention_jax, "apply_with_stats") if backend == "jax" else (attention_torch, "apply")
+    asked, apply = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *a, **k: asked.append(k["arithmetic"]) or apply(*a, **k))
     tokens = loader.open_batches(config).step(0)
     found = [loop.trainer(backend, config.replace(numerics={"attention_arithmetic": how})).evaluate(tokens) for how in ("fast", "stated")]
     assert set(asked[: len(asked) // 2]) == {"fast"}
@@ -147,7 +146,5 @@ def test_the_stated_arithmetic_is_a_choice_by_name(backend, config, monkeypatch)
 def test_what_knows_only_the_frameworks_attention_says_so(config):
     from fp8ref.crosscheck.divergence import live
 
-    with pytest.raises(ConfigError, match=r"an estimate takes the framework's own attention; got numerics.attention 'cudnn'"):
-        estimate.of(config, "jax", None)
     with pytest.raises(ConfigError, match=r"--first-divergence, of this config, takes the framework's own attention"):
         live.check_alone(config, "this config")

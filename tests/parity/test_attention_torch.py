@@ -185,6 +185,7 @@ def test_under_simulated_hardware_gradients_are_the_simulators(variant, mask):  
         assert (found.dq.numpy() != right.dq).mean() < 2.0**-10  # of sums that differ by some 2^-23
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["bf16", "cudnn", "mxfp8"])
 @pytest.mark.parametrize("mask", MASKS[:3], ids=str)
 def test_gradients_are_within_the_bound(name, mask):

@@ -102,7 +102,7 @@ def tensors():
     return {"normal": normal, "spread": spread, "special": special, "floor": floor, "exact": exact, "subnormal": tiny, "zeros": normal * 0}
 
 
-@pytest.mark.grid(56)
+@pytest.mark.grid(8)
 @casts
 @pytest.mark.parametrize(("granularity", "axis"), GROUPS)
 @pytest.mark.parametrize("kind", tensors())

@@ -65,7 +65,7 @@ def torch_operand(which, role, tensor, recipe, scale=None):
     return q.codes.view(torch.uint8).numpy(), q.scale_inv.numpy()
 
 
-@pytest.mark.grid(7)
+@pytest.mark.grid(2)
 @every
 @pytest.mark.parametrize("backend", [jax_operand, torch_operand], ids=["jax", "torch"])
 def test_codes_and_scales_of_every_group(backend, recipe, rng):

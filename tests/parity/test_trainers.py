@@ -16,7 +16,7 @@ def tokens(small):
     return loader.open_batches(small).step(0)
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", SHARED_RECIPES)
 def test_the_loss_of_a_repeated_batch_falls(backend, recipe, small, tokens):
     trainer = loop.trainer(backend, small.replace(numerics={"recipe": recipe}))

@@ -54,6 +54,7 @@ def few(codes, fmt, count, first):
     return np.where(kept, codes, np.uint8(0))
 
 
+@pytest.mark.grid(2)
 @each_unit
 @pytest.mark.parametrize("more", [0])
 @for_all(100, drawn=st.sampled_from(PAIRS).flatmap(factors), ends=rising(), first=st.integers(0, 26))

@@ -26,6 +26,7 @@ def rounded(x, fmt, rounding, saturate=True):
 with_numbers = any_format.flatmap(lambda fmt: st.tuples(st.just(fmt), numbers(fmt), numbers(fmt)))
 
 
+@pytest.mark.grid(2)
 @each_rounding
 @for_all(200, drawn=with_numbers)
 def test_monotone(rounding, drawn):
@@ -73,6 +74,7 @@ def test_not_monotone_into_e8m0_from_zero():
     assert rounded(F32(2.0**-149), E8M0FNU, "nearest_even") == 2.0**-127
 
 
+@pytest.mark.grid(3)
 @each_rounding
 @pytest.mark.parametrize("saturate", [True, False])
 @for_all(100, drawn=with_numbers)

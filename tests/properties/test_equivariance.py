@@ -62,6 +62,7 @@ EQUIVARIANT = [(name, 127) for name in ("torchao", "torchao_mask", "te_current",
 EQUIVARIANT.append(("flax_bf16", 126))
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(("policy", "high"), EQUIVARIANT)
 @for_all(60, x=tensors((2, 32)), exponent=st.integers(-39, 127), fmt=st.sampled_from([E4M3FN, E5M2]))
 def test_quantizing(policy, high, x, exponent, fmt):

@@ -43,6 +43,7 @@ def test_relative_error_of_a_normal_value(rounding, drawn):
     assert (scaled <= limit).all() if rounding.startswith("nearest") else (scaled < limit).all()
 
 
+@pytest.mark.grid(2)
 @each_rounding
 @for_all(
     100,

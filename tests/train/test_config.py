@@ -128,7 +128,9 @@ RANGES = [
     ("optimizer", "max_norm", math.nan),
     ("optimizer", "weight_decay", -0.1),
     ("run", "steps", 0),
-    ("run", "eval_every", 0),
+    ("run", "eval_every", -1),
+    ("optimizer", "decay", "step"),
+    ("optimizer", "decay_steps", 0),
     ("run", "eval_batches", 0),
     ("run", "seed", -1),
     ("model", "vocab_size", 255),  # D-1: tokens are bytes
@@ -339,6 +341,29 @@ def test_learning_rate_decays_by_a_half_cosine_to_its_floor():  # T-3
     schedule = OptimizerConfig(learning_rate=5.0, min_learning_rate=1.0, warmup_steps=2)
     rates = [schedule.learning_rate_at(step, 8) for step in (2, 4, 5, 6, 8)]
     assert rates == pytest.approx([5.0, 4.0, 3.0, 2.0, 1.0], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("decay", "half"), [("cosine", 0.55e-3), ("linear", 0.55e-3), ("sqrt", 1e-4 + 9e-4 * (1 - math.sqrt(0.5))), ("none", 1e-3)]
+)
+def test_learning_rate_may_stay_at_its_peak_before_it_decays(decay, half):  # T-3
+    """Warm-up, stable, decay: steps 5 to 150 at the peak."""
+    keys = {} if decay == "none" else {"decay_steps": 50}
+    o = OptimizerConfig(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=5, decay=decay, **keys)
+    assert [o.learning_rate_at(step, 200) for step in (4, 5, 100, 150)] == [1e-3] * 4
+    assert o.learning_rate_at(175, 200) == pytest.approx(half, rel=1e-12)
+    if decay == "linear":
+        assert o.learning_rate_at(199, 200) == pytest.approx(0.000118, rel=1e-12)
+
+
+def test_a_decay_longer_than_the_run_begins_after_the_warm_up():  # T-3
+    whole, longer = (OptimizerConfig(warmup_steps=5, decay_steps=n) for n in (None, 500))
+    assert [whole.learning_rate_at(s, 100) for s in range(100)] == [longer.learning_rate_at(s, 100) for s in range(100)]
+
+
+def test_no_decay_has_no_steps():
+    with pytest.raises(ValueError, match=r"optimizer\.decay 'none' has no steps; got optimizer\.decay_steps 5"):
+        OptimizerConfig(decay="none", decay_steps=5)
 
 
 def test_learning_rate_without_warm_up_starts_at_the_peak():  # T-3

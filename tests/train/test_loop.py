@@ -59,6 +59,36 @@ def test_validation_follows_the_update_every_so_often_and_at_the_end(tmp_path, s
     assert {line["step"]: line["val_loss"] for line in lines if "val_loss" in line} == {3: 4.0, 5: 6.0}
 
 
+def test_validation_may_wait_for_the_end(tmp_path, small, fake):  # T-5
+    fake()
+    lines = loop.train(small.replace(run={"eval_every": 0}), "jax", tmp_path / "run")
+    assert {line["step"]: line["val_loss"] for line in lines if "val_loss" in line} == {5: 6.0}
+
+
+def test_a_finished_run_without_decay_is_extended(tmp_path, small, fake):  # K-2, T-3
+    config = small.replace(optimizer={"decay": "none"}, run={"steps": 3})
+    fake()
+    loop.train(config, "jax", tmp_path / "run")
+    trainer = fake()
+    lines = loop.train(config.replace(run={"steps": 5}), "jax", tmp_path / "run", resume=True)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert len(trainer.batches) == 2
+    manifest = log.read_manifest(tmp_path / "run")
+    assert (manifest["status"], manifest["starts"], manifest["config"]["run"]["steps"]) == ("finished", [0, 3], 5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"), [({}, 5), ({"decay": "linear", "decay_steps": 2}, 5), ({"decay": "none"}, 2)], ids=["cosine", "decayed", "shorter"]
+)
+def test_a_run_whose_rates_would_have_been_others_is_not(tmp_path, small, fake, keys, steps):
+    config = small.replace(optimizer={"warmup_steps": 0, **keys}, run={"steps": 3})
+    fake()
+    loop.train(config, "jax", tmp_path / "run")
+    fake()
+    with pytest.raises(ConfigError, match=r"holds a run with another config\.run\.steps: 3; got"):
+        loop.train(config.replace(run={"steps": steps}), "jax", tmp_path / "run", resume=True)
+
+
 def test_every_validation_takes_the_same_batches(tmp_path, small, fake):  # D-2
     trainer = fake()
     config = small.replace(run={"eval_batches": 2, "eval_every": 3}, data={"validation_fraction": 0.4})

@@ -56,7 +56,7 @@ def test_a_finished_run_is_left_alone_under_resume(tmp_path, small):
 @pytest.mark.parametrize(
     ("sections", "key", "was", "now"),
     [
-        ({"run": {"steps": 7}}, "config.run.steps", "6", "7"),
+        ({"run": {"steps": 5}}, "config.run.steps", "6", "5"),
         ({"data": {"seed": 3}}, "config.data.seed", "0", "3"),
         ({"numerics": {"recipe": "bf16"}}, "config.numerics.recipe", "'tensorwise'", "'bf16'"),
         ({"numerics": {"filter_fqns": ("mlp",)}}, "config.numerics.filter_fqns", r"\[\]", r"\['mlp'\]"),

@@ -9,9 +9,13 @@
     proof.kernels(compiled)         # how many kernels multiply which types
     proof.lost(compiled, program)   # FP8 dots that XLA compiled to a wider type
 
-``hlo`` parses programs; ``verdict`` compares them with the recipes.
+    proof.missing_products(program, ["layers.0.attention"], variant)
+                                    # products of attention by a variant that are absent
+
+``hlo`` parses programs; ``verdict`` compares them with the recipes, ``attention`` with a variant of attention.
 """
 
+from fp8ref.jax.proof.attention import manifest_of_products, missing_products
 from fp8ref.jax.proof.verdict import (
     Collective,
     Gemm,
@@ -37,7 +41,9 @@ __all__ = [
     "kernels",
     "lost",
     "manifest",
+    "manifest_of_products",
     "missing",
+    "missing_products",
     "read",
     "read_compiled",
 ]

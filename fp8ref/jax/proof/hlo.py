@@ -21,6 +21,7 @@ Typed = tuple[str, tuple[int, ...]]
 
 _SIMULATED = re.compile(r'"(?P<path>[^"]*/simulated:(?P<how>[^/()"]+:(?:fast|slow))/[^"]*)"')  # a scope of ``hardware.matmul``
 _GEMM = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/(?P<which>output|grad_input|grad_weight)[/)]")
+_PRODUCT = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/attention:(?P<which>\w+)[/)]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][\w\-]*)\((?P<operands>[^()]*)\)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -49,7 +50,7 @@ class Operation:
 
     @property
     def place(self) -> tuple[str, str] | tuple[None, None]:
-        """(layer, GEMM) of the operation; (None, None) outside any linear."""
+        """(layer, GEMM) of the operation, of attention (layer, product); (None, None) outside of both."""
         return place(self.path)
 
     @property
@@ -87,8 +88,8 @@ def within(path: str) -> list[str]:
 
 
 def place(path: str) -> tuple[str, str] | tuple[None, None]:
-    """(layer, GEMM) in a path of named scopes; (None, None) if there is none."""
-    found = _GEMM.search(path)
+    """(layer, GEMM) in a path of named scopes, of attention (layer, product); (None, None) if there is none."""
+    found = _GEMM.search(path) or _PRODUCT.search(path)
     return (found["layer"], found["which"]) if found else (None, None)
 
 

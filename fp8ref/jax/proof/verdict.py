@@ -39,7 +39,7 @@ class Program:
 class Gemm:
     """One dot, or one GEMM under simulated hardware.
 
-    layer, which     the linear and its GEMM; None outside any linear.
+    layer, which     the linear and its GEMM, or the layer of attention and its product; None outside of both.
     a, b             dtypes of the operands, in the order of SEMANTICS L-2: grad_output before input.
     accumulate       ``fast`` or ``slow`` (G-7).
     multiplications  M N K.
@@ -153,7 +153,7 @@ def missing(
         for which, spec in recipes.by_name(recipe).gemms.items():
             if spec.a is None or spec.b is None or (plan is None and gemm.dequantizes(spec.a.granularity)):
                 continue
-            wanted = _said(_name(cast.DTYPES[spec.a.fmt.name]), _name(cast.DTYPES[spec.b.fmt.name]), spec.accumulate, plan)
+            wanted = _said(hlo_name(cast.DTYPES[spec.a.fmt.name]), hlo_name(cast.DTYPES[spec.b.fmt.name]), spec.accumulate, plan)
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, which)]
             found = [_said(dot.a, dot.b, dot.accumulate, dot.plan) for dot in here]
             others = [said for said in found if said != wanted]
@@ -270,7 +270,7 @@ def _merged(moved: list[Collective], layer: str, which: str, recipe: str | Recip
     return int(there >= needed)
 
 
-def _name(dtype) -> str:
+def hlo_name(dtype) -> str:
     """HLO's name of an FP8 dtype: f8e4m3fn."""
     return jax.numpy.dtype(dtype).name.replace("float8_", "f8")
 

@@ -1,4 +1,5 @@
-"""Compile kernels, and keep them on disk under names that are sums of all that they depend on.
+"""Compile kernels once they are worth it, and keep them on disk under names that are sums of all that they
+depend on.
 
 numba's own cache has two faults. It knows a kernel by its own file, and not by the files of what it
 calls. And it numbers its files: two processes that compile two kernels of one function at the same
@@ -13,6 +14,7 @@ import importlib.resources
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
@@ -34,6 +36,28 @@ def compiled(function: Callable) -> Callable:
     with contextlib.suppress(RuntimeError):
         kernel._cache = _Cache(function)
     return kernel
+
+
+ELEMENTS, PRODUCTS = 1 << 18, 1 << 22
+"""The work that plain twins do before a kernel is compiled: elements that are cast, and products that are
+summed. Either takes less than 0.1 s; compiling, or loading the first kernel, takes longer."""
+
+_done: dict[Any, int] = {}  # by kernel: the work that its plain twin did in this process
+
+
+def worth(kernel: Any, work: int, budget: int) -> bool:
+    """Whether to call a kernel for this work, and not its plain twin, which gives the same bits: it is
+    compiled in this process, or the twin would have done more than the budget in its place.
+
+    The environment variable FP8REF_COMPILE=always compiles at the first call.
+    """
+    if kernel.overloads or os.environ.get("FP8REF_COMPILE") == "always":
+        return True
+    done = _done.get(kernel, 0) + work
+    if done > budget:
+        return True
+    _done[kernel] = done
+    return False
 
 
 class _Cache(FunctionCache):

@@ -8,9 +8,23 @@ missing = proof.missing(trace, {"mlp.up_proj": "tensorwise"})  # absent GEMMs, a
 proof.manifest(trace, {"mlp.up_proj": "tensorwise"}, missing)  # the proof, for a run's manifest
 """
 
+from fp8ref.torch.proof.attention import manifest_of_products, missing_products, multiplies_codes
 from fp8ref.torch.proof.compiled import trace_compiled
 from fp8ref.torch.proof.eager import trace_eager
-from fp8ref.torch.proof.records import GemmRecord, GemmTrace
+from fp8ref.torch.proof.records import GemmRecord, GemmTrace, ProductRecord
 from fp8ref.torch.proof.verdict import gathers, manifest, missing, missing_gathers
 
-__all__ = ["GemmRecord", "GemmTrace", "gathers", "manifest", "missing", "missing_gathers", "trace_compiled", "trace_eager"]
+__all__ = [
+    "GemmRecord",
+    "GemmTrace",
+    "ProductRecord",
+    "gathers",
+    "manifest",
+    "manifest_of_products",
+    "missing",
+    "missing_gathers",
+    "missing_products",
+    "multiplies_codes",
+    "trace_compiled",
+    "trace_eager",
+]

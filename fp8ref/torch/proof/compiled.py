@@ -5,7 +5,7 @@ operand is followed back to the layer's weight or to its input. The post-grad gr
 pass, tell how each GEMM runs in the end.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from fp8ref.recipe import Gemm
+from fp8ref.torch.attention_observer import LABEL
 from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
-from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
+from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, PRODUCTS_AT, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 
 _aten = torch.ops.aten
 # the key in a node's metadata of (layer, which), set on the joint graph
@@ -26,8 +27,10 @@ _LABEL = "fp8ref.torch.proof.compiled"
 
 
 @contextmanager
-def trace_compiled(model: nn.Module) -> Iterator[GemmTrace]:
+def trace_compiled(model: nn.Module, attention: Mapping[str, nn.Module] | None = None) -> Iterator[GemmTrace]:
     """Record the GEMMs of the graphs that inductor compiles in this context.
+
+    attention   as of ``trace_eager``.
 
     Run the first step in it: later ones compile nothing.
 
@@ -36,7 +39,7 @@ def trace_compiled(model: nn.Module) -> Iterator[GemmTrace]:
     compiled by itself has no name in its graph.
     """
     trace = GemmTrace("inductor post-grad graphs")
-    reader = _Reader(model, trace)
+    reader = _Reader(model, trace, attention or {})
     config = inductor_config
     with inductor_config.patch(
         joint_custom_pre_pass=_Pass(reader.label, config.joint_custom_pre_pass),
@@ -67,8 +70,9 @@ class _Pass(CustomGraphPass):
 class _Reader:
     """Labels the GEMMs of a model's joint graphs, and records them from its post-grad graphs."""
 
-    def __init__(self, model: nn.Module, trace: GemmTrace) -> None:
+    def __init__(self, model: nn.Module, trace: GemmTrace, attention: Mapping[str, nn.Module]) -> None:
         self._trace = trace
+        self._attention = {str(id(module)): records.unwrapped(name) for name, module in attention.items()}
         # dynamo's keys of modules are their ids
         self._names = {str(id(module)): name for name, module in records.linears(model)}
         self._regions = {
@@ -104,12 +108,18 @@ class _Reader:
                 layer, which = node.meta[_LABEL]
                 a, b = (records.type_name(operand.meta["val"].dtype) for operand in _operands(node))
                 self._trace.gemms += [GemmRecord(name, which, a, b, *_how(node)) for name in self._shared(layer)]
+            elif node.target in PRODUCTS_AT and (product := node.meta.get("custom", {}).get(LABEL)):
+                first, second = (_node(node.args[i]).meta["val"].dtype for i in PRODUCTS_AT[node.target])
+                types = records.type_name(first), records.type_name(second)
+                for name in self._shared(self._layer(node, self._attention) or ""):
+                    self._trace.products.append(records.of_product(name, product, node.target, types, node.args, node.kwargs))
 
-    def _layer(self, node: Node) -> str | None:
-        """The innermost linear that a node belongs to, or whose forward pass it differentiates."""
+    def _layer(self, node: Node, names: Mapping[str, str] | None = None) -> str | None:
+        """The innermost linear, or module of these names, that a node belongs to, or whose forward pass it differentiates."""
+        names = self._names if names is None else names
         stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {}
         keys = (key.partition("@")[0] for key in reversed(stack))  # of a module's second call: id@1
-        return next((self._names[key] for key in keys if key in self._names), None)
+        return next((names[key] for key in keys if key in names), None)
 
     def _roots(self, operand: Node, layer: str) -> set[Node]:
         """What an operand in its layer comes from: nodes of other layers, graph inputs, GEMMs."""
@@ -129,7 +139,7 @@ class _Reader:
         if region is None:
             return [layer]
         alike = [name + layer[len(region) :] for name, kind in self._regions.items() if kind is self._regions[region]]
-        return [name for name in alike if name in self._names.values()]
+        return [name for name in alike if name in self._names.values() or name in self._attention.values()]
 
 
 def _backward(node: Node) -> bool:

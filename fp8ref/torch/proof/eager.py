@@ -1,6 +1,6 @@
 """Trace the GEMMs of a model that runs eagerly: every matrix product in its linears."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,8 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import OPERANDS, Gemm
-from fp8ref.torch import gemm
+from fp8ref.torch import attention_observer, gemm
+from fp8ref.torch.attention_observer import observe_attention
 from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
@@ -26,8 +27,10 @@ _LAYER_KEY = "fp8ref.torch.proof.eager"
 
 
 @contextmanager
-def trace_eager(model: nn.Module) -> Iterator[GemmTrace]:
+def trace_eager(model: nn.Module, attention: Mapping[str, nn.Module] | None = None) -> Iterator[GemmTrace]:
     """Record a model's GEMMs in this context, forward and backward, also under checkpointing.
+
+    attention   modules that compute ``fp8ref.torch.attention``, by their names: their products are recorded too.
 
     No bit of them changes.
 
@@ -46,7 +49,7 @@ def trace_eager(model: nn.Module) -> Iterator[GemmTrace]:
         for name, module in records.linears(model):
             handles.append(module.register_forward_pre_hook(tracer.on_enter(name)))
             handles.append(module.register_forward_hook(tracer.on_leave(name), with_kwargs=True, always_call=True))
-        with tracer:
+        with observe_attention(attention or {}, None), tracer:
             yield trace
     finally:
         for handle in handles:
@@ -102,7 +105,12 @@ class _Tracer(TorchDispatchMode):
                 self._announced = next(which for which, operands in OPERANDS.items() if operands == roles)
             return NotImplemented
         out = func(*args, **kwargs)
-        if func in _ONES:
+        product, attends = attention_observer.product(), attention_observer.layer()
+        if product is not None:
+            if attends is not None and func in records.PRODUCTS_AT:
+                a, b = (records.type_name(args[i].dtype) for i in records.PRODUCTS_AT[func])
+                self._trace.products.append(records.of_product(attends, product, func, (a, b), args, kwargs))
+        elif func in _ONES:
             self._ones[out] = True
         elif func in _TIMES and args[0] in self._unscaled and isinstance(args[1], torch.Tensor):
             self._record_scale(self._unscaled.pop(args[0]), args[1])

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8ref.attention_products import Product
 from fp8ref.recipe import Gemm
-from fp8ref.torch import block_gemm, hardware
+from fp8ref.torch import batched_gemm, block_gemm, hardware
 
 _aten = torch.ops.aten
 SCALED_MM = _aten._scaled_mm.default
@@ -23,6 +24,9 @@ BLOCKS = {"torchao_triton": "blocks", "deep_gemm": "blocks, DeepGEMM"}
 SIMULATED = hardware.OPERATOR
 """The operator of simulated hardware (G-19)."""
 
+SCALED_MMS = batched_gemm.OPERATOR
+"""The operator of a batch of products of attention, in compiled graphs."""
+
 OPERANDS_AT: dict[Any, tuple[int, int]] = {
     SCALED_MM: (0, 1),
     BLOCK_GEMM: (0, 1),
@@ -31,6 +35,19 @@ OPERANDS_AT: dict[Any, tuple[int, int]] = {
     _aten.addmm.default: (1, 2),
 }
 """{operator of a GEMM: positions of both operands among its arguments}."""
+
+PRODUCTS_AT: dict[Any, tuple[int, int]] = {
+    SCALED_MM: (0, 1),
+    SIMULATED: (0, 1),
+    SCALED_MMS: (0, 1),
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.bmm.out: (0, 1),
+    _aten.bmm.dtype: (0, 1),
+    _aten.baddbmm.default: (1, 2),
+    _aten.baddbmm_.default: (1, 2),
+}
+"""{operator of a product of attention: positions of both operands among its arguments}."""
 
 # Parts of module names that torch.compile and checkpoint_wrapper insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -72,16 +89,42 @@ class GemmRecord:
         return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.granularity, self.plan and f"under {self.plan}")))
 
 
+@dataclass(frozen=True)
+class ProductRecord:
+    """One product of attention, as it ran (B-15). accumulate: None of one in high precision."""
+
+    layer: str
+    product: Product
+    a: str
+    b: str
+    accumulate: str | None
+
+    @property
+    def name(self) -> str:
+        """``layer/product``."""
+        return f"{self.layer}/{self.product}"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether both operands are FP8."""
+        return self.a.startswith("f8") and self.b.startswith("f8")
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate)))
+
+
 @dataclass
 class GemmTrace:
     """The GEMMs of a model's linears, in the order in which they ran, repeated ones included.
 
+    products    those of its attention, where ``fp8ref.torch.attention`` computes it.
     wanted      GEMMs of a backward pass, as ``layer/gemm``, whose gradient is needed.
     unwanted    those whose gradient is not needed.
     """
 
     read_from: str
     gemms: list[GemmRecord] = field(default_factory=list)
+    products: list[ProductRecord] = field(default_factory=list)
     wanted: set[str] = field(default_factory=set)
     unwanted: set[str] = field(default_factory=set)
 
@@ -119,6 +162,18 @@ def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 def granularity(*scales: torch.Tensor) -> str:
     """Granularity from the shapes of scales: rowwise ones are [M, 1], [1, N] or their product."""
     return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
+
+
+def of_product(layer: str, product: Product, func: Any, types: tuple[str, str], args: tuple, kwargs: dict) -> ProductRecord:
+    """The record of a product of attention by an operator of PRODUCTS_AT."""
+    accumulate = None
+    if func is SCALED_MM:
+        accumulate = "fast" if arguments(func, args, kwargs).get("use_fast_accum") else "slow"
+    elif func is SCALED_MMS:
+        accumulate = "fast" if args[3] else "slow"
+    elif func is SIMULATED:
+        accumulate = str(args[6])
+    return ProductRecord(layer, product, *types, accumulate)
 
 
 def of_blocks(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Sums of gradients over microbatches in JAX (SEMANTICS T-7)."""
 
 import dataclasses
+import functools
 from collections.abc import Collection
 
 import jax
@@ -9,13 +10,14 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import gradients, scaling
+from fp8ref.jax import gradients, parameter_stacks, scaling
 from fp8ref.jax.scaling import Quantized
 from fp8ref.train.jax.parameter_names import name_of, named
 
 
 class GradientSums:
-    """Sums of gradients over microbatches: float32, bfloat16, or of linears' weights in FP8 (T-7).
+    """Sums of gradients over microbatches: float32, bfloat16, or of linears' weights in FP8 (T-7). Of a stack each
+    layer has its own scale.
 
     dtype     ``parallel.accumulate_dtype``.
     linears   the names of the linears.
@@ -33,7 +35,7 @@ class GradientSums:
         def zero(path, p):
             if name_of(path) not in self._narrow:
                 return jnp.zeros_like(p, self._dtype)
-            codes, one = jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.float32(1)
+            codes, one = jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.ones(p.shape[: "*" in name_of(path)], jnp.float32)
             return Quantized(codes=codes, scale=one, scale_inv=one, fmt=E4M3FN, granularity="tensorwise", axis=-1)
 
         return jax.tree_util.tree_map_with_path(zero, params)
@@ -43,7 +45,8 @@ class GradientSums:
 
         def added(path, total, g):
             if isinstance(total, Quantized):
-                return gradients.accumulate(total, g, over=self._axes.get(name_of(path), ()))
+                one = functools.partial(gradients.accumulate, over=self._axes.get(name_of(path), ()))
+                return parameter_stacks.each(one, "*" in name_of(path))(total, g)
             return (total.astype(jnp.float32) + g).astype(self._dtype)
 
         return jax.tree_util.tree_map_with_path(added, sums, grads, is_leaf=_quantized)
@@ -51,12 +54,13 @@ class GradientSums:
     def scaled(self, sums, share: np.float32):
         """float32 sums times a number."""
 
-        def times(total):
+        def times(path, total):
             if isinstance(total, Quantized):
-                return scaling.dequantize(dataclasses.replace(total, scale_inv=total.scale_inv * share))
+                shared = dataclasses.replace(total, scale_inv=total.scale_inv * share)
+                return parameter_stacks.each(scaling.dequantize, "*" in name_of(path))(shared)
             return total.astype(jnp.float32) * share
 
-        return jax.tree.map(times, sums, is_leaf=_quantized)
+        return jax.tree_util.tree_map_with_path(times, sums, is_leaf=_quantized)
 
 
 def _quantized(node) -> bool:

@@ -46,8 +46,7 @@ class Pass:
     state      delayed-scaling states by linear, which the pass reads.
     seen       amax observations by linear; each linear replaces its own.
     layout     places a linear on the mesh; None places none, as a layout of one device does.
-    taps       statistics accumulators by linear (``linear.apply_with_stats``); each linear replaces its
-               own.
+    taps       statistics accumulators by linear and by attention (``apply_with_stats``); each replaces its own.
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked": XLA's, of
                QUERIES queries at a time.
     variant    of ``fp8ref.attention``, in place of ``attention``; None: none.
@@ -70,12 +69,16 @@ class Pass:
     multiply: Multiply | None = None
     copies: Mapping[str, Quantized] = field(default_factory=dict)
 
-    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Causal attention: q [B, T, H, D]; k and v may have fewer heads."""
+    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
+        """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads."""
         if self.variant is not None:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            y = attention.apply(*heads, variant=self.variant, mask=Mask(causal=True), arithmetic=self.arithmetic, over=over).swapaxes(1, 2)
+            how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
+            y, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
+            if tap is not None:
+                self.taps[name] = tap
+            y = y.swapaxes(1, 2)
         elif self.attention == "chunked":
             y = _attended_in_chunks(q, k, v)
         else:
@@ -105,7 +108,7 @@ class Pass:
         return checkpoint_name(y, "linear")
 
     def of(self, layer: str) -> tuple[dict, ...]:
-        """(states, observations, taps, copies) of the linears of a layer, by name."""
+        """(states, observations, taps, copies) of what a layer has, by name."""
         held = (self.state, self.seen, self.taps, self.copies)
         return tuple({name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in held)
 
@@ -158,7 +161,7 @@ class Attention(nnx.Module):
     """Causal rotary attention of [B, T, hidden], with grouped key and value heads (SEMANTICS M-1)."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
-        self.head_dim = config.head_dim
+        self.head_dim, self.name = config.head_dim, name
         for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
 
@@ -166,7 +169,7 @@ class Attention(nnx.Module):
         q, k, v = (p(x, run) for p in (self.q_proj, self.k_proj, self.v_proj))
         batch, length, _ = q.shape
         q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))  # [B, T, H, D]
-        y = run.attended(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        y = run.attended(_rotate(q, cos, sin), _rotate(k, cos, sin), v, self.name)
         return self.o_proj(y.reshape(batch, length, -1), run)
 
 

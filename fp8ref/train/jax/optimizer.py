@@ -85,7 +85,7 @@ class Optimizer:
         _, after = self._at(0.0).update(grads, self._with_masters(params, state), self.weights(params))
         g, before, made = (
             self._stacks.named(grads),
-            *(AdamWState(x.count, self._by_name(x.m), self._by_name(x.v)) for x in (state, after)),
+            *(x._replace(m=self._by_name(x.m), v=self._by_name(x.v), master=None) for x in (state, after)),
         )
         found = health.measure(g, before, made, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
         return health.Measured(*(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True)))

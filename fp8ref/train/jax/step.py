@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
+from fp8ref.attention_products import ROWS
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, stats
 from fp8ref.jax.scaling import Quantized
@@ -187,8 +188,9 @@ class Step:
         specs = (self._specs, self._specs_of(copies), P(), self._cut(tokens))
         return self.layout.map(loss_of, specs, P())(params, copies, fp8_state, tokens)
 
-    def statistics(self, params, fp8_state, tokens: jax.Array) -> jax.Array:
-        """Statistics float32 [devices, layers, 6, stats.LENGTH].
+    def statistics(self, params, fp8_state, tokens: jax.Array) -> dict[str, jax.Array]:
+        """Statistics of "linears" float32 [devices, layers, 6, stats.LENGTH], and of "attention" [devices, layers,
+        len(attention_products.ROWS), stats.LENGTH], where either is in FP8.
 
         Each device measures its own shards of the operands.
 
@@ -202,15 +204,15 @@ class Step:
             return self._loss_in(run, params, tokens), run.taps
 
         def measure(params, copies, fp8_state, tokens):
-            taps = {
-                name: self.layout.apart(jnp.zeros((*self.stacks.leading(name), len(stats.ROWS), stats.LENGTH)))
-                for name, recipe in self.linears.items()
-                if recipe.fp8
-            }
+            rows = {name: len(stats.ROWS) for name, recipe in self.linears.items() if recipe.fp8}
+            if self.measured_attention:
+                rows |= dict.fromkeys(self.attention_in_program, len(ROWS))
+            taps = {name: self.layout.apart(jnp.zeros((*self.stacks.leading(name), count, stats.LENGTH))) for name, count in rows.items()}
             (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, copies, fp8_state, tokens)
             # taps collect as the observations do: forward as aux, backward as a gradient
             found = self.stacks.apart({name: forward[name] + backward[name] for name in taps})
-            return jnp.stack([found[layer] for layer in self.measured_layers])[None]
+            measured = {"linears": self.measured_layers, "attention": self.measured_attention}
+            return {key: jnp.stack([found[layer] for layer in layers])[None] for key, layers in measured.items() if layers}
 
         specs = (self._specs, self._specs_of(copies), P(), self.layout.tokens)
         return self.layout.map(measure, specs, P(AXES))(params, copies, fp8_state, tokens)
@@ -231,6 +233,16 @@ class Step:
     def measured_layers(self) -> list[str]:
         """The names of the linears in FP8, in the order of the statistics."""
         return [d.path for d in self.decisions if d.fp8]
+
+    @property
+    def measured_attention(self) -> list[str]:
+        """The names of the layers' attention in FP8, in the order of the statistics."""
+        return self.config.attention_in_fp8
+
+    @property
+    def attention_in_program(self) -> list[str]:
+        """The same as the program names them: under a scan one name for all layers."""
+        return [f"{llama.STACK}.self_attn"] if self.config.parallel.scan and self.measured_attention else self.measured_attention
 
     def _split(self, weights: dict) -> tuple[Any, dict]:
         """The model's graph and its parameters, a tree."""

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from fp8ref import llama
+from fp8ref import attention, attention_products, llama
+from fp8ref.attention_products import AttentionOperand
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.health import recorded
 from fp8ref.jax import hardware, health, linear, proof, stats
-from fp8ref.stats import merged, planned
+from fp8ref.stats import Operand, merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax.checkpoint import Store
@@ -202,15 +203,29 @@ class Trainer:
         jax.effects_barrier()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantization statistics of every FP8 operand of a batch (SEMANTICS Q-8), from a pass that
+        """Quantization statistics of every FP8 operand of a batch (SEMANTICS Q-8, Q-13), from a pass that
         updates nothing."""
-        operands = planned(self.decisions)
-        if not operands:
+        operands, of_attention = planned(self.decisions), attention_products.planned(self.config.attention_in_fp8, self._variant)
+        if not operands and not of_attention:
             return {}
         of_parts = [
-            self._layout.fetch(self._measure(self._params, self._fp8_state, self._tokens(part))) for part in self.config.data.parts(tokens)
+            jax.tree.map(self._layout.fetch, self._measure(self._params, self._fp8_state, self._tokens(part)))
+            for part in self.config.data.parts(tokens)
         ]
-        found = stats.parts(np.stack(of_parts))  # [microbatches, devices, layers, rows, fields]
+        found = {key: stats.parts(np.stack([one[key] for one in of_parts])) for key in of_parts[0]}
+        parts = self._of_linears(operands, found["linears"]) if operands else []
+        return merged([*operands, *of_attention], parts + (self._of_attention(of_attention, found["attention"]) if of_attention else []))
+
+    def _of_attention(self, operands: Sequence[AttentionOperand], found: np.ndarray) -> list[np.ndarray]:
+        """Parts of each operand, of float64 [microbatches, devices, layers, ROWS, fields]: every device has its own
+        sequences and heads."""
+        layers, rows = self._step.measured_attention, attention_products.ROWS
+        assert self._variant is not None
+        first = [rows.index(attention_products.first_use(one.product, one.role, self._variant)) for one in operands]
+        return [found[:, :, layers.index(one.layer), row].reshape(-1, found.shape[-1]) for one, row in zip(operands, first, strict=True)]
+
+    def _of_linears(self, operands: Sequence[Operand], found: np.ndarray) -> list[np.ndarray]:
+        """Parts of each operand, of float64 [microbatches, devices, layers, rows, fields]."""
         layers, rows = self._step.measured_layers, dict(zip(stats.ROWS, range(len(stats.ROWS)), strict=True))
         parts = []
         for operand in operands:
@@ -220,7 +235,7 @@ class Trainer:
             if not of_layer[:, :, row, 0].any():  # nothing counted: an earlier GEMM of the layer uses the same codes
                 row = next(i for i, (_, role) in enumerate(stats.ROWS) if role == operand.role)
             parts.append(np.concatenate([self._layout.own_parts(p[:, row], operand.layer, operand.role) for p in of_layer]))
-        return merged(operands, parts)
+        return parts
 
     def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
         """``step`` and ``statistics`` of one batch, and the health of the states that the step makes
@@ -243,10 +258,10 @@ class Trainer:
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program
-        (SEMANTICS B).
+        (SEMANTICS B-7, B-15).
 
-        Raises:   ConfigError: a planned FP8 GEMM or gather is missing, on a GPU also from the
-                  compiled program; unless run.allow_fallback.
+        Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
+                  missing, on a GPU also from the compiled program; unless run.allow_fallback.
         """
         # The lowered program shows every planned GEMM before XLA rewrites any; on a GPU the compiled
         # one is read as well, because XLA may still replace an FP8 GEMM there.
@@ -256,6 +271,9 @@ class Trainer:
         placements = {path: placement for path in planned if (placement := self._layout.placement(path))}
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(program, planned, placements, plan)
+        attended = self._step.attention_in_program
+        if self._variant is not None:
+            missing += proof.missing_products(program, attended, self._variant)
         compiled = proof.read_compiled(lowered.compile()) if self._layout.on_gpu else None
         missing += proof.lost(compiled, program) if compiled else []
         if missing and not self.config.run.allow_fallback:
@@ -267,6 +285,10 @@ class Trainer:
         for key in ("gemms", "simulated", "on_dequantised_operands"):
             if key in found:
                 found[key] = [self._of_layer(one, i) for one in found[key] for i in self._layers_of(one)]
+        if self._variant is not None and attended:
+            found["attention"] = proof.manifest_of_products(program, attended, self._variant)
+            for key in ("gemms", "on_dequantised_operands"):
+                found["attention"][key] = [self._of_layer(one, i) for one in found["attention"][key] for i in self._layers_of(one)]
         return found
 
     def lowered(self, tokens: np.ndarray) -> jax.stages.Lowered:
@@ -283,6 +305,11 @@ class Trainer:
         if isinstance(gemm, str):
             return gemm.replace("*", str(i))
         return gemm | {"gemm": gemm["gemm"].replace("*", str(i))}
+
+    @property
+    def _variant(self) -> attention.Variant | None:
+        """The variant of attention, if the config names one."""
+        return self.config.attention_variant
 
     @property
     def _params(self):

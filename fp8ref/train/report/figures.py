@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from fp8ref.attention_products import MEASURED
 from fp8ref.recipe import ROLES
 from fp8ref.train.report import gap as gap_intervals
 from fp8ref.train.report import runs, svg
@@ -110,12 +111,12 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
 
 
 def heat_map(statistics: Sequence[dict], measure: str) -> Figure | None:
-    """A measure over layers and steps, a map for each role; None if it was never recorded.
+    """A measure over layers and steps, a map for each role of linears and of attention; None if it was never recorded.
 
     A tensor is used by two GEMMs of its layer: the worse value is shown.
     """
     title, larger, scaled = MEASURES[measure]
-    tables = {role: _table(statistics, role, measure, larger) for role in ROLES}
+    tables = {role: _table(statistics, role, measure, larger) for role in (*ROLES, *MEASURED)}
     tables = {role: (layers, scaled(values)) for role, (layers, values) in tables.items() if np.isfinite(values).any()}
     if not tables:
         return None

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import AfterValidator, Field
 
+from fp8ref import attention_products
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS
@@ -36,8 +37,11 @@ Whole = Annotated[int, Field(ge=0, le=2**53)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 """An integer from 1 to 2^53."""
 
-GEMM_OPERANDS = tuple(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles)
-"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``."""
+GEMM_OPERANDS = (
+    *(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles),
+    *(f"{product}/{role}" for product, role in attention_products.ROWS),
+)
+"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``, and those of attention's products that are measured."""
 
 
 def _operand(name: str) -> str:
@@ -181,6 +185,15 @@ class Simulated:
 
 
 @dataclass
+class AttentionProof:
+    """The products of attention by a variant in a traced step, each distinct one once."""
+
+    variant: str
+    gemms: list[Gemm]
+    on_dequantised_operands: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Proof:
     """The GEMMs of a traced step, and what was planned but missing. gathers: number by dtype."""
 
@@ -191,6 +204,7 @@ class Proof:
     on_dequantised_operands: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
     simulated: list[Simulated] = field(default_factory=list)
+    attention: AttentionProof | None = None
 
 
 @dataclass
@@ -249,6 +263,7 @@ for _kind in (
     Linear,
     Gemm,
     Simulated,
+    AttentionProof,
     Proof,
     Planned,
     Schedule,

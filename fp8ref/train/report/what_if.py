@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from fp8ref import attention, attention_products
 from fp8ref import recipe as recipes
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.errors import ConfigError
@@ -165,6 +166,11 @@ def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
             for role, spec_of_role in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True):
                 if spec_of_role is not None:
                     found[linear["path"], gemm, role] = spec_of_role.fmt
+    numerics = manifest["config"].get("numerics", {})
+    if numerics.get("attention") is not None:
+        layers = [f"model.layers.{i}.self_attn" for i in range(manifest["config"]["model"]["num_hidden_layers"])]
+        for one in attention_products.planned(layers, attention.by_name(numerics["attention"])):
+            found[one.layer, one.product, one.role] = one.fmt
     return found
 
 

@@ -3,27 +3,31 @@
 Its step is ``step.Step``.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8ref import llama
+from fp8ref import attention_products, llama
+from fp8ref.attention_products import AttentionOperand
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.stats import Operand, merged, planned
-from fp8ref.torch import delayed, health, proof, stats
+from fp8ref.torch import attention_stats, delayed, health, proof, stats
 from fp8ref.torch.gemm_observer import observe_gemms
 from fp8ref.torch.parallel import AXES
+from fp8ref.torch.proof.records import unwrapped
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.checkpoint import Store
-from fp8ref.train.torch.llama import Llama
+from fp8ref.train.torch.llama import Attention, Llama
 from fp8ref.train.torch.processes import mesh_of
 from fp8ref.train.torch.step import Step
 
@@ -166,7 +170,7 @@ class Trainer:
         self._step.forget()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantization statistics of every FP8 operand of a batch (SEMANTICS Q-8), from an eager
+        """Quantization statistics of every FP8 operand of a batch (SEMANTICS Q-8, Q-13), from an eager
         pass without update."""
         with torch.compiler.set_stance("force_eager"):
             _, found = self._measured(tokens)
@@ -191,11 +195,18 @@ class Trainer:
     def _measured(self, tokens: np.ndarray) -> tuple[torch.Tensor, dict[str, dict]]:
         """The losses of a step's backward passes, and the statistics of every FP8 operand over all
         ranks."""
-        operands = planned(self.decisions)
+        of_linears, variant = planned(self.decisions), self.config.attention_variant
+        of_attention = attention_products.planned(self.config.attention_in_fp8, variant)
+        operands: list[Operand | AttentionOperand] = [*of_linears, *of_attention]
         if not operands:
             return self._step.backward(tokens), {}
         found: stats.Parts = {}
-        with self._step.uncast(), stats.measuring(self.model, operands, found):
+        with contextlib.ExitStack() as measuring:
+            measuring.enter_context(self._step.uncast())
+            measuring.enter_context(stats.measuring(self.model, of_linears, found))
+            if variant is not None and of_attention:
+                layers = {name: module for name, module in self._attention() if name in self.config.attention_in_fp8}
+                measuring.enter_context(attention_stats.measuring(layers, variant, of_attention, found))
             losses = self._step.backward(tokens)
         parts = stats.of_ranks(stats.stacked(operands, found)).cpu().numpy()
         return losses, merged(
@@ -203,9 +214,16 @@ class Trainer:
             [of_one[self._own_parts(operand)].reshape(-1, of_one.shape[-1]) for operand, of_one in zip(operands, parts, strict=True)],
         )
 
-    def _own_parts(self, operand: Operand) -> np.ndarray:
-        """The ranks that together hold exactly one copy of an operand (SEMANTICS P-10)."""
+    def _attention(self) -> list[tuple[str, nn.Module]]:
+        """The modules of attention, by their names before they were wrapped."""
+        return [(unwrapped(name), module) for name, module in self.model.named_modules() if isinstance(module, Attention)]
+
+    def _own_parts(self, operand: Operand | AttentionOperand) -> np.ndarray:
+        """The ranks that together hold exactly one copy of an operand (SEMANTICS P-10): of attention all, each of which
+        has its own sequences and heads."""
         keys = self.config.parallel
+        if isinstance(operand, AttentionOperand):
+            return np.arange(keys.devices)
         gathered = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
         style = Llama.tensor_plan.styles.get(operand.layer.rpartition(".")[2])
         whole = "input" if style == "colwise" else "grad_output"  # along tensor
@@ -220,27 +238,34 @@ class Trainer:
         return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
-        """The GEMMs and gathers of a step, for the manifest (SEMANTICS B-8).
+        """The GEMMs and gathers of a step, for the manifest (SEMANTICS B-8, B-15).
 
         Call it before the first step.
 
         They are traced in a pass that updates nothing.
-        Raises:   ConfigError: a planned FP8 GEMM or gather is missing, unless run.allow_fallback.
+        Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
+                  missing, unless run.allow_fallback.
         """
         keys = self.config.parallel
         planned = {d.path: d.recipe for d in self.decisions if d.fp8}
-        with (proof.trace_compiled if keys.compile != "none" else proof.trace_eager)(self.model) as traced:
+        variant, attention = self.config.attention_variant, dict(self._attention())
+        with (proof.trace_compiled if keys.compile != "none" else proof.trace_eager)(self.model, attention) as traced:
             self._step.backward(tokens)
         self._step.forget()
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(traced, planned, plan)
         if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
             missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
+        codes = variant is not None and proof.multiplies_codes(variant, self.config.numerics.attention_arithmetic, self._device)
+        layers = self.config.attention_in_fp8
+        if variant is not None:
+            missing += proof.missing_products(traced, layers, variant, codes=codes)
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
                 "the step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
             )
-        return proof.manifest(traced, planned, missing, proof.gathers(self.model), plan)
+        found = proof.manifest(traced, planned, missing, proof.gathers(self.model), plan)
+        return found | ({"attention": proof.manifest_of_products(traced, layers, variant, codes=codes)} if variant and layers else {})
 
 
 def _whole(x: torch.Tensor) -> np.ndarray:

@@ -1,5 +1,9 @@
 """Kernels that are kept on disk are those that were asked for."""
 
+import os
+import subprocess
+import sys
+
 import numba
 import numpy as np
 import pytest
@@ -107,3 +111,49 @@ def test_without_a_folder_or_room_every_process_compiles(monkeypatch, folder):
     assert kept(folder) == []
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     assert adds(1)(1) == 2
+
+
+def test_a_kernel_is_worth_its_compilation_once_plain_twins_did_the_work(folder, monkeypatch):
+    monkeypatch.delenv("FP8REF_COMPILE")
+    add = adds(17)
+    assert [compiled.worth(add, 40, 100) for _ in range(4)] == [False, False, True, True]
+    assert not compiled.worth(add, 1, 100)  # what was refused did not count
+    add(1)
+    assert compiled.worth(add, 1, 100)
+    other = adds(18)
+    assert compiled.worth(other, 101, 100)
+    monkeypatch.setenv("FP8REF_COMPILE", "always")
+    assert compiled.worth(other, 1, 100)
+
+
+FEW = """
+import hashlib
+import numpy as np
+from fp8ref.formats import BFLOAT16, E4M3FN
+from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim.kernels import cast as c, gemm as g, scaling as s
+
+x = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)
+x[3, 5], x[7, 9] = np.nan, np.inf
+q = scaling.quantize(x, E4M3FN, granularity="rowwise")
+finite = scaling.quantize(np.nan_to_num(x, posinf=0), E4M3FN)
+found = [cast.encode(x, E4M3FN), cast.encode(x, E4M3FN, rounding="stochastic", seed=3), *q[:3]]
+found += [gemm.matmul(finite, finite, accumulate=how, out_dtype=BFLOAT16) for how in ("f32", "hopper_fast", "blackwell")]
+print(hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for a in found)).hexdigest())
+kernels = [c.encoder(E4M3FN, "nearest_even", True), c.encoder(E4M3FN, "stochastic", True), s.amax, s.encoder(E4M3FN), g.chains, g.in_order, g.finish_bfloat16]
+print(sum(len(kernel.overloads) for kernel in kernels))
+"""
+
+
+def test_first_calls_of_few_elements_compile_nothing_and_change_no_bit():
+    """Seven kernels, none of which is compiled; FP8REF_COMPILE=always compiles all, and gives the same bits."""
+    bits, counts = [], []
+    for how in ("", "always"):
+        done = subprocess.run(
+            [sys.executable, "-c", FEW], env=os.environ | {"FP8REF_COMPILE": how}, capture_output=True, text=True, check=True
+        )
+        found, count = done.stdout.split()
+        bits.append(found)
+        counts.append(int(count))
+    assert bits[0] == bits[1]
+    assert counts == [0, 7]

@@ -220,7 +220,6 @@ def test_what_linears_sum_over_devices_is_as_the_config_says(keys, parts):  # P-
         ({"reduce": "accumulators", "tensor_reduce_dtype": "bfloat16"}, "'accumulators' sums float32; got bfloat16"),
         ({"reduce": "accumulators", "amax_scope": "local"}, "sums under one scale; got amax_scope 'local'"),
         ({"reduce": "accumulators", "reduce_dtype": "float8_e4m3fn"}, "'float8_e4m3fn' casts rounded gradients"),
-        ({"accumulate_dtype": "float8_e4m3fn", "scan": True}, "has a scale for each weight, and parallel.scan keeps all layers' as one"),
         ({"accumulate_dtype": "bfloat16"}, "accumulate_dtype is of the gradients of data.microbatches, of which there is 1"),
     ],
 )

@@ -69,10 +69,11 @@ def test_gradients_of_parts_are_summed_in_the_dtype_that_is_asked_for(small):  #
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2, "tensor": 2, "amax_scope": "local"}], ids=str)
+@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2, "tensor": 2, "amax_scope": "local"}, {"scan": True, "fsdp": 2}], ids=str)
 def test_gradients_of_parts_are_summed_in_fp8_as_the_simulator_does(small, parallel):  # T-7, P-24
-    """Weights of linears, by one scale for a weight however a mesh cuts it; all else in float32."""
-    config = microbatches.config_of(small, "bf16", accumulate_dtype="float8_e4m3fn", **parallel).replace(model={"num_key_value_heads": 2})
+    """Weights of linears, by one scale for a weight however a mesh cuts it, and whatever a scan keeps as one; all else in float32."""
+    model = {"num_key_value_heads": 2, "num_hidden_layers": 2 if parallel.get("scan") else 1}
+    config = microbatches.config_of(small, "bf16", accumulate_dtype="float8_e4m3fn", **parallel).replace(model=model)
     whole = Trainer(microbatches.without_parts(config.replace(parallel={"accumulate_dtype": "float32"})))
     trainer, tokens, totals = Trainer(config), microbatches.tokens_of(config), {}
     linears = {f"{name}.weight" for name in step.llama.linear_shapes(config.model)}

@@ -202,6 +202,16 @@ def test_what_ran_is_shown_with_what_is_missing(seeds, fp8, write):
     assert "Gathers: 7 of u8" in shown.text
 
 
+def test_products_of_attention_are_counted(seeds, fp8, write):  # B-15
+    products = [
+        {"gemm": f"model.layers.0.self_attn/{p}", "a": a, "b": a, "accumulate": None, "fp8": a != "f32"}
+        for p, a in (("scores", "f8e4m3fn"), ("values", "f32"))
+    ]
+    attention = {"variant": "cudnn", "gemms": products, "on_dequantised_operands": ["model.layers.0.self_attn/values"]}
+    shown, _ = write([*seeds, fp8(proof={"read_from": "eager dispatch", "gemms": [], "missing": [], "attention": attention})])
+    assert "Attention by cudnn: 1 of 2 products take FP8 operands, 1 take dequantized ones." in shown.text
+
+
 def test_what_ran_under_a_schedule_is_shown_by_recipe(seeds, tmp_path, small, write):  # T-9
     phases = small.replace(numerics={"recipe": "bf16", "schedule": ((0, "bf16"), (20, "tensorwise"))}, run={"steps": 60})
     run = made_runs.make(tmp_path / "run", phases, falling(above=0.0, wobble=0), recipe="bf16")

@@ -1,0 +1,94 @@
+"""The products of attention as data: their operands, and which tensors have codes of their own (SEMANTICS Q-13).
+
+scores               q k^T     A-4
+values               P v       A-9
+grad_v               P^T do    A-15, A-16
+grad_probabilities   do v^T
+grad_q               dS k
+grad_k               dS^T q
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+from fp8ref.attention import Variant
+from fp8ref.formats import Format
+
+Product = Literal["scores", "values", "grad_v", "grad_probabilities", "grad_q", "grad_k"]
+"""A product of attention, forward or backward."""
+
+Role = Literal["q", "k", "v", "p", "do", "ds"]
+"""An operand of a product. p is the cast probabilities, ds the cast gradient of scores."""
+
+PRODUCTS: tuple[Product, ...] = get_args(Product)
+"""All products, in the order in which a step first needs them."""
+
+OPERANDS: dict[Product, tuple[Role, Role]] = {
+    "scores": ("q", "k"),
+    "values": ("p", "v"),
+    "grad_v": ("p", "do"),
+    "grad_probabilities": ("do", "v"),
+    "grad_q": ("ds", "k"),
+    "grad_k": ("ds", "q"),
+}
+"""The operands of each product."""
+
+MEASURED: tuple[Role, ...] = ("q", "k", "v", "do")
+"""The roles whose tensors exist whole, and that a run's statistics measure: P and dS exist a tile at a time."""
+
+ROWS: tuple[tuple[Product, Role], ...] = tuple((p, role) for p, roles in OPERANDS.items() for role in roles if role in MEASURED)
+"""The operands that are measured, as (product, role)."""
+
+
+class AttentionOperand(NamedTuple):
+    """One measured FP8 operand of one product of one layer's attention."""
+
+    layer: str
+    product: Product
+    role: Role
+    fmt: Format
+
+    @property
+    def name(self) -> str:
+        """``layer/product/role``, its key in what is recorded."""
+        return f"{self.layer}/{self.product}/{self.role}"
+
+
+def formats(product: Product, variant: Variant) -> tuple[Format, Format]:
+    """The formats of both operands of a product."""
+    of_gradients = variant.gradient_fmt or variant.fmt
+    first, second = (of_gradients if role in ("do", "ds") else variant.fmt for role in OPERANDS[product])
+    return first, second
+
+
+def along_tokens(product: Product, role: Role) -> bool:
+    """Whether MX blocks of q, k, v or do lie along the tokens in this product (A-2, A-16): along the axis that it sums
+    over, except those of v, which has the forward pass's codes alone."""
+    return role == "v" or product in ("grad_v", "grad_q", "grad_k")
+
+
+def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, Role]:
+    """The product that first has these codes and scales of a role. Blocks along another axis are other codes."""
+    blocks = variant.granularity == "mx_1x32"
+    return next(row for row in ROWS if row[1] == role and (not blocks or along_tokens(*row) == along_tokens(product, role)))
+
+
+def products(variant: Variant) -> tuple[Product, ...]:
+    """The products of a step by a variant: without a backward pass, two."""
+    return PRODUCTS if variant.backward is not None else PRODUCTS[:2]
+
+
+def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand]:
+    """Every operand that a run measures of attention by a variant in these layers, in order; [] unless it is in FP8."""
+    if variant is None or variant.fmt.bits != 8:
+        return []
+    rows = [row for row in ROWS if row[0] in products(variant)]
+    return [
+        AttentionOperand(layer, product, role, formats(product, variant)[OPERANDS[product].index(role)])
+        for layer in layers
+        for product, role in rows
+    ]
+
+
+def is_attention(name: str) -> bool:
+    """Whether a name of a record, ``layer/product/role``, is of attention and not of a linear."""
+    return tuple(name.rsplit("/", 2)[1:]) in ROWS

@@ -1,0 +1,51 @@
+"""The verdict on attention by a variant: which of its products a step runs, and in which types (SEMANTICS B-15)."""
+
+from collections.abc import Sequence
+
+from fp8ref.attention import Variant
+from fp8ref.attention_products import Product, formats, products
+from fp8ref.jax import cast
+from fp8ref.jax.attention_operands import FAST
+from fp8ref.jax.proof.verdict import Gemm, Program, gemms, hlo_name
+
+
+def missing_products(program: Program, layers: Sequence[str], variant: Variant) -> list[str]:
+    """Products of these layers' attention that a step needs and the program lacks, a line for each.
+
+    Each product must be there. Of FP8 codes each of its dots must take two FP8 operands of the variant's formats,
+    accumulated as its plan says; under ``mx_1x32`` they take dequantized operands (G-16).
+    """
+    lines, dots = [], gemms(program)
+    for layer in layers:
+        for product in products(variant):
+            here = [dot for dot in dots if (dot.layer, dot.which) == (layer, product)]
+            wanted = _wanted(product, variant)
+            promise = f"{layer}/{product}: planned {wanted or 'a dot of dequantized operands'}"
+            others = {_said(dot) for dot in here} - {wanted} if wanted else set()
+            lines += [f"{promise}; {have}" for have in (sorted(others) if here else ["found no such dot"])]
+    return lines
+
+
+def manifest_of_products(program: Program, layers: Sequence[str], variant: Variant) -> dict:
+    """The proof of attention as a run's manifest keeps it: each distinct dot once, and products of dequantized operands."""
+    here = [dot for dot in gemms(program) if dot.layer in layers and dot.which in products(variant)]
+    found = [{"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in here]
+    return {
+        "variant": variant.name,
+        "gemms": [one for i, one in enumerate(found) if one not in found[:i]],
+        "on_dequantised_operands": [
+            f"{layer}/{product}" for layer in layers for product in products(variant) if _wanted(product, variant) is None
+        ],
+    }
+
+
+def _wanted(product: Product, variant: Variant) -> str | None:
+    """The types and accumulation of a product of codes; None for one of dequantized operands."""
+    if variant.granularity == "mx_1x32":
+        return None
+    a, b = (hlo_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant))
+    return f"{a} x {b}, {'fast' if variant.plan in FAST else 'slow'}"
+
+
+def _said(dot: Gemm) -> str:
+    return f"{dot.a} x {dot.b}, {dot.accumulate}"

@@ -1,0 +1,100 @@
+"""Observe attention in a model: its FP8 operands where it runs eagerly (SEMANTICS Q-13), and which product is which
+(B-15)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.fx.traceback import annotate
+
+from fp8ref.attention_products import Product, Role
+from fp8ref.torch.head_scaling import Heads
+
+Observer = Callable[[str, Product, Role, Tensor, Heads], None]
+"""Called as observer(layer, product, role, x, tensor): x [B, H, T, D] and its quantized form, in the first product that
+has these codes."""
+
+
+class _Observing:
+    def __init__(self, observer: Observer | None) -> None:
+        self.observer = observer
+        self.inside: list[str] = []
+
+
+_observing: list[_Observing] = []
+_products: list[Product] = []
+
+LABEL = "fp8ref.torch.attention"
+"""The key of a product's name in a graph node's ``meta["custom"]``."""
+
+
+@contextmanager
+def observe_attention(layers: Mapping[str, nn.Module], observer: Observer | None) -> Iterator[None]:
+    """In this context, report q, k, v and do of every FP8 attention that these modules compute.
+
+    observer  None: nothing is reported, but ``layer`` is known.
+    layers    modules by the names to report. Each computes attention at most once in a forward pass.
+    The backward pass of what was computed here reports as well. A forward pass that checkpointing runs again does not.
+    """
+    mine = _Observing(observer)
+    handles = []
+    for name, module in layers.items():
+        handles.append(module.register_forward_pre_hook(lambda module, args, name=name: mine.inside.append(name), prepend=True))
+        handles.append(module.register_forward_hook(lambda module, args, out: mine.inside.pop() and None, always_call=True))
+    _observing.append(mine)
+    try:
+        yield
+    finally:
+        _observing.remove(mine)
+        for handle in handles:
+            handle.remove()
+
+
+def layer() -> str | None:
+    """The layer that runs, if it is observed."""
+    return _observing[-1].inside[-1] if _observing and _observing[-1].inside else None
+
+
+@contextmanager
+def inside(name: str | None) -> Iterator[None]:
+    """In this context the layer runs again: its backward pass. Nothing for None."""
+    if name is None or not _observing:
+        yield
+        return
+    mine = _observing[-1]
+    mine.inside.append(name)
+    try:
+        yield
+    finally:
+        mine.inside.pop()
+
+
+@contextmanager
+def multiplying(product: Product) -> Iterator[None]:
+    """In this context one product of attention is multiplied. A compiler's graph has its name at each node: ``LABEL``."""
+    _products.append(product)
+    try:
+        if torch.compiler.is_compiling():
+            with annotate({LABEL: product}):
+                yield
+        else:
+            yield
+    finally:
+        _products.pop()
+
+
+def product() -> Product | None:
+    """The product that is multiplied now, if any."""
+    return _products[-1] if _products else None
+
+
+def again() -> bool:
+    """Whether a backward pass runs: a forward pass in it is a checkpointed layer's, which was reported before."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def report(name: str | None, product: Product, role: Role, x: Tensor, tensor: Heads) -> None:
+    """Tell the observer; nothing if nobody observes the layer."""
+    if name is not None and _observing and _observing[-1].observer is not None:
+        _observing[-1].observer(name, product, role, x.detach(), tensor)

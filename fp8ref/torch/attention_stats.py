@@ -1,0 +1,58 @@
+"""Quantization statistics of attention's operands (SEMANTICS Q-13)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8ref.attention import Variant
+from fp8ref.attention_products import AttentionOperand, along_tokens, first_use
+from fp8ref.formats import Format
+from fp8ref.stats import COUNTS
+from fp8ref.torch import attention_observer, head_scaling, stats
+from fp8ref.torch.head_scaling import MX, Heads
+from fp8ref.torch.scaling import Quantized
+from fp8ref.torch.stats import Parts
+
+
+@torch.no_grad()
+def measure(x: torch.Tensor, tensor: Heads, fmt: Format, variant: Variant, *, along_tokens: bool = False) -> torch.Tensor:
+    """float64 [FIELDS] of x [B, H, T, D] and its quantized form.
+
+    along_tokens  MX blocks lie along the tokens.
+    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
+    """
+    if variant.granularity == "tensor":
+        return stats.measure(x, Quantized(tensor.codes, tensor.scale, tensor.scale_inv, fmt, "tensorwise", -1))
+    if variant.granularity in ("head", "rows_128"):
+        spread = (head_scaling.spread(s, tuple(x.shape), variant.granularity) for s in (tensor.scale, tensor.scale_inv))
+        scale, inverse = (s.expand(*x.shape[:3], 1) for s in spread)
+        return stats.measure(x, Quantized(tensor.codes, scale, inverse, fmt, "rowwise", -1))
+    axis = 2 if along_tokens else 3
+    widths = [0, 0] * (3 - axis) + [0, -x.shape[axis] % MX]
+    # Zeros fill the last block up. They are in no count but that of all elements, which is put right.
+    codes = functional.pad(tensor.codes.view(torch.uint8), widths).view(tensor.codes.dtype)
+    found = stats.measure(functional.pad(x, widths), Quantized(codes, tensor.scale, tensor.scale_inv, fmt, "mx_1x32", axis))
+    found[COUNTS.index("count")] = x.numel()
+    return found
+
+
+@contextmanager
+def measuring(layers: Mapping[str, nn.Module], variant: Variant, planned: Sequence[AttentionOperand], found: Parts) -> Iterator[None]:
+    """Measure planned operands of these modules' attention into found, in a context of one eager forward and backward
+    pass. A rank's part is its sequences and heads."""
+
+    def observer(name, product, role, x, tensor) -> None:
+        same = [one for one in planned if one.layer == name and first_use(one.product, one.role, variant) == (product, role)]
+        if not same:
+            return
+        with _disable_current_modes():
+            measured = measure(x, tensor, same[0].fmt, variant, along_tokens=along_tokens(product, role))
+        for one in same:
+            found.setdefault(one.name, []).append(measured)
+
+    with attention_observer.observe_attention(layers, observer):
+        yield

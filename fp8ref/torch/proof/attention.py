@@ -1,0 +1,53 @@
+"""The verdict on attention by a variant: which of its products a step ran, and in which types (SEMANTICS B-15)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8ref.attention import Arithmetic, Variant
+from fp8ref.attention_products import formats, products
+from fp8ref.torch import attention_fast_operands, cast
+from fp8ref.torch.proof.records import GemmTrace, ProductRecord, type_name
+
+
+def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.device) -> bool:
+    """Whether products take FP8 codes: not of MX blocks, nor in the fast form on a CPU."""
+    if variant.fmt.bits != 8 or variant.granularity == "mx_1x32":
+        return False
+    return arithmetic == "stated" or attention_fast_operands.takes_codes(torch.empty(0, device=device), variant)
+
+
+def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool) -> list[str]:
+    """A line for each product of these layers' attention that did not run, or ever ran otherwise than planned.
+
+    codes       ``multiplies_codes``: types and accumulation are compared. Without, a product must have run.
+    """
+    here: dict[str, set[ProductRecord]] = {}
+    for one in trace.products:
+        here.setdefault(one.name, set()).add(one)
+    lines = []
+    for wanted in _planned(layers, variant):
+        found = here.get(wanted.name, set())
+        others = sorted(str(one) for one in found - {wanted}) if codes else []
+        promise = f"{wanted.name}: planned {wanted if codes else 'a product of dequantized operands'}"
+        lines += [f"{promise}; {have}" for have in (others if found else ["no product of it was seen"])]
+    return lines
+
+
+def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool) -> dict:
+    """The proof of attention for a run's manifest: each distinct product once, and those on dequantized operands."""
+    return {
+        "variant": variant.name,
+        "gemms": [
+            {"gemm": one.name, "a": one.a, "b": one.b, "accumulate": one.accumulate, "fp8": one.fp8}
+            for one in dict.fromkeys(trace.products)
+            if one.layer in layers
+        ],
+        "on_dequantised_operands": [] if codes else [one.name for one in _planned(layers, variant)],
+    }
+
+
+def _planned(layers: Sequence[str], variant: Variant) -> list[ProductRecord]:
+    accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
+    of_variant = [(product, [type_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant)]) for product in products(variant)]
+    return [ProductRecord(layer, product, a, b, accumulate) for layer in layers for product, (a, b) in of_variant]
