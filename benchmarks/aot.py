@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +66,23 @@ EXPLANATION = """\
 
 Written by `make aot`; kernels and bytes of compiled programs, per device, of which none has run. Two blocks of an 8-billion-parameter Llama,
 a vocabulary of 1024, four sequences of 1024 tokens a device. Gradients are summed in float32 unless the mesh says bfloat16. Linears' GEMMs
-write their results in the dtypes listed, with their number. Bytes outside GEMMs are what all other kernels read and write. Bytes between
-devices are those of collectives, the larger of what goes in and what comes out of each; the ratio is to bf16 on the same mesh. Casts that
-transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose, copy or concatenate, a MiB or more, of
-a linear. Temporary memory is all but arguments and results."""
+write their results in the dtypes listed, with their number. Bytes outside GEMMs are what all other kernels but collectives read and write.
+Bytes between devices are those of collectives, the larger of what goes in and what comes out of each; the ratio is to bf16 on the same mesh.
+Casts that transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose, copy or concatenate, a MiB
+or more, of a linear. Temporary memory is all but arguments and results."""
 LAYERS = """\
 ## Flax layers
 
 Two `nn.Dense` layers of linen, 4096 to 14336 to 4096 features with a GELU between, forward and backward, of float32 parameters in bfloat16: Flax's
 own, in bfloat16 and with its `Fp8DirectDotGeneralOp`, and with fp8ref's hooks. Four sequences of 1024 tokens a device; on eight, parameters and
-batch are cut along one axis, and XLA inserts the collectives.
+batch are cut along one axis, and XLA inserts the collectives. Must move is the least on one device, if no kernel keeps a tensor for the next: a
+tensor is read for its amax, read again to be cast, and its codes are written once for each order in which a GEMM reads them.
 
-| layers | H200s | GEMMs write | outside GEMMs, GB in kernels | between devices, MiB | temporary, MiB |
-|---|---|---|---|---|---|"""
+| layers | H200s | GEMMs write | outside GEMMs, GB in kernels | must move, GB | between devices, MiB | temporary, MiB |
+|---|---|---|---|---|---|---|"""
+KERNELS = """\
+| reads | writes | GB |
+|---|---|---|"""
 MODELS = """\
 ## Whole models
 
@@ -167,8 +171,8 @@ def moves(text: str) -> tuple[list[int], list[int]]:
 
 
 def outside_gemms(text: str) -> dict[str, float]:
-    """Bytes that kernels other than GEMMs read and write, in GB, and the number of these kernels."""
-    moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text)]
+    """Bytes that kernels other than GEMMs and collectives read and write, in GB, and the number of these kernels."""
+    moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text) if not _collective(one)]
     return {"gb": round(sum(moved) / 1e9, 2), "kernels": len(moved)}
 
 
@@ -178,7 +182,7 @@ def quantizing(text: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {part: {"kernels": 0, "gb": 0.0} for part in ("amax", "cast", "layout", "rescale")}
     for one, read in kernels(text):
         moved = sum(map(_bytes, (*one.types, *read)))
-        if moved < MEBIBYTE or one.kind.removesuffix("-start").replace("-", "_") in hlo.COLLECTIVES:
+        if moved < MEBIBYTE or _collective(one):
             continue
         made, given = ({"f8" if dtype.startswith("f8") else dtype for dtype, shape in types if math.prod(shape) >= MEBIBYTE // 4}
                        for types in (one.types, read))  # fmt: skip
@@ -303,7 +307,42 @@ def flax_layers(name: str, devices: int, target: str) -> dict:
         "outside_gemms": outside_gemms(text),
         "collectives_mib": collectives(text),
         "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / MEBIBYTE),
+        "kernels": [
+            {"reads": _shapes(read), "writes": _shapes(one.types), "gb": round(moved / 1e9, 3)}
+            for one, read in kernels(text)
+            if devices == 1 and (moved := sum(map(_bytes, (*one.types, *read)))) >= MEBIBYTE
+        ],
     }
+
+
+def _shapes(types: Iterable[hlo.Typed]) -> str:
+    """Arrays of a quarter of a mebielement or more, largest first."""
+    large = sorted((typed for typed in types if math.prod(typed[1]) >= MEBIBYTE // 4), key=_bytes, reverse=True)
+    return ", ".join(f"{dtype} {' x '.join(map(str, shape))}" for dtype, shape in large)
+
+
+def must_move(name: str) -> float | None:
+    """The least bytes, in GB, that kernels outside GEMMs move in the pass of ``flax_layers`` on one device."""
+    if name not in ("bf16", "tensorwise", "rowwise", "delayed"):
+        return None
+    tokens = SEQUENCES * LENGTH
+    weight, x, hidden = MODEL.hidden_size * MODEL.intermediate_size, tokens * MODEL.hidden_size, tokens * MODEL.intermediate_size
+    # bytes an element: float32 masters; x and GEMMs' results in bfloat16; up has no grad_input: nothing asks for x's gradient
+    if name == "bf16":
+        of = {"up": 4 + 2, "down": 4 + 2, "x": 0, "gelu": 2 + 2, "loss and its gradient": 2 + 2, "gelu's gradient": 2 + 2 + 2}
+    else:
+        amax = 0 if name == "delayed" else 1  # another reading; a delayed scale's amax is taken by the cast
+        of = {
+            "up": 4 * amax + 4 + 1,
+            "down": 4 * amax + 4 + 2,
+            "x": 2 * amax + 2 + 2,
+            "gelu": 2 * amax + 2 + 2,
+            "loss and its gradient": 2 * amax + 2 + 2,
+            "gelu's gradient": 4 * amax + 4 + 1,
+        }
+    sizes = {"up": weight, "down": weight, "x": x, "gelu": hidden, "loss and its gradient": x, "gelu's gradient": hidden}
+    gradients = 2 * (2 + 4) * weight  # widened to the masters' dtype
+    return (gradients + sum(of[what] * size for what, size in sizes.items())) / 1e9
 
 
 def of_states(layout: str, target: str) -> dict:
@@ -363,14 +402,18 @@ def collectives(text: str) -> dict[str, float]:
     bytes_: collections.Counter = collections.Counter()
     for one in hlo.instructions(text):
         types[one.name] = one.types
-        kind = one.kind.removesuffix("-start")
-        if kind.replace("-", "_") in hlo.COLLECTIVES:
+        if _collective(one):
+            kind = one.kind.removesuffix("-start")
             operands = sum(_bytes(typed) for name in one.operands for typed in types.get(name, ()))
             results = sum(map(_bytes, one.types))
             if one.kind.endswith("-start") and kind != "all-reduce":  # its type holds the operands too
                 results -= operands
             bytes_[f"{kind} {one.types[0][0]}"] += max(operands, results)
     return {what: round(size / MEBIBYTE, 1) for what, size in bytes_.items()}
+
+
+def _collective(one: hlo.Instruction) -> bool:
+    return one.kind.removesuffix("-start").replace("-", "_") in hlo.COLLECTIVES
 
 
 def _h200s(devices: int, target: str):
@@ -388,8 +431,19 @@ def markdown(found: dict) -> str:
     lines += [f"| {' | '.join(cells(row, bf16[_mesh(row)]))} |" for row in found["rows"]]
     lines += ["", LAYERS]
     for row in found["layers"]:
-        measured = "{gb} in {kernels} | ".format(**row["outside_gemms"]) + f"{_moved(row) or '-'} | {row['temporary_mib']} |"
+        least = must_move(row["layers"]) if row["devices"] == 1 else None
+        measured = "{gb} in {kernels} | ".format(**row["outside_gemms"]) + (f"{least:.2f}" if least else "-")
+        measured += f" | {_moved(row) or '-'} | {row['temporary_mib']} |"
         lines.append(f"| {row['layers']} | {row['devices']} | {_written(row)} | {measured}")
+    for row in found["layers"]:
+        if row["devices"] == 1 and row["layers"] in ("tensorwise", "rowwise"):
+            lines += [
+                "",
+                f"Kernels of `{row['layers']}` on one device, in the order of the program, with what they read and write:",
+                "",
+                KERNELS,
+            ]
+            lines += [f"| {one['reads']} | {one['writes'] or 'an amax or a sum'} | {one['gb']:.3f} |" for one in row["kernels"]]
     first = found["models"][0]["compile_seconds"]
     lines += ["", MODELS]
     for row in found["models"]:

@@ -16,18 +16,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fp8ref import llama
-from fp8ref.estimate import attention, kernels
+from fp8ref.estimate import attention, kernels, outside_linears
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
-from fp8ref.estimate.memory import piece_sizes, states, sum_bytes
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import in_fp8, tokens, used
-
-LOGITS = {"jax": 4, "torch": 4 + 6 * 4}
-"""{backend: bytes a logit}: of the arrays that the loss writes and reads once. Logits and their gradient in bfloat16; in PyTorch, a part at a
-time, also float32 logits and their logarithmic softmax, both in the forward and the backward pass, and the gradients of both."""
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
@@ -118,7 +113,7 @@ def of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
         times = sum(one.bf16 for one in spent), sum(one.seconds for one in spent)
         loses = whole.ratio is not None and whole.ratio < 1
         bf16, configured, filtered = bf16 + times[0], configured + times[1], filtered + times[not loses]
-    rest, variant, own = _rest(config, backend, ceilings), config.attention_variant, None
+    rest, variant, own = outside_linears.seconds(config, backend, ceilings), config.attention_variant, None
     if variant is not None:
         own = rest["attention"]
         rest["attention"] = config.model.num_hidden_layers * attention.seconds(config, variant, backend, ceilings)
@@ -281,58 +276,3 @@ def _elements(sizes: Sequence[Size]) -> dict:
     which, m, n, k = sizes[0]
     tokens, rows, columns = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (k, m, n)}[which]
     return {"input": tokens * columns, "weight": rows * columns, "grad_output": tokens * rows}
-
-
-def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
-    keys, model, parts = config.parallel, config.model, config.data.microbatches
-    count, layers = tokens(config) * parts, model.num_hidden_layers
-    held = piece_sizes(config, backend)
-    recipes = {f"{d.path}.weight": d.recipe for d in config.decisions()}
-    how = kernels.fusion(config, backend)
-    copied = sum(
-        piece for name, (piece, _) in held.items() if name not in recipes or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
-    )
-    master = 2 if config.optimizer.keeps_masters else 4
-    logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
-    moved = {
-        "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config, backend),
-        "embedding and loss": 12 * count * model.hidden_size + 2 * LOGITS[backend] * logits,
-        # bytes an element: gradient read for the norm and again for the update; master and moments
-        # read and written; bf16 copy made of the master
-        "AdamW": sum((4 + 4) * piece + 2 * states(piece, whole, config) for piece, whole in held.values()) + (master + 2) * copied,
-    }
-    if parts > 1:
-        moved["sums of gradients over parts"] = parts * (4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held))
-    found = {what: size / ceilings.bandwidth for what, size in moved.items()}
-    return {"attention": layers * _attention(config, backend, ceilings)} | found
-
-
-def _elementwise(config: Config, backend: str) -> float:
-    """Bytes a token and layer of norms, rotations, residual sums and SwiGLU: in bfloat16, each fused
-    to one kernel; by XLA as compiled for an H200 (benchmarks/results/aot.md), with residual sums in
-    float32 and several kernels to a norm."""
-    keys, model = config.parallel, config.model
-    h = model.hidden_size / (keys.tensor if keys.sequence else 1)
-    a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
-    of_residual = (40, 93) if backend == "jax" else (18, 38)
-    forward, backward = of_residual[0] * h + 4 * a + 4 * kv + 6 * f, of_residual[1] * h + 4 * a + 4 * kv + 10 * f
-    return forward * (1 if keys.checkpointing == "none" else 2) + backward
-
-
-def _attention(config: Config, backend: str, ceilings: Ceilings) -> float:
-    """Seconds of attention in a layer.
-
-    PyTorch and cuDNN: a fused kernel with two products forward and five backward, of which
-    causality skips half. XLA: whole products, six of them, and scores in memory: float32 scores and
-    bfloat16 probabilities, transposed for each product, 40 bytes each in both passes. Its backward pass computes scores again in
-    chunks and under selective checkpointing, and also attention's output under full.
-    """
-    keys, model = config.parallel, config.model
-    count, length = tokens(config) * config.data.microbatches, config.data.sequence_length
-    product = 2 * count * length * model.hidden_size / keys.tensor
-    if backend == "torch" or keys.attention == "cudnn":
-        again = keys.checkpointing == "full" or (keys.checkpointing == "selective" and backend == "jax")
-        return product / 2 * (2 * (1 + again) + 5) / ceilings.attention
-    scores = count * length * model.num_attention_heads / keys.tensor
-    products = 6 + {"none": 0, "selective": 1, "full": 2}[keys.checkpointing] + (keys.attention == "chunked")
-    return products * product / ceilings.bf16 + 40 * products / 6 * scores / ceilings.bandwidth

@@ -188,23 +188,6 @@ def test_what_loses_is_filtered():
     assert made.filtered_ratio == pytest.approx(1)
 
 
-def test_the_rest_by_hand():
-    """256 tokens in sequences of 32, 2 layers; H = A = 64, KV 32, F 128; a vocabulary of 256."""
-    config = sizes.config(**COMPILED)
-    rest = roofline.of_step(config, "torch", H100).rest
-    assert rest["attention"] == pytest.approx(2 * 7 * 256 * 32 * 64 / H100.attention)
-    forward, backward = 18 * 64 + 4 * 64 + 4 * 32 + 6 * 128, 38 * 64 + 4 * 64 + 4 * 32 + 10 * 128
-    moved = {
-        "norms, rotations, SwiGLU, sums": 256 * 2 * (forward + backward),
-        "embedding and loss": 12 * 256 * 64 + 2 * 28 * 256 * 256,
-        "AdamW": (22 + 16) * 106816,
-    }
-    assert {what: rest[what] * H100.bandwidth for what in moved} == pytest.approx(moved)
-    jax = roofline.of_step(sizes.config(), "jax", H100).rest
-    assert roofline.of_step(sizes.config(attention="cudnn"), "jax", H100).rest["attention"] == rest["attention"]
-    assert jax["attention"] == pytest.approx(2 * (12 * 256 * 32 * 64 / H100.bf16 + 40 * 256 * 32 * 4 / H100.bandwidth))
-
-
 def test_checkpointing_runs_a_layers_forward_pass_again():
     none, selective, full = (
         roofline.of_step(sizes.config(checkpointing=what, **COMPILED), "torch", H100) for what in ("none", "selective", "full")
@@ -214,12 +197,6 @@ def test_checkpointing_runs_a_layers_forward_pass_again():
     elementwise = [one.rest["norms, rotations, SwiGLU, sums"] for one in (none, selective, full)]
     assert elementwise[0] < elementwise[1] == elementwise[2]
     assert full.rest["attention"] == pytest.approx(9 / 7 * none.rest["attention"])
-
-
-def test_moments_in_fp8_move_less():
-    """Adam's moments are half of the rest's bytes, in float32."""
-    plain, fp8 = (roofline.of_step(sizes.config(optimizer=kind), "torch", H100).rest["AdamW"] for kind in ("adamw", "adamw_fp8"))
-    assert fp8 < 0.8 * plain
 
 
 def test_faster_memory_helps_casts():

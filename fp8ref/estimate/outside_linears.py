@@ -1,0 +1,98 @@
+"""What a training step does outside its linears: the bytes that its kernels move, and their time.
+
+Norms, rotations, SwiGLU, attention, the embedding, the loss and AdamW, counted as fused kernels; eager
+PyTorch moves more bytes. Attention also multiplies.
+"""
+
+from fp8ref.estimate import kernels
+from fp8ref.estimate.gpu_rates import Ceilings
+from fp8ref.estimate.memory import piece_sizes, states, sum_bytes
+from fp8ref.train.config import Config
+from fp8ref.train.device_shapes import tokens
+
+LOGITS = {"jax": 4, "torch": 4 + 6 * 4}
+"""{backend: bytes a logit}: of the arrays that the loss writes and reads once. Logits and their gradient in bfloat16; in PyTorch, a part at a
+time, also float32 logits and their logarithmic softmax, both in the forward and the backward pass, and the gradients of both."""
+
+
+def seconds(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
+    """{what: seconds} of an optimizer step of a device, all microbatches included."""
+    found = {what: size / ceilings.bandwidth for what, size in moved(config, backend).items()}
+    found["attention"] += config.model.num_hidden_layers * _products_of_attention(config, backend, ceilings)
+    return found
+
+
+def moved(config: Config, backend: str) -> dict[str, float]:
+    """{what: bytes} that kernels other than GEMMs and collectives read and write, beside those that quantize."""
+    keys, model, parts = config.parallel, config.model, config.data.microbatches
+    count, layers = tokens(config) * parts, model.num_hidden_layers
+    held = piece_sizes(config, backend)
+    recipes = {f"{d.path}.weight": d.recipe for d in config.decisions()}
+    how = kernels.fusion(config, backend)
+    copied = sum(
+        piece for name, (piece, _) in held.items() if name not in recipes or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
+    )
+    master = 2 if config.optimizer.keeps_masters else 4
+    logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
+    found = {
+        "attention": layers * _scores(config, backend),
+        "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config, backend),
+        "embedding and loss": 12 * count * model.hidden_size + 2 * LOGITS[backend] * logits,
+        # bytes an element: gradient read for the norm and again for the update; master and moments
+        # read and written; bf16 copy made of the master
+        "AdamW": sum((4 + 4) * piece + 2 * states(piece, whole, config) for piece, whole in held.values()) + (master + 2) * copied,
+    }
+    if parts > 1:
+        found["sums of gradients over parts"] = parts * (4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held))
+    rounded = keys.reduce == "rounded" and keys.through == "shard_map"
+    if backend == "jax" and rounded and keys.reduce_dtype == "float32" and keys.fsdp * keys.data > 1:
+        # GEMMs write bfloat16, which a kernel of its own widens before devices sum it (P-9)
+        found["gradients in float32, for their sums"] = (
+            parts * (2 + 4) * sum(min(keys.fsdp * piece, whole) for piece, whole in held.values())
+        )
+    return found
+
+
+def _elementwise(config: Config, backend: str) -> float:
+    """Bytes a token and layer of norms, rotations, residual sums and SwiGLU: in bfloat16, each fused
+    to one kernel; by XLA as compiled for an H200 (benchmarks/results/aot.md), with residual sums in
+    float32 and several kernels to a norm."""
+    keys, model = config.parallel, config.model
+    h = model.hidden_size / (keys.tensor if keys.sequence else 1)
+    a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
+    of_residual = (40, 93) if backend == "jax" else (18, 38)
+    forward, backward = of_residual[0] * h + 4 * a + 4 * kv + 6 * f, of_residual[1] * h + 4 * a + 4 * kv + 10 * f
+    return forward * (1 if keys.checkpointing == "none" else 2) + backward
+
+
+def _scores(config: Config, backend: str) -> float:
+    """Bytes of attention in a layer, where XLA keeps scores in memory: float32 scores and bfloat16
+    probabilities, transposed for each product, 40 bytes each in both passes, and more where they are
+    computed again. Fused attention reads and writes its operands and results alone, which are counted
+    with what makes them."""
+    if backend == "torch" or config.parallel.attention == "cudnn":
+        return 0
+    keys = config.parallel
+    scores = tokens(config) * config.data.microbatches * config.data.sequence_length * config.model.num_attention_heads / keys.tensor
+    return 40 * _products(config) / 6 * scores
+
+
+def _products_of_attention(config: Config, backend: str, ceilings: Ceilings) -> float:
+    """Seconds of attention's products in a layer.
+
+    PyTorch and cuDNN: a fused kernel with two products forward and five backward, of which
+    causality skips half. XLA: whole products.
+    """
+    keys, model = config.parallel, config.model
+    product = 2 * tokens(config) * config.data.microbatches * config.data.sequence_length * model.hidden_size / keys.tensor
+    if backend == "torch" or keys.attention == "cudnn":
+        again = keys.checkpointing == "full" or (keys.checkpointing == "selective" and backend == "jax")
+        return product / 2 * (2 * (1 + again) + 5) / ceilings.attention
+    return _products(config) * product / ceilings.bf16
+
+
+def _products(config: Config) -> int:
+    """Whole products of attention by XLA: six. Its backward pass computes scores again in chunks and
+    under selective checkpointing, and also attention's output under full."""
+    keys = config.parallel
+    return 6 + {"none": 0, "selective": 1, "full": 2}[keys.checkpointing] + (keys.attention == "chunked")
