@@ -1,4 +1,4 @@
-"""Attention as data: how a kernel quantizes, accumulates, exponentiates and rescales (SEMANTICS A).
+"""Attention as data: how a kernel quantizes, accumulates, exponentiates and rescales (spec A).
 
 A ``Variant`` is every decision between q, k, v and the output. VARIANTS has those of FlashAttention-3 and
 FlashAttention-4, of cuDNN's reference, of the FlashAttention-3 paper, bfloat16, and real arithmetic.
@@ -310,7 +310,7 @@ _CUDNN = Variant(
 VARIANTS = {
     v.name: v
     for v in (
-        Variant(name="exact", real=True, fmt=FLOAT32, granularity=None, plan="f32", out=FLOAT32, backward="exact", source="SEMANTICS A-1"),
+        Variant(name="exact", real=True, fmt=FLOAT32, granularity=None, plan="f32", out=FLOAT32, backward="exact", source="spec A-1"),
         dataclasses.replace(
             _FA3,
             name="bf16",

@@ -1,4 +1,4 @@
-"""The products of attention as data: their operands, and which tensors have codes of their own (SEMANTICS Q-13).
+"""The products of attention as data: their operands, and which tensors have codes of their own (spec Q-13).
 
 scores               q k^T     A-4
 values               P v       A-9

@@ -1,4 +1,4 @@
-"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (SEMANTICS
+"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (spec
 H).
 
 Each way in which libraries differ is a field. DELAYED holds fp8ref's own choice and those of

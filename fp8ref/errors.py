@@ -6,7 +6,7 @@ class ConfigError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient is not finite; the weights are those before the step (SEMANTICS T-4)."""
+    """The loss or the gradient is not finite; the weights are those before the step (spec T-4)."""
 
 
 class LostProcessError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Floating-point formats as data (SEMANTICS F-1 to F-5): five formats of 8 bits, one of 4, and
+"""Floating-point formats as data (spec F-1 to F-5): five formats of 8 bits, one of 4, and
 float32, bfloat16 and float16.
 
 A format is a layout and a rule for its special codes; everything else is derived. Nothing here
@@ -88,7 +88,7 @@ class Format:
 
     @property
     def nan_code(self) -> int:
-        """The code that casts emit for a NaN (SEMANTICS C-5): a NaN, or +max where there is none."""
+        """The code that casts emit for a NaN (spec C-5): a NaN, or +max where there is none."""
         if self.specials == "fnuz":
             return self.sign_bit
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1

@@ -1,4 +1,4 @@
-"""How one GEMM's operands are cast, and how it is computed (SEMANTICS L-4, R-1): the parts of a recipe."""
+"""How one GEMM's operands are cast, and how it is computed (spec L-4, R-1): the parts of a recipe."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ from fp8ref.rotation import Rotation
 class CastSpec:
     """How one operand of one GEMM becomes FP8, or FP4 under simulation: by its own amax (``delayed`` None), or by those of the steps before.
 
-    rotation    of its blocks along the reduced axis, before it is scaled (SEMANTICS S-23); None: none.
+    rotation    of its blocks along the reduced axis, before it is scaled (spec S-23); None: none.
     rounding    ``nearest_even``, or ``stochastic`` by a seed (C-2).
 
     Raises:     ValueError: a fmt that is neither FP8 nor FP4, an unknown granularity or rounding, delayed scaling that is not tensorwise or by
@@ -50,12 +50,12 @@ class CastSpec:
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
     """One GEMM: both operands FP8, or neither (high precision, the default); or one, for studies: it is cast and dequantized, and the GEMM
-    is in high precision (SEMANTICS L-4).
+    is in high precision (spec L-4).
 
-    accumulate  ``fast`` or ``slow`` tensor-core accumulation (SEMANTICS G-7); required with two FP8 operands, None without.
+    accumulate  ``fast`` or ``slow`` tensor-core accumulation (spec G-7); required with two FP8 operands, None without.
     epilogue    the name of one of ``epilogue.EPILOGUES`` that takes no bias.
 
-    Raises:     ValueError: accumulate or epilogue that do not go with the operands; operands whose rotations differ (SEMANTICS S-23).
+    Raises:     ValueError: accumulate or epilogue that do not go with the operands; operands whose rotations differ (spec S-23).
     """
 
     a: CastSpec | None = None
@@ -83,15 +83,15 @@ class GemmSpec:
 
     @property
     def one_sided(self) -> bool:
-        """Whether one operand alone is cast to FP8 (SEMANTICS L-4)."""
+        """Whether one operand alone is cast to FP8 (spec L-4)."""
         return (self.a is None) != (self.b is None)
 
     @property
     def powers_of_two(self) -> bool:
-        """Whether every scale of its operands is a power of two (SEMANTICS S-4, S-14)."""
+        """Whether every scale of its operands is a power of two (spec S-4, S-14)."""
         return all(cast is not None and cast.policy.power_of_two is not None for cast in (self.a, self.b))
 
     @property
     def rowwise(self) -> bool:
-        """Whether an operand is rowwise: the output is then rounded to bfloat16 first (SEMANTICS G-8)."""
+        """Whether an operand is rowwise: the output is then rounded to bfloat16 first (spec G-8)."""
         return any(cast is not None and cast.granularity == "rowwise" for cast in (self.a, self.b))

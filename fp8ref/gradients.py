@@ -1,4 +1,4 @@
-"""Gradients in FP8 as data: the factors of a shared scale, and the rule that tunes one (SEMANTICS
+"""Gradients in FP8 as data: the factors of a shared scale, and the rule that tunes one (spec
 P-21, P-22).
 
 ``sim.gradients``, ``jax.gradients`` and ``torch.gradients`` sum gradients over ranks by them.

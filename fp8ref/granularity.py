@@ -1,5 +1,5 @@
 """Granularities as data: which elements of a tensor share a scale, and the shape of its scales
-(SEMANTICS S-6)."""
+(spec S-6)."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Granularity:
 
     ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along every other axis.
     Blocks divide the reduced axis; along another axis the last block may be shorter, as if the
-    tensor were padded with zeros (SEMANTICS S-6).
+    tensor were padded with zeros (spec S-6).
     """
 
     name: str
@@ -44,7 +44,7 @@ def by_name(name: str) -> Granularity:
 
 def block_of(a: str, b: str) -> int | None:
     """The length along K that shares a scale, for both operands of a GEMM; None for all of K
-    (SEMANTICS G-13, L-4).
+    (spec G-13, L-4).
 
     >>> block_of("blockwise_1x128", "blockwise_128x128"), block_of("rowwise", "tensorwise")
     (128, None)
@@ -71,7 +71,7 @@ def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for
     tensorwise.
 
-    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that x lacks
+    Raises:   ValueError: an empty tensor (spec S-7); unless tensorwise, an axis that x lacks
               or a block that does not divide K.
     """
     granularity = by_name(name)

@@ -1,5 +1,5 @@
 """Grouped linears as data: the recipe of each expert's three GEMMs, and what shares a scale
-(SEMANTICS X-3, X-8).
+(spec X-3, X-8).
 
 A grouped linear multiplies each group of rows by a weight of its own. Its group e is a linear, so a
 grouped recipe is a ``Recipe``, and whether amaxes are of a group or of all of them.
@@ -13,7 +13,7 @@ from fp8ref import registry
 from fp8ref.recipe import RECIPES, GemmSpec, Recipe, check_trained, trained_recipes
 
 Amax = Literal["group", "all"]
-"""Which elements a scale covers (SEMANTICS X-3).
+"""Which elements a scale covers (spec X-3).
 
 group  those that its granularity says of one group's rows and of one expert's weight
 all    those that it says of all groups' rows as one matrix, and of all experts' weights as one tensor

@@ -1,5 +1,5 @@
 """The interface of simulated hardware: a function on the host that replaces a framework's FP8 GEMM
-(SEMANTICS G-19).
+(spec G-19).
 
 The backends import no simulator. They receive a ``Multiply``, in a run a ``sim.hardware.Hardware``,
 and call it where they would multiply.

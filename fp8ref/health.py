@@ -1,4 +1,4 @@
-"""The health of optimizer states that a run records (SEMANTICS O-12, Q-12).
+"""The health of optimizer states that a run records (spec O-12, Q-12).
 
 A backend measures the part of a tensor that a device or rank holds, as float64 numbers in the order
 of FIELDS. ``total`` adds parts, ``of`` makes figures of their sum, and ``recorded`` the records of a

@@ -1,4 +1,4 @@
-"""A layout of optimizer states as text, which is saved beside states (SEMANTICS O-1).
+"""A layout of optimizer states as text, which is saved beside states (spec O-1).
 
 Two layouts of one name may differ: ``dataclasses.replace`` keeps the name. Codes of one are then other
 moments under the other, of the same dtypes and shapes.

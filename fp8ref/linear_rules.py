@@ -1,4 +1,4 @@
-"""Rules that change casts of single operands: layers x GEMMs x roles (SEMANTICS R-8).
+"""Rules that change casts of single operands: layers x GEMMs x roles (spec R-8).
 
     rule = Rule(layers=("layers.0.mlp.down_proj",), roles=("grad_output",), format="e4m3fn", policy="unscaled")
     decisions = apply([rule], decisions)

@@ -1,4 +1,4 @@
-"""Which linears of a model a recipe converts, and why (SEMANTICS R-2 to R-4): one rule for both
+"""Which linears of a model a recipe converts, and why (spec R-2 to R-4): one rule for both
 backends."""
 
 import fnmatch
@@ -27,7 +27,7 @@ the same GEMMs.
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether pattern names this module (SEMANTICS R-3): a run of whole dotted components, or a shell pattern for all of it.
+    """Whether pattern names this module (spec R-3): a run of whole dotted components, or a shell pattern for all of it.
 
     >>> matches("layers.1", "model.layers.1.mlp.up_proj"), matches("layers.1", "model.layers.10.mlp.up_proj")
     (True, False)
@@ -61,7 +61,7 @@ def select(
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
 ) -> list[Decision]:
-    """Which linears a recipe converts (SEMANTICS R-2 to R-4), by one rule for both backends.
+    """Which linears a recipe converts (spec R-2 to R-4), by one rule for both backends.
 
     Shapes:   linears maps a module's name to its weight's shape [N, K], whole however it is sharded.
     Returns:  one Decision a linear, in the order given.

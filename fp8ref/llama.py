@@ -1,4 +1,4 @@
-"""The trainer's Llama as data, shared by both backends (SEMANTICS M): sizes, parameter names and
+"""The trainer's Llama as data, shared by both backends (spec M): sizes, parameter names and
 shapes, initial weights.
 
 Names and shapes are those of ``transformers.LlamaForCausalLM``. The forward passes are
@@ -130,7 +130,7 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class InitialWeight:
-    """A matrix of the initial weights (SEMANTICS M-6), drawn where it is read.
+    """A matrix of the initial weights (spec M-6), drawn where it is read.
 
     Every row has numbers of its own, so that a piece of the matrix costs its rows, and any pieces
     have the bits of the whole.
@@ -166,7 +166,7 @@ class InitialWeight:
 
 def lazy_initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, Weight]:
     """The weights that every backend starts from, by name in the order of ``parameter_shapes``
-    (SEMANTICS M-6). Matrices are drawn where they are read."""
+    (spec M-6). Matrices are drawn where they are read."""
     return {
         name: np.ones(shape, np.float32) if len(shape) == 1 else InitialWeight((shape[0], shape[1]), i, seed, config.initializer_range)
         for i, (name, shape) in enumerate(parameter_shapes(config).items())

@@ -1,4 +1,4 @@
-"""Scale policies as data: every decision between an amax and a scale (SEMANTICS S-3, S-4, S-9 to
+"""Scale policies as data: every decision between an amax and a scale (spec S-3, S-4, S-9 to
 S-15, S-17, S-20, S-22).
 
 One dataclass holds the decisions, and the policy of each library is one value of it. ``sim.scales``

@@ -1,4 +1,4 @@
-"""A recipe states how each of a linear's three GEMMs is computed (SEMANTICS L, R-1).
+"""A recipe states how each of a linear's three GEMMs is computed (spec L, R-1).
 
 ``linear_selection`` states which linears of a model it converts.
 """
@@ -19,7 +19,7 @@ from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
 from fp8ref.rotation import NVFP4_ROTATION
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
-"""The three GEMMs of a linear (SEMANTICS L-2).
+"""The three GEMMs of a linear (spec L-2).
 
 output       input times weight
 grad_input   grad_output times weight
@@ -37,7 +37,7 @@ OPERANDS: dict[Gemm, tuple[Role, Role]] = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-"""The roles of the operands a and b of each GEMM (SEMANTICS L-2)."""
+"""The roles of the operands a and b of each GEMM (spec L-2)."""
 
 REDUCED_AXES: dict[Gemm, tuple[int, int]] = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
 """For each GEMM, the axes along which it reduces the tensors of its operands a and b.
@@ -86,7 +86,7 @@ class Recipe:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator alone has it: an operand in FP4, rotated, or rounded stochastically (SEMANTICS R-9). Backends refuse it."""
+        """Whether the simulator alone has it: an operand in FP4, rotated, or rounded stochastically (spec R-9). Backends refuse it."""
         return any(cast.simulated for cast in self.casts)
 
     @property
@@ -119,12 +119,12 @@ class Recipe:
 
     @property
     def rows(self) -> int:
-        """What M is a multiple of: the blocks along M in which grad_weight scales its operands (SEMANTICS L-5)."""
+        """What M is a multiple of: the blocks along M in which grad_weight scales its operands (spec L-5)."""
         casts = [cast for cast in (self.grad_weight.a, self.grad_weight.b) if cast is not None]
         return math.lcm(*(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))
 
     def multiple(self, style: Style) -> int:
-        """What a tensor-parallel rank's part of N (colwise) or of K (rowwise) is a multiple of, so that no block is cut (SEMANTICS P-5)."""
+        """What a tensor-parallel rank's part of N (colwise) or of K (rowwise) is a multiple of, so that no block is cut (spec P-5)."""
         sizes = {1}
         for which, gemm in self.gemms.items():
             for role, cast, reduced in zip(OPERANDS[which], (gemm.a, gemm.b), REDUCED_AXES[which], strict=True):
@@ -215,7 +215,7 @@ def by_name(recipe: str | Recipe) -> Recipe:
 
 
 def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
-    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs (SEMANTICS L-6): ValueError where they cast it in two ways."""
+    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs (spec L-6): ValueError where they cast it in two ways."""
     found: dict[Role, tuple[Format, DelayedScaling]] = {}
     recipe = by_name(recipe)
     for which, gemm in recipe.gemms.items():
@@ -231,7 +231,7 @@ def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScali
 
 def casts_weight_once(recipe: Recipe) -> bool:
     """Whether a weight is cast once for both its GEMMs, by one scale of its own amax, so that an optimizer may keep
-    the FP8 copy (SEMANTICS O-16)."""
+    the FP8 copy (spec O-16)."""
     spec = recipe.output.b
     if spec is None or not recipe.serves_both("weight"):
         return False
@@ -239,7 +239,7 @@ def casts_weight_once(recipe: Recipe) -> bool:
 
 
 def weight_copy(recipe: str | Recipe) -> CastSpec:
-    """The cast of weights that are kept in FP8, which linears take as they are (SEMANTICS O-16).
+    """The cast of weights that are kept in FP8, which linears take as they are (spec O-16).
 
     Raises:   ValueError: an unknown recipe; one that does not cast a weight once for both its GEMMs,
               by one scale of its own amax.

@@ -1,4 +1,4 @@
-"""Rotations of blocks by a Hadamard matrix with signs, as data (SEMANTICS S-23)."""
+"""Rotations of blocks by a Hadamard matrix with signs, as data (spec S-23)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A scale policy: every decision between an amax and a scale, as data (SEMANTICS S-3, S-4, S-9 to
+"""A scale policy: every decision between an amax and a scale, as data (spec S-3, S-4, S-9 to
 S-15, S-17, S-20 to S-22).
 
 ``sim.scales`` implements all of them; a backend implements some and refuses the others. ``policy`` has
@@ -213,7 +213,7 @@ class ScalePolicy:
 
     @property
     def clause(self) -> str:
-        """The clause of SEMANTICS that decides its scales; S-9, the general one, unless a narrower
+        """The clause that decides its scales; S-9, the general one, unless a narrower
         clause does."""
         if self.unscaled:
             return "S-21"

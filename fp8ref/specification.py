@@ -8,7 +8,7 @@ import functools
 import importlib.metadata
 import re
 
-# Clauses as messages cite them: "(S-9)", "(C-1, C-2)", "SEMANTICS L-5".
+# Clauses as messages cite them: "(S-9)", "(C-1, C-2)", "spec L-5".
 _CLAUSE = re.compile(r"(?<![\w-])([ABCDEFGHKLMOPQRSTX])-(\d{1,2})(?![\w-])")
 
 

@@ -1,4 +1,4 @@
-"""Optimizer states as data: how AdamW keeps its moments and the master of a weight (SEMANTICS O).
+"""Optimizer states as data: how AdamW keeps its moments and the master of a weight (spec O).
 
 A ``Moment`` is every decision between a float32 number and what is stored of it. A ``Layout`` is
 both moments and the master. LAYOUTS has the layouts of libraries and papers, and fp8ref's own, all

@@ -1,4 +1,4 @@
-"""The quantization statistics that a run records of its FP8 operands (SEMANTICS Q-8 to Q-10, Q-13).
+"""The quantization statistics that a run records of its FP8 operands (spec Q-8 to Q-10, Q-13).
 
 A backend measures the part of an operand that a device or rank holds, as float64 numbers in the
 order of FIELDS. ``merged`` makes one record of all parts. The simulator's own statistics are

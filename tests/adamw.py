@@ -1,4 +1,4 @@
-"""The optimizer of SEMANTICS T in float64, from known gradients: what both backends' steps are held to."""
+"""The optimizer of spec T in float64, from known gradients: what both backends' steps are held to."""
 
 import numpy as np
 import pytest

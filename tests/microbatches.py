@@ -1,4 +1,4 @@
-"""Gradient accumulation (SEMANTICS T-7): what both backends' trainers are held to."""
+"""Gradient accumulation (spec T-7): what both backends' trainers are held to."""
 
 import numpy as np
 import pytest

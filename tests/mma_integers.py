@@ -1,4 +1,4 @@
-"""A tensor core's step, chain and GEMM in Python integers (SEMANTICS G-10 to G-12): what the tests trust. Scalars only, no floats.
+"""A tensor core's step, chain and GEMM in Python integers (spec G-10 to G-12): what the tests trust. Scalars only, no floats.
 
 Operands are FP8 codes and the bits of float32s. Every finite number is an integer, in units of 2^-160, so that nothing is rounded
 but where a line says so. ``Unit`` also spells models that are *not* the hardware's, for tests to show that their data tell them apart.

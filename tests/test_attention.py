@@ -1,4 +1,4 @@
-"""Attention as data: variants and masks (SEMANTICS A-1, A-3, A-6, A-8)."""
+"""Attention as data: variants and masks (spec A-1, A-3, A-6, A-8)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Figures, records and columns of the health of states (SEMANTICS O-12, Q-12)."""
+"""Figures, records and columns of the health of states (spec O-12, Q-12)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Layouts are told apart by what they decide, whatever their names are (SEMANTICS O-1)."""
+"""Layouts are told apart by what they decide, whatever their names are (spec O-1)."""
 
 import dataclasses
 import itertools

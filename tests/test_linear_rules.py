@@ -1,4 +1,4 @@
-"""Rules change casts of single operands, and typing errors in them are found (SEMANTICS R-8)."""
+"""Rules change casts of single operands, and typing errors in them are found (spec R-8)."""
 
 import pytest
 

@@ -200,11 +200,11 @@ def page(count: int) -> str:
         "with their neighbors, every power of two and edge of an amax, specials, and random float32 bits.",
         "## Casts",
         "From float32. *rounding* is that of everything within range; *above max* are finite values well above it; NaN and -NaN are the codes emitted,\n"
-        "which comparisons take for one (SEMANTICS C-5). *differ*: from the simulator's default, to nearest even and saturating (C-2, C-3); of the simplest\n"
+        "which comparisons take for one (spec C-5). *differ*: from the simulator's default, to nearest even and saturating (C-2, C-3); of the simplest\n"
         "input that does, the code found, *for* the simulator's.",
         _markdown(CASTS, table("casts", count)),
         "## Scales",
-        "*policy*: the one of SEMANTICS S-9, S-14, S-17 or S-20 whose scales they are on all amaxes compared, a previous scale being 1; else\n"
+        "*policy*: the one of spec S-9, S-14, S-17 or S-20 whose scales they are on all amaxes compared, a previous scale being 1; else\n"
         "the nearest, with the kinds of amaxes on which it is another, and the simplest of them. Last, the simulator's default, `torchao`;\n"
         "e8m0 codes are compared with it as the scale_inv that they are.",
         _markdown(SCALES, table("scales", count)),

@@ -25,7 +25,7 @@ order.
 # What is asked of each operation: (option, type, help)
 _FORMAT = ("--format", str, "the FP8 format, such as e4m3fn")
 _SOURCE = ("--source", str, "the dtype of the inputs: float32 (the default), bfloat16, float16; for a cast also float64")
-_POLICY = ("--policy", str, "the scale policy: torchao (the default), or another of SEMANTICS S-9 and S-14")
+_POLICY = ("--policy", str, "the scale policy: torchao (the default), or another of spec S-9 and S-14")
 _GRANULARITY = ("--granularity", str, "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32")
 _SHAPE = ("--shape", str, "the shape of the tensor, such as 4,128 (the default); for a GEMM M,N,K (default 4,4,256)")
 _SEED = ("--seed", int, "the seed of the random inputs (default 0)")
@@ -39,7 +39,7 @@ ASKED = {
         ("--out-dtype", str, "float32 (the default), bfloat16 or float16"), _SHAPE, _SEED, _COUNT,
     ),
     "attention": (
-        ("--variant", str, "the variant, such as fa3 (SEMANTICS A-1)"), ("--mask", str, "full (the default), causal or causal_start"),
+        ("--variant", str, "the variant, such as fa3 (spec A-1)"), ("--mask", str, "full (the default), causal or causal_start"),
         ("--window", str, "left,right, -1 for an open side (default none)"),
         ("--shape", str, "B,H,Hkv,Tq,Tk,D (default 1,2,1,4,200,32)"), _SEED, _COUNT,
     ),

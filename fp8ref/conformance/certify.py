@@ -111,7 +111,7 @@ class Certificate(Result):
             what, subject = check.name.rsplit("/", 1)
             table.add_row(what, subject, f"{check.compared:,}", f"{check.equal:,}", "ok" if check.ok else "FAILS")
         console.print(table)
-        table = Table("format", "library", "inputs", "specified", "found", "differ", "of", title="decided otherwise (SEMANTICS C-4, C-5)")
+        table = Table("format", "library", "inputs", "specified", "found", "differ", "of", title="decided otherwise (spec C-4, C-5)")
         for row in self.disagreements():
             table.add_row(
                 row["format"], row["library"], row["inputs"], *(" ".join(row[k]) for k in ("specified", "found")),

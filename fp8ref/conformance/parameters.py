@@ -35,7 +35,7 @@ def casts(
               codes before comparing.
     Raises:   ValueError: a fmt that is not of 8 bits, an unknown source, stochastic or unknown
               rounding, a seed or count out of range; ImportError: bfloat16 without ml_dtypes.
-    Source:   SEMANTICS C-1 to C-7.
+    Source:   spec C-1 to C-7.
     """
     formats.check(fmt)
     rules = Rules(rounding=rounding, saturate=saturate)
@@ -59,7 +59,7 @@ def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: 
     Specials: zero, Inf and NaN are among the amaxes; a previous scale is 1 (S-11).
     Raises:   ValueError: a fmt that is not FP8, an unknown policy or made, e8m0 of a policy without
               e8m0 scales, a seed or count out of range.
-    Source:   SEMANTICS S-3, S-4, S-9 to S-15.
+    Source:   spec S-3, S-4, S-9 to S-15.
     """
     formats.check(fmt)
     question = scales_asked.Scale(format=fmt.name, policy=policy, count=count, seed=seed)
@@ -93,7 +93,7 @@ def quantizers(
     Raises:   ValueError: a fmt that is not FP8, an unknown source or policy, a shape that the
               granularity does not take, a seed or count out of range; ImportError: bfloat16 without
               ml_dtypes.
-    Source:   SEMANTICS S-5, S-6.
+    Source:   spec S-5, S-6.
     """
     formats.check(fmt)
     question = Quantize(

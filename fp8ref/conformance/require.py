@@ -18,14 +18,14 @@ from fp8ref.sim import cast, scaling, two_level
 
 
 def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True) -> None:
-    """Require that found_codes are the cast of x to fmt (SEMANTICS C), else raise an
+    """Require that found_codes are the cast of x to fmt (spec C), else raise an
     AssertionError.
 
     Shapes:   x any, float64, float32, float16 or bfloat16; found_codes of the same shape.
     Specials: all NaN codes count as equal. An empty x passes.
     Raises:   ValueError: shapes or dtypes that do not fit; unknown rounding; stochastic rounding,
               which has no single code.
-    Source:   SEMANTICS C-1 to C-7.
+    Source:   spec C-1 to C-7.
     """
     rules = Rules(rounding=rounding, saturate=saturate)
     x, found = as_numpy(x), _codes(found_codes, as_numpy(x).shape)
@@ -60,7 +60,7 @@ def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: s
     Specials: all NaNs count as equal; any other bit counts.
     Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; an unknown policy or
               made; e8m0 of a policy without e8m0 scales.
-    Source:   SEMANTICS S-3, S-4, S-9 to S-15.
+    Source:   spec S-3, S-4, S-9 to S-15.
     """
     amax = as_numpy(amax)
     bits = _scales(found, made, amax.shape)
@@ -107,7 +107,7 @@ def require_quantized(
     Specials: all NaN codes count as equal, and so do NaN scales.
     Raises:   ValueError: shapes or dtypes that do not fit, or no scales; as
               ``sim.scaling.quantize``.
-    Source:   SEMANTICS S-5, S-6, S-13, S-14, S-22.
+    Source:   spec S-5, S-6, S-13, S-14, S-22.
     """
     x = as_numpy(x)
     given = {"scale": scale, "scale_inv": scale_inv, "e8m0": e8m0}

@@ -1,4 +1,4 @@
-"""Do our backends agree with the specification? Compare both with the simulator (SEMANTICS B).
+"""Do our backends agree with the specification? Compare both with the simulator (spec B).
 
 Bits are compared where they are defined, and held to ``bounds`` where they are not.
 

@@ -1,4 +1,4 @@
-"""Bounds of SEMANTICS B on GEMM outputs, attention, logits, losses and gradients.
+"""Bounds of spec B on GEMM outputs, attention, logits, losses and gradients.
 
 The bits of these values are not defined: they depend on the order of float32 sums.
 """

@@ -1,4 +1,4 @@
-"""The first non-finite value of a step, and what caused it (SEMANTICS K-9).
+"""The first non-finite value of a step, and what caused it (spec K-9).
 
 ``check_site`` looks at one value: a ``Site`` with the parts it was made of. ``of_gemms`` and
 ``in_backend`` list a backend's values in the order of its pass, each with its cause if its parts do

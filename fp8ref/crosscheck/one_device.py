@@ -1,6 +1,6 @@
 """Compare both backends with the simulator on a config's real operands, on one device.
 
-SEMANTICS S, G, B.
+spec S, G, B.
 
 The operands of every converted linear are taken at step 0 and after some training. Under delayed
 scaling they are taken before every step: a state depends on all steps before it. Compared are:

@@ -1,6 +1,6 @@
 """Compare the codes, scales and outputs of observed FP8 GEMMs with the simulator's.
 
-SEMANTICS S, H, G.
+spec S, H, G.
 
 ``observe`` records the GEMMs of one pass of a trainer; ``check_operands`` compares them.
 ``quantizers`` are those of the simulator and the backends, for one more comparison of each operand. The

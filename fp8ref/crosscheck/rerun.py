@@ -1,4 +1,4 @@
-"""Rerun a failed step on one device and find its first non-finite value (SEMANTICS K-9).
+"""Rerun a failed step on one device and find its first non-finite value (spec K-9).
 
 The step is the one that ``train.failed_step`` wrote, from any mesh. The forward pass is searched in
 the simulator, which knows every value's parts; the backward pass in the backend.

@@ -1,6 +1,6 @@
 """Compare JAX's sharded linears with the simulator on every mesh of N devices.
 
-SEMANTICS P-4, P-9, B-7.
+spec P-4, P-9, B-7.
 
 One device runs step 0, and every converted linear's tensors are kept. Each linear is then rerun on
 every mesh data x fsdp x tensor, inside shard_map and under plain jit. Codes and scales are compared

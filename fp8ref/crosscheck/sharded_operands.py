@@ -1,4 +1,4 @@
-"""Compare the operands of every rank with the simulator's sharded quantization (SEMANTICS P-4 to P-6, P-14).
+"""Compare the operands of every rank with the simulator's sharded quantization (spec P-4 to P-6, P-14).
 
 ``sharded_torch`` runs the ranks.
 """

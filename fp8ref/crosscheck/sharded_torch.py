@@ -1,6 +1,6 @@
 """Compare FSDP2 and tensor parallelism in PyTorch with the simulator and with replicated training.
 
-SEMANTICS P-4, P-6, P-11, P-13, P-14, H-4.
+spec P-4, P-6, P-11, P-13, P-14, H-4.
 
 On every mesh data x fsdp x tensor of N gloo ranks:
 

@@ -15,7 +15,7 @@ eager     PyTorch without torch.compile: every operation of a cast is a kernel, 
           its operands made anew.
 
 Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel multiplies them
-(SEMANTICS G-16), they are dequantized.
+(spec G-16), they are dequantized.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -133,7 +133,7 @@ def copies_weight(recipe: Recipe, how: Fusion, linear: str) -> bool:
 
 
 def scaled_after(spec: GemmSpec, how: Fusion) -> bool:
-    """Whether a GEMM's result is scaled by another kernel (SEMANTICS G-8, G-22): under rowwise scales
+    """Whether a GEMM's result is scaled by another kernel (spec G-8, G-22): under rowwise scales
     by XLA, under its slow accumulation by torchao."""
     return spec.epilogue == "unit_round_scale_round" or (how == "xla" and spec.rowwise)
 
@@ -154,7 +154,7 @@ def rescale(recipe: Recipe, which: Gemm, outputs: float, how: Fusion, linear: st
 
 def writes(spec: GemmSpec, how: Fusion) -> int:
     """Bytes of each result that a GEMM itself writes: bfloat16, or the float32 that XLA scales after
-    it (SEMANTICS G-22)."""
+    it (spec G-22)."""
     rounds = spec.powers_of_two or spec.epilogue == "unit_round_scale_round" or not spec.rowwise
     return 2 if how != "xla" or rounds else 4
 

@@ -163,7 +163,7 @@ def short_name(linear: str) -> str:
 
 
 def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[GemmShape]:
-    """The three GEMMs of a linear, for one microbatch (SEMANTICS L-2)."""
+    """The three GEMMs of a linear, for one microbatch (spec L-2)."""
     m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
     if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
         m //= config.parallel.tensor  # its weight is not cut over tensor; its tokens are

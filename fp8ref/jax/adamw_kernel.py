@@ -1,4 +1,4 @@
-"""A step of AdamW whose moments share scales by blocks, in one kernel on an NVIDIA GPU (SEMANTICS O).
+"""A step of AdamW whose moments share scales by blocks, in one kernel on an NVIDIA GPU (spec O).
 
 XLA takes the amaxes of the blocks in one kernel and rounds in another, and both read the gradient and
 the moments. This kernel, by Pallas, holds its blocks in registers between the two.

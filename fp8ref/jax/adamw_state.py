@@ -1,4 +1,4 @@
-"""The state of AdamW with narrow moments in JAX, and whether it is one of a layout (SEMANTICS O-4, O-17).
+"""The state of AdamW with narrow moments in JAX, and whether it is one of a layout (spec O-4, O-17).
 
 A state is arrays alone, so that any pytree library keeps it: orbax, flax, optax's own states around it. So
 the decisions of its layout are an array too, their text in ASCII.

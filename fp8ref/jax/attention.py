@@ -1,4 +1,4 @@
-"""Attention in FP8 (SEMANTICS A): softmax(q k^T scale) v, a tile of keys after another, joined to JAX's autodiff
+"""Attention in FP8 (spec A): softmax(q k^T scale) v, a tile of keys after another, joined to JAX's autodiff
 by one custom_vjp.
 
     o = attention.apply(q, k, v, variant="cudnn", mask=Mask(causal=True))
@@ -119,7 +119,7 @@ def apply_with_stats(
     name: str = "",
     tap: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """``apply``, and with a tap the quantization statistics of its operands (SEMANTICS Q-13). Raises as apply.
+    """``apply``, and with a tap the quantization statistics of its operands (spec Q-13). Raises as apply.
 
     tap       float32 zeros [len(attention_products.ROWS), stats.LENGTH]; inside shard_map varying along all axes of
               its mesh. The variant is in FP8.
@@ -164,7 +164,7 @@ def forward(
     Raises:   ValueError: an unknown variant, or one that this backend does not run; shapes, dtypes or documents
               that do not fit; scales for roles without one; features that the variant does not take; inside
               shard_map, a scale of a whole tensor without ``over``; a mesh of Explicit axes.
-    Source:   SEMANTICS A-1 to A-13.
+    Source:   spec A-1 to A-13.
     """
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
     known = inputs.check_scales(scales, use.variant, data.ROLES)
@@ -197,7 +197,7 @@ def backward(
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another
               shape.
-    Source:   SEMANTICS A-14 to A-16.
+    Source:   spec A-14 to A-16.
     """
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, arithmetic, over)
     _check_differentiable(use)

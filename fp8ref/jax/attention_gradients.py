@@ -1,4 +1,4 @@
-"""Attention in FP8, backward (SEMANTICS A-15): the gradients of q, k and v.
+"""Attention in FP8, backward (spec A-15): the gradients of q, k and v.
 
 Probabilities are made again from the log-sum-exp, a block of queries and a tile of keys at a time. The scale of dS
 is one for the tensor: unless it is given, a first loop over all pairs takes the amax of dS, and a second one casts.

@@ -1,4 +1,4 @@
-"""The inputs of attention, checked: shapes, dtypes, masks, documents, given scales, devices (SEMANTICS A-3, A-12).
+"""The inputs of attention, checked: shapes, dtypes, masks, documents, given scales, devices (spec A-3, A-12).
 
 ``Use`` holds what is static about one call, ``Inputs`` its arrays.
 """

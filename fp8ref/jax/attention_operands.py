@@ -1,4 +1,4 @@
-"""The operands of attention, a block of queries and a tile of keys at a time (SEMANTICS A-2, A-4, A-6, A-9).
+"""The operands of attention, a block of queries and a tile of keys at a time (spec A-2, A-4, A-6, A-9).
 
 Query heads that share a head of keys lie in an axis of their own, [B, Hkv, G, T, D], so that k and v are not
 repeated. A pass is a loop over pairs of a block of queries and a tile of keys. Pairs that the mask hides from

@@ -1,4 +1,4 @@
-"""Quantization statistics of attention's operands, measured on the device (SEMANTICS Q-13).
+"""Quantization statistics of attention's operands, measured on the device (spec Q-13).
 
 A measurement is that of ``stats``: its groups are those of the scales of attention.
 """

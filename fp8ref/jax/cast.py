@@ -1,4 +1,4 @@
-"""Round to an FP8 format by XLA's own conversion (SEMANTICS C): nearest even, from float32, float16
+"""Round to an FP8 format by XLA's own conversion (spec C): nearest even, from float32, float16
 or bfloat16.
 
 ``encode`` gives uint8 codes, ``to_fp8`` the native float8 array, ``decode`` float32 values.
@@ -29,7 +29,7 @@ def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
               fnuz; above fmt.max, infinities included: max if saturate, else Inf, or NaN in a
               format without infinities.
     Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
-    Source:   SEMANTICS C-1 to C-6.
+    Source:   spec C-1 to C-6.
     """
     codes = lax.bitcast_convert_type(to_fp8(x, fmt, saturate=saturate), jnp.uint8)
     # XLA's NaN keeps its sign; C-5 emits one code.

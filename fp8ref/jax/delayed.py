@@ -1,4 +1,4 @@
-"""Delayed scaling in JAX (SEMANTICS H): a step reads a state and observes amaxes; one update after
+"""Delayed scaling in JAX (spec H): a step reads a state and observes amaxes; one update after
 it makes the next state.
 
     state, seen = delayed.init(recipe), delayed.unseen(recipe)        # of one linear

@@ -1,4 +1,4 @@
-"""Refuse the derivatives that a linear or attention does not have, by the name of the layer (SEMANTICS L-8, A-14).
+"""Refuse the derivatives that a linear or attention does not have, by the name of the layer (spec L-8, A-14).
 
 Both have first derivatives in reverse mode. Both functions here return their argument.
 ``reverse_only`` raises where a tangent is computed forward: by jax.jvp, jacfwd, linearize.

@@ -1,4 +1,4 @@
-"""Exponentials, logarithms and fused products of float32 numbers for attention (SEMANTICS A-5, A-7, A-11).
+"""Exponentials, logarithms and fused products of float32 numbers for attention (spec A-5, A-7, A-11).
 
 XLA's float32 exponentials are approximations. ``exponential`` takes them (``fast``), or computes in
 float64 and rounds (``stated``). The rest is always computed in float64.

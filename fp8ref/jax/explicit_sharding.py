@@ -1,4 +1,4 @@
-"""Linears on a mesh with Explicit axes, which ``jax.make_mesh`` makes by default (SEMANTICS P-20).
+"""Linears on a mesh with Explicit axes, which ``jax.make_mesh`` makes by default (spec P-20).
 
 There the types of arrays say how they are cut. ``run`` reads the layout of a linear from them, as
 ``lax.dot_general`` reads the sharding of its result, and runs the linear where all axes are Auto:

@@ -1,4 +1,4 @@
-"""Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
+"""Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (spec G).
 
 Order: one XLA dot on float8 arrays with float32 output; the epilogue: scales, rounding; the sum over
 devices, where K is cut (P-8), or before the epilogue if accumulators are summed (P-7). On an NVIDIA
@@ -26,7 +26,7 @@ from fp8ref.recipe import GemmSpec
 PRECISION = {"fast": lax.Precision.DEFAULT, "slow": lax.Precision.HIGHEST}
 """{accumulation: precision of XLA's dot}.
 
-It is explicit on every dot: with None, jax.default_matmul_precision would decide (SEMANTICS G-7).
+It is explicit on every dot: with None, jax.default_matmul_precision would decide (spec G-7).
 """
 
 EPILOGUES = ("scale_then_round", "product_then_round", "unit_round_scale_round")
@@ -72,7 +72,7 @@ def matmul(
     Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading
               dims, unknown names; granularities that do not go together (``epilogue.check_pair``);
               blocks under unit_round_scale_round.
-    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-14, G-16, G-22, P-7, P-8.
+    Source:   spec G-1, G-4, G-5, G-7, G-13, G-14, G-16, G-22, P-7, P-8.
     """
     axes = _reduced_axes(a, b)
     if accumulate not in PRECISION:
@@ -102,7 +102,7 @@ def matmul_hp(
     in_steps: bool = False,
 ) -> jax.Array:
     """A GEMM in high precision: float32 accumulation in XLA's order, one rounding to out_dtype
-    (SEMANTICS G-9).
+    (spec G-9).
 
     Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective, turned and
               in_steps as there. On an NVIDIA GPU the GEMM itself writes out_dtype.
@@ -119,7 +119,7 @@ def matmul_hp(
 
 
 def output_dtype(spec: GemmSpec, dtype):
-    """The dtype to which a GEMM rounds before its result is cast to dtype (SEMANTICS G-8)."""
+    """The dtype to which a GEMM rounds before its result is cast to dtype (spec G-8)."""
     return jnp.bfloat16 if spec.rowwise else dtype
 
 

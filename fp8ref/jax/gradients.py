@@ -1,4 +1,4 @@
-"""Gradients summed over devices in FP8, by one scale for all devices (SEMANTICS P-21, P-22, P-24).
+"""Gradients summed over devices in FP8, by one scale for all devices (spec P-21, P-22, P-24).
 
 Inside shard_map. Codes are exchanged by an all-to-all of uint8, and each device adds its piece of all
 devices' codes in float32, in the order of the mesh. ``reduce_scatter`` and ``all_reduce`` are for
@@ -53,7 +53,7 @@ def reduce_scatter(
     Specials: an Inf or NaN on any device makes the value NaN on all.
     Raises:   ValueError: a g without dims or elements; a policy that fp8ref.jax does not implement,
               or without a scale to multiply by; an unknown prescale or result.
-    Source:   SEMANTICS P-21.
+    Source:   spec P-21.
     """
     if not g.ndim:
         raise ValueError("a reduce-scatter cuts the first dim of a gradient; got one without dims. Use all_reduce.")
@@ -112,7 +112,7 @@ def completed(partial: jax.Array, sum_over: tuple[str, ...], scatter: tuple[str,
 
 
 def next_mu(mu: jax.Array, saturated: jax.Array, elements: int, auto: AutoScale = gradients.AUTO) -> jax.Array:
-    """mu of the next step, float32 (), from the saturated elements of this one (SEMANTICS P-22)."""
+    """mu of the next step, float32 (), from the saturated elements of this one (spec P-22)."""
     mu = jnp.where(saturated > auto.allowed(elements), mu * np.float32(0.5), mu * auto.growth)
     return jnp.clip(mu, np.float32(gradients.MU_MIN), np.float32(gradients.MU_MAX))
 
@@ -128,7 +128,7 @@ def accumulate(
     Order:    RN32(RN32(code * scale_inv) + f32(g)); amax; scale; codes.
     Specials: an Inf or NaN makes every code NaN, from then on.
     Raises:   ValueError: as reduce_scatter; a g of another shape.
-    Source:   SEMANTICS P-24.
+    Source:   spec P-24.
     """
     value = cast.to_f32(g)
     if total is not None:

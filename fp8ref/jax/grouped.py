@@ -1,4 +1,4 @@
-"""A grouped linear in the shape of ``lax.ragged_dot``: three grouped GEMMs (SEMANTICS X), joined to
+"""A grouped linear in the shape of ``lax.ragged_dot``: three grouped GEMMs (spec X), joined to
 JAX's autodiff by one custom_vjp.
 
     y, _ = grouped.apply(x, w, group_sizes, recipe="rowwise")  # [M, K] x [E, K, N] -> [M, N]
@@ -53,7 +53,7 @@ def apply(
 
     Shapes:   x [M, K] and w [E, K, N] of one dtype, bfloat16, float16 or float32; group_sizes
               integers [E], of a sum of at most M; output [M, N] of x's dtype.
-    Order:    SEMANTICS X-2, X-3, X-7; rows of no group are replaced by zeros first.
+    Order:    spec X-2, X-3, X-7; rows of no group are replaced by zeros first.
     Specials: a row of no group is not read; its output and gradient are +0. grad_weight of a group
               without rows is +0. A NaN of one group stays in it, unless a scale is shared (X-6).
     Returns:  (output, seen), as ``linear.apply``: seen merged with what this use observes (X-9).

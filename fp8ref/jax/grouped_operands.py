@@ -1,4 +1,4 @@
-"""The operands of grouped GEMMs: rows in groups, quantized, and the products (SEMANTICS X).
+"""The operands of grouped GEMMs: rows in groups, quantized, and the products (spec X).
 
 ``groups_of`` says which group each row is in, from sizes that may be traced. ``quantize_rows`` and
 ``quantize_weights`` cast; ``rows_by_weights`` and ``rows_by_rows`` multiply. Scales of a group are

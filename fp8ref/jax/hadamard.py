@@ -1,4 +1,4 @@
-"""A Hadamard rotation with random signs (SEMANTICS A-13), in the simulator's order of additions."""
+"""A Hadamard rotation with random signs (spec A-13), in the simulator's order of additions."""
 
 import math
 

@@ -1,5 +1,5 @@
 """Simulated hardware for JAX: FP8 GEMMs by a function on the host, in place of XLA's dots
-(SEMANTICS G-19).
+(spec G-19).
 
 ``matmul`` calls a ``fp8ref.hardware.Multiply`` back from the compiled program, with codes and
 scales in host memory.

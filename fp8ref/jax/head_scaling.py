@@ -1,4 +1,4 @@
-"""Quantize the tensors of attention: which elements share a scale, and the codes (SEMANTICS A-2).
+"""Quantize the tensors of attention: which elements share a scale, and the codes (spec A-2).
 
 Tensors are [batch, heads, tokens, features]. Amaxes, scales and casts are those of ``scaling``,
 ``scales`` and ``cast``; only the groups are attention's own.

@@ -1,4 +1,4 @@
-"""What storing the moments of a step cost, measured on the devices (SEMANTICS O-12).
+"""What storing the moments of a step cost, measured on the devices (spec O-12).
 
     updates, after = optimizer.update(grads, before, params)
     found = health.numbers(health.measure(grads, before, after, layout="sqrt_e4m3"))

@@ -1,4 +1,4 @@
-"""One linear layer: three GEMMs (SEMANTICS L), joined to JAX's autodiff by one custom_vjp.
+"""One linear layer: three GEMMs (spec L), joined to JAX's autodiff by one custom_vjp.
 
 Read it from top to bottom. ``apply`` and ``contract`` check the arguments and collect what is
 static in a ``Use``; ``_forward`` casts input and weight, runs the output GEMM, and returns what the
@@ -51,7 +51,7 @@ def apply(
 
     Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of
               that dtype. With a placement, inside shard_map, all of them are a device's pieces.
-    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; between devices P-9.
+    Order:    leading dims flatten to M; spec L-2, L-3, L-6; between devices P-9.
     Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
               NaN of every output that its scale reaches.
     out_sharding
@@ -93,7 +93,7 @@ def apply_with_stats(
     multiply: Multiply | None = None,
     quantized: Quantized | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """``apply``, and with a tap the quantization statistics of its operands (SEMANTICS Q-8). Raises
+    """``apply``, and with a tap the quantization statistics of its operands (spec Q-8). Raises
     as apply.
 
     tap       float32 zeros [6, stats.LENGTH], one for each use of a linear; inside shard_map
@@ -134,7 +134,7 @@ def observing(observer: Callable):
     from inside the compiled program.
 
     observer(name, gemm, a, b, out) is called with NumPy values when it runs: a and b as (hp, codes
-    uint8, scale), hp and codes in the tensors' own layout (SEMANTICS L-2's input [M, K], weight [N,
+    uint8, scale), hp and codes in the tensors' own layout (spec L-2's input [M, K], weight [N,
     K], grad_output [M, N]; Flax's weights [K, N]).
     """
     token = _observer.set(observer)
@@ -278,7 +278,7 @@ _linear.defvjp(_forward, _backward)
 def _gemm(
     which: Gemm, tensors: Mapping[Role, jax.Array], quantized: Mapping[Role, Quantized], state_scales: Scales, use: Use
 ) -> tuple[jax.Array, stats.Measured]:
-    """One of the three GEMMs (SEMANTICS L-2), leading dims flattened to M unless they are batch
+    """One of the three GEMMs (spec L-2), leading dims flattened to M unless they are batch
     dims.
 
     quantized  operands that are quantized already; the others are quantized here, from tensors.
@@ -323,7 +323,7 @@ def _gemm(
 def _in_high_precision(
     which: Gemm, tensors: Mapping[Role, jax.Array], quantized: Mapping[Role, Quantized], state_scales: Scales, use: Use
 ) -> tuple[jax.Array, stats.Measured]:
-    """``_gemm`` without FP8 (SEMANTICS G-9). An operand that is cast beside one that is not is
+    """``_gemm`` without FP8 (spec G-9). An operand that is cast beside one that is not is
     dequantized, and rounded to its tensor's dtype (L-4)."""
     spec, roles = use.recipe.gemms[which], OPERANDS[which]
     axes = (use.axis(which, roles[0]), use.axis(which, roles[1]))

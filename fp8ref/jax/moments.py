@@ -1,5 +1,5 @@
 """One moment of AdamW, or the master of a weight, in JAX: what is stored of it, and how it is read
-(SEMANTICS O-4, O-5, O-7 to O-10, O-15).
+(spec O-4, O-5, O-7 to O-10, O-15).
 
 XLA would change the bits in three ways, and each line that prevents one is marked:
 

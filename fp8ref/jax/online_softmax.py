@@ -1,4 +1,4 @@
-"""The online softmax of one tile of keys (SEMANTICS A-4 to A-7, A-11): maxima, probabilities, sums, and the
+"""The online softmax of one tile of keys (spec A-4 to A-7, A-11): maxima, probabilities, sums, and the
 factors of what came before; every operation rounded as the simulator's."""
 
 from typing import NamedTuple

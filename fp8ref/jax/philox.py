@@ -1,4 +1,4 @@
-"""Stochastic rounding in JAX (SEMANTICS C-2), by integer operations: the simulator's random numbers, a
+"""Stochastic rounding in JAX (spec C-2), by integer operations: the simulator's random numbers, a
 function of a seed and an element's flat index, so that any mesh gives the same.
 
 Words are uint32. JAX has no 64-bit integers by default: a product's upper word is put together from
@@ -42,7 +42,7 @@ def codes(x, fmt: Format, key):
 
     Shapes:   x float32 of any shape, below 2^32 elements.
     Specials: NaN is fmt.nan_code; zeros keep their sign.
-    Source:   SEMANTICS C-2, C-3, C-5, C-6.
+    Source:   spec C-2, C-3, C-5, C-6.
     """
     bits = lax.bitcast_convert_type(jnp.clip(x, -fmt.max, fmt.max), jnp.uint32)
     magnitude = bits & jnp.uint32(0x7FFFFFFF)

@@ -1,4 +1,4 @@
-"""The second GEMM of attention, probabilities times values, over tiles of keys (SEMANTICS A-9, A-10).
+"""The second GEMM of attention, probabilities times values, over tiles of keys (spec A-9, A-10).
 
 A tile's product is a GEMM of its own, added to what came before in float32.
 """

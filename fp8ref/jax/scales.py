@@ -1,4 +1,4 @@
-"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9, S-14, S-17): the simulator's bits,
+"""Scales from an amax, by a policy (spec S-3, S-4, S-9, S-14, S-17): the simulator's bits,
 under XLA.
 
 XLA's log2 and exp2 are approximations and XLA on a CPU flushes subnormals. So powers of two are
@@ -31,7 +31,7 @@ class Scales(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("fmt", "policy"))  # traced once for all layers of a shape
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
-    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9, S-14, S-17): the simulator's, bit
+    """scale and scale_inv of a policy (spec S-3, S-4, S-9, S-14, S-17): the simulator's, bit
     for bit.
 
     Shapes:   amax float32, any shape; both scales float32 of that shape.
@@ -66,7 +66,7 @@ def with_inverse(scale: jax.Array) -> Scales:
 
 
 def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:
-    """scale_inv of policy ``flax`` (SEMANTICS S-9, S-13). No barrier, so that XLA rewrites it as it
+    """scale_inv of policy ``flax`` (spec S-9, S-13). No barrier, so that XLA rewrites it as it
     rewrites Flax's own.
 
     Shapes:   amax and previous, the scale_inv before, float32 of one shape; and so the result.

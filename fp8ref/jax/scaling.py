@@ -1,4 +1,4 @@
-"""Quantize a tensor: amax, scale, codes; and dequantize it (SEMANTICS S), guarded against XLA's
+"""Quantize a tensor: amax, scale, codes; and dequantize it (spec S), guarded against XLA's
 rewrites.
 
 Four guards keep XLA to the specification. Operands pass ``reduce_precision`` (cast.to_f32). The
@@ -48,7 +48,7 @@ class Quantized:
 
 
 def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int, ...] = -1, over: tuple[str, ...] = ()) -> jax.Array:
-    """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
+    """The largest magnitude of every group that shares a scale (spec S-2).
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
               reduced one, or under rowwise several.
@@ -99,7 +99,7 @@ def quantize(
     Gradient: none through the scale; through the codes that of XLA's conversions. ``linear.apply``
               defines its own.
     Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
-    Source:   SEMANTICS S-5, P-4.
+    Source:   spec S-5, P-4.
     """
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
@@ -124,7 +124,7 @@ def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: s
 
 
 def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: int = -1) -> Quantized:
-    """quantize by policy ``flax`` (SEMANTICS S-13), tensorwise: RN32(f32(x) / scale_inv), clip,
+    """quantize by policy ``flax`` (spec S-13), tensorwise: RN32(f32(x) / scale_inv), clip,
     round. scale_inv is of shape ().
 
     Raises:   ValueError: x not float32, float16 or bfloat16; a fmt that is not FP8.
@@ -136,7 +136,7 @@ def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: i
 
 
 def dequantize(q: Quantized) -> jax.Array:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8).
 
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv. On a
               CPU XLA takes a scale_inv of 2^-127 for zero.

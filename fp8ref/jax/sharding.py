@@ -1,4 +1,4 @@
-"""The placement of one linear on a mesh (SEMANTICS P): amax scopes, FP8 gathers and reductions.
+"""The placement of one linear on a mesh (spec P): amax scopes, FP8 gathers and reductions.
 
 A ``Placement`` says which mesh axes cut the linear's three dims. All else follows from it: over
 which axes an amax is reduced (P-2), what is gathered in FP8, and what is summed, as results or as

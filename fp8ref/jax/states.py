@@ -1,5 +1,5 @@
 """AdamW whose moments are stored in FP8 and other narrow formats, as an optax transformation
-(SEMANTICS O).
+(spec O).
 
     optimizer = states.adamw(1e-3, weight_decay=0.1, layout="sqrt_e4m3")
     state = optimizer.init(params)
@@ -67,7 +67,7 @@ def adamw(
 
     Shapes:   parameters float32 of any shape, under a layout with masters also bfloat16; gradients
               float32, float16 or bfloat16 of theirs.
-    Order:    SEMANTICS O-2 to O-10, O-14, O-15; the updates are to be added to the parameters. Under a
+    Order:    spec O-2 to O-10, O-14, O-15; the updates are to be added to the parameters. Under a
               layout with masters the sum may miss the new weight by a rounding, in float32, of the
               old one; the next step does not read it. ``weights`` gives the new weight itself.
     Specials: a gradient that is not finite makes its weight NaN, and the moments of its group (O-2).
@@ -75,7 +75,7 @@ def adamw(
               outside their ranges (O-2); at ``init`` and ``update``, parameters that are not float32 or empty, or
               missing; a state of another layout. Under jit, where decisions are known only when the program runs,
               a state of other decisions makes every weight NaN (O-17).
-    Source:   SEMANTICS O.
+    Source:   spec O.
     """
     layout = states.by_name(layout)
     _check(learning_rate, b1, b2, eps, weight_decay, layout, seed)
@@ -127,7 +127,7 @@ def step(
     Shapes:   as ``adamw``; factor and finite of shape ().
     Order, specials: as ``adamw``. Under a layout with masters the new parameters are ``weights``.
     Raises:   ValueError: as ``adamw``.
-    Source:   SEMANTICS O.
+    Source:   spec O.
     """
     layout = states.by_name(layout)
     _check(learning_rate, b1, b2, eps, weight_decay, layout, seed)
@@ -158,7 +158,7 @@ def step(
 
 
 def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3", *, stacked: Any = None) -> tuple[Any, Any]:
-    """Trees of m and v, float32, as the next step reads them (SEMANTICS O-4).
+    """Trees of m and v, float32, as the next step reads them (spec O-4).
 
     stacked   as ``adamw`` has it; a function takes the tree of codes.
     Raises:   ValueError: an unknown layout, or a state of another.
@@ -180,7 +180,7 @@ def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3", *, stacked: An
 
 def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
     """The tree of parameters that the masters hold, in a dtype: what a model computes with after the
-    step (SEMANTICS O-14).
+    step (spec O-14).
 
     stacked   as ``adamw`` has it; a function takes the tree of codes.
     Order:    code * scale_inv, exactly, then one rounding to the dtype.
@@ -201,7 +201,7 @@ def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stac
 
 def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
     """The tree of FP8 copies of the weights that the masters hold, ``Quantized``, which linears of a
-    recipe take as they are: ``linear.apply(x, w, recipe=recipe, quantized=copy)`` (SEMANTICS O-16).
+    recipe take as they are: ``linear.apply(x, w, recipe=recipe, quantized=copy)`` (spec O-16).
 
     dtype     that the model computes in.
     stacked   as ``weights`` has it. The copies of a stack have a scale for each of its tensors, as a scan

@@ -1,4 +1,4 @@
-"""Quantization statistics of a GEMM's operand, measured on the device (SEMANTICS Q-8, Q-9).
+"""Quantization statistics of a GEMM's operand, measured on the device (spec Q-8, Q-9).
 
 A measurement is float32 [LENGTH]: every count as two numbers below 2^16, which float32 holds
 exactly; the sums of squares in units of a power of two near the operand's amax, so that none leaves

@@ -1,5 +1,5 @@
 """Plot errors: where a cast or a scale differs from the specification, and how far GEMMs are from
-the exact sum (SEMANTICS C, S, G, Q-7)."""
+the exact sum (spec C, S, G, Q-7)."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,5 +1,5 @@
 """Plot what a format can hold: its numbers, their spacing, and the error of rounding to it
-(SEMANTICS F, C)."""
+(spec F, C)."""
 
 from collections.abc import Sequence
 

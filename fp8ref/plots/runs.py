@@ -1,5 +1,5 @@
 """Curves over optimizer steps: losses of runs, validation gaps, staleness of delayed scales
-(SEMANTICS H)."""
+(spec H)."""
 
 import itertools
 from collections.abc import Mapping, Sequence

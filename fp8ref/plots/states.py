@@ -1,4 +1,4 @@
-"""Plot optimizer states: where moments lie in a format's range, updates that explode, figures of health over steps (SEMANTICS O)."""
+"""Plot optimizer states: where moments lie in a format's range, updates that explode, figures of health over steps (spec O)."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Plot what a study of a model found: SQNR by layer and recipe, and error through depth (SEMANTICS Q-1)."""
+"""Plot what a study of a model found: SQNR by layer and recipe, and error through depth (spec Q-1)."""
 
 from collections.abc import Mapping, Sequence
 

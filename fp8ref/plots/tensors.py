@@ -1,4 +1,4 @@
-"""Plot what quantizing did to each element of a tensor (SEMANTICS Q): x is the tensor, q its
+"""Plot what quantizing did to each element of a tensor (spec Q): x is the tensor, q its
 quantized form."""
 
 import numpy as np

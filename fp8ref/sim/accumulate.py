@@ -1,4 +1,4 @@
-"""Accumulation, the sum over K of a GEMM: exact (SEMANTICS G-2), in float32 in order (G-3), or by a
+"""Accumulation, the sum over K of a GEMM: exact (spec G-2), in float32 in order (G-3), or by a
 tensor core's plan (G-12).
 
     exact_sum   one rounding, of the exact sum

@@ -1,4 +1,4 @@
-"""Attention in FP8, forward (SEMANTICS A): softmax(q k^T scale) v, a tile of keys after another.
+"""Attention in FP8, forward (spec A): softmax(q k^T scale) v, a tile of keys after another.
 
     result = attention.forward(q, k, v, variant="fa3", mask=Mask(causal=True))
 
@@ -79,7 +79,7 @@ def forward(
     Specials: a row that sees no key is 0, its lse -infinity. Masked keys have probability 0.
     Raises:   ValueError: an unknown variant; shapes, dtypes or documents that do not fit; NaN or
               infinities; scales for roles without one; features that the variant does not take.
-    Source:   SEMANTICS A-1 to A-13; next to each of VARIANTS.
+    Source:   spec A-1 to A-13; next to each of VARIANTS.
     """
     problem = inputs.prepare(q, k, v, variant, mask, scale, documents)
     variant = problem.variant

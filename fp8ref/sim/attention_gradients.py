@@ -1,4 +1,4 @@
-"""Attention in FP8, backward (SEMANTICS A-14 to A-16): the gradients of q, k and v.
+"""Attention in FP8, backward (spec A-14 to A-16): the gradients of q, k and v.
 
     result = attention.forward(q, k, v, variant="cudnn")
     gradients = attention_gradients.backward(do, q, k, v, result, variant="cudnn")
@@ -63,7 +63,7 @@ def backward(
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of
               another shape.
-    Source:   SEMANTICS A-14 to A-16; NVIDIA/cudnn-frontend (commit 3929da2),
+    Source:   spec A-14 to A-16; NVIDIA/cudnn-frontend (commit 3929da2),
               include/cudnn_frontend/node/sdpa_fp8_bwd.h.
     """
     problem = inputs.prepare(q, k, v, variant, mask, scale, documents)

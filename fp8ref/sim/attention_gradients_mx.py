@@ -1,4 +1,4 @@
-"""The backward pass of attention whose operands have MX blocks (SEMANTICS A-16).
+"""The backward pass of attention whose operands have MX blocks (spec A-16).
 
 A block lies along the axis that a product sums over, so that q, k, do and dS have two copies: along the
 features or keys, and along the tokens. v has the forward pass's copy alone.

@@ -1,4 +1,4 @@
-"""The inputs of attention, checked: shapes, masks, documents and given scales (SEMANTICS A-3, A-12)."""
+"""The inputs of attention, checked: shapes, masks, documents and given scales (spec A-3, A-12)."""
 
 import math
 from typing import NamedTuple

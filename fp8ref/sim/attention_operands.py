@@ -1,4 +1,4 @@
-"""The operands of attention: quantized, padded to whole steps, a head and a tile at a time (SEMANTICS A-2, A-4, A-6)."""
+"""The operands of attention: quantized, padded to whole steps, a head and a tile at a time (spec A-2, A-4, A-6)."""
 
 import math
 

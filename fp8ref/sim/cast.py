@@ -1,4 +1,4 @@
-"""Round numbers to a format, once, from the exact value (SEMANTICS C).
+"""Round numbers to a format, once, from the exact value (spec C).
 
 ``encode`` gives codes, ``decode`` their values, ``round_to`` values of any format of at most 32
 bits. Order: round as if the exponent were unbounded; saturate or overflow; then zeros, infinities
@@ -56,7 +56,7 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
               zero and negative values -> NaN, below 2^-127 -> 2^-127. Into e2m1fn: NaN -> 6.
     Raises:   ValueError: fmt not of 8 or 4 bits; x not floating point; unknown rounding; a seed
               missing or not used; to_odd or stochastic into e8m0fnu; e2m1fn without saturate.
-    Source:   SEMANTICS C-1 to C-7, C-9.
+    Source:   spec C-1 to C-7, C-9.
 
     >>> from fp8ref.formats import E4M3FN
     >>> encode([448, 464, 480, -0.0, 2.0**-10, np.nan], E4M3FN), encode([448.0, 464.0, 480.0], E4M3FN, saturate=False)
@@ -117,7 +117,7 @@ def decode(codes, fmt: Format) -> np.ndarray:
     Shapes:   codes any shape, uint8; float32 of the same shape.
     Specials: every NaN code -> NaN; e5m2's 0x7C and 0xFC -> infinities; e8m0fnu has no zero.
     Raises:   ValueError: fmt not of 8 or 4 bits; codes not uint8, or of e2m1fn above 15.
-    Source:   SEMANTICS F-2 to F-5.
+    Source:   spec F-2 to F-5.
     """
     codes = np.asarray(codes)
     if codes.dtype != np.uint8:
@@ -131,7 +131,7 @@ def decode(codes, fmt: Format) -> np.ndarray:
 
 
 def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """codes with every NaN replaced by the one that encode emits (SEMANTICS C-5); compare codes
+    """codes with every NaN replaced by the one that encode emits (spec C-5); compare codes
     through this. Raises as decode."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
 
@@ -146,7 +146,7 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
     Specials: as encode; NaN -> NaN, and Inf where fmt has it.
     Raises:   ValueError: as encode; a wider format whose values float32 does not hold, or without
               -0.
-    Source:   SEMANTICS C-1 to C-6.
+    Source:   spec C-1 to C-6.
     """
     formats.check(fmt)
     if fmt.bits in _CODED:

@@ -1,4 +1,4 @@
-"""Delayed scaling: the scale of a step comes from the amaxes of the steps before it (SEMANTICS H).
+"""Delayed scaling: the scale of a step comes from the amaxes of the steps before it (spec H).
 Pure state and functions.
 
     state = delayed.init(config)                                   # scale 1, an empty history
@@ -61,7 +61,7 @@ class Observation(NamedTuple):
 
 
 def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
-    """The state before the first step (SEMANTICS H-2): scale 1, an empty history; shape as of a
+    """The state before the first step (spec H-2): scale 1, an empty history; shape as of a
     stack. ValueError: unknown config."""
     config = by_name(config)
     history = np.zeros((*shape, config.history_length), np.float32)
@@ -70,7 +70,7 @@ def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedSt
 
 def observe(amax, *, non_finite=False, seen=True) -> Observation:
     """One use of a tensor: its amax, and a flag for a non-finite element that a reduction may have
-    lost (SEMANTICS H-4).
+    lost (spec H-4).
 
     Shapes:   amax float32 [...], as ``scaling.amax`` gives it; flags of its shape or ().
     Raises:   ValueError: amax negative or not float32; flags of another shape.
@@ -83,7 +83,7 @@ def observe(amax, *, non_finite=False, seen=True) -> Observation:
 
 
 def merge(*observations: Observation) -> Observation:
-    """One observation of several: microbatches, uses, shards (SEMANTICS H-4). Any order and
+    """One observation of several: microbatches, uses, shards (spec H-4). Any order and
     grouping gives the same.
 
     Shapes:   all of one shape.
@@ -102,7 +102,7 @@ def merge(*observations: Observation) -> Observation:
 
 
 def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Scales:
-    """The scales of the coming step, from the steps before it (SEMANTICS H-1): float32 of the
+    """The scales of the coming step, from the steps before it (spec H-1): float32 of the
     state's shape [...].
 
     Order:    timing ``update``: what is stored, and RN32(1 / it). timing ``use``: of the history,
@@ -120,7 +120,7 @@ def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Sc
 
 def update(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> DelayedState:
     """The state after a step, given one observation for each use of the tensor in it, in their
-    order (SEMANTICS H-3 to H-8).
+    order (spec H-3 to H-8).
 
     Shapes:   observations of the state's shape [...].
     Order:    merge (or, under reuse ``sum``, one update a use, added up from the last use to the
@@ -156,7 +156,7 @@ def step(state: DelayedState, *observations: Observation, config: str | DelayedS
 
 
 def clipped(amax, scale, fmt: Format) -> np.ndarray:
-    """Whether a tensor of this amax is clipped under a scale that comes of other amaxes (SEMANTICS
+    """Whether a tensor of this amax is clipped under a scale that comes of other amaxes (spec
     Q-11).
 
     Shapes:   amax and scale broadcast; bool of their shape.

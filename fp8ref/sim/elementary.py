@@ -1,4 +1,4 @@
-"""Exponentials and logarithms of float32 numbers, rounded correctly (SEMANTICS A-5, A-11).
+"""Exponentials and logarithms of float32 numbers, rounded correctly (spec A-5, A-11).
 
 ``exp_plain``, ``exp2_plain``, ``log`` and ``log2`` take their digits from the standard library's ``decimal``.
 The compiled twins of the first two, in ``kernels.attention``, add a table and a polynomial in two float64

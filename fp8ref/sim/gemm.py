@@ -1,4 +1,4 @@
-"""Matrix multiplication of FP8 or FP4 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
+"""Matrix multiplication of FP8 or FP4 operands, [M, K] x [N, K] -> [M, N] (spec G).
 
 Order: decode the codes; accumulate over K, by ``accumulate.py``; then the epilogue: scales,
 rounding to out_dtype, bias (G-4). Block scales: each block of K is accumulated by itself, scaled,
@@ -28,7 +28,7 @@ OUT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 def mma(
     a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | TensorCore = "hopper", scale_inv_a=None, scale_inv_b=None
 ) -> np.ndarray:
-    """One tensor-core instruction: c + the sum of 32 products (SEMANTICS G-10, G-11, G-23, G-24).
+    """One tensor-core instruction: c + the sum of 32 products (spec G-10, G-11, G-23, G-24).
 
     Shapes:   a_codes [M, 32] and b_codes [N, 32] uint8; c [M, N] float32, the accumulator, values
               of the unit's; scale_inv_a [M, 1] and scale_inv_b [N, 1] float32, numbers of e8m0fnu,
@@ -46,7 +46,7 @@ def mma(
     Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an
               unknown unit; scales of a unit that takes none, or none of one that does; a c that is
               no number of a float16 accumulator.
-    Source:   SEMANTICS G-10.
+    Source:   spec G-10.
     """
     unit = tensor_core.by_name(unit)
     tensor_core.check_pair(fmt_a, fmt_b)
@@ -106,7 +106,7 @@ def matmul(
               scales that are not float32, negative, or NaN over codes that are not; for a tensor
               core, a K that is not a multiple of 32 or formats it does not take; a bias that the
               epilogue does not take; unknown names.
-    Source:   SEMANTICS G-1 to G-6, G-12 to G-15.
+    Source:   spec G-1 to G-6, G-12 to G-15.
     """
     epilogue, accumulate = epilogues.by_name(epilogue), sums.by_name(accumulate)
     block = _check(a, b, epilogue, out_dtype)
@@ -128,7 +128,7 @@ def finish(
     out_dtype: Format,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The epilogue: accumulator -> output, float32 [M, N] holding values of out_dtype (SEMANTICS
+    """The epilogue: accumulator -> output, float32 [M, N] holding values of out_dtype (spec
     G-4, G-5, G-14, G-15, G-18).
 
     Shapes:   acc float32 [M, N]; scale_inv_a () or [M, 1], scale_inv_b () or [1, N], float32; bias
@@ -180,7 +180,7 @@ def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.n
 
 
 def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
-    """A GEMM in high precision (SEMANTICS G-9): [M, K] x [N, K] -> [M, N].
+    """A GEMM in high precision (spec G-9): [M, K] x [N, K] -> [M, N].
 
     Shapes:   a [M, K] and b [N, K], float64, float32, float16 or bfloat16, any of M, N, K zero;
               float32 [M, N] holding values of out_dtype.

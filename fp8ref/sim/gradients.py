@@ -1,4 +1,4 @@
-"""Gradients summed over ranks in FP8, by one scale for all ranks (SEMANTICS P-21 to P-24).
+"""Gradients summed over ranks in FP8, by one scale for all ranks (spec P-21 to P-24).
 
 ``reduce`` is the sum of this project: codes travel, and each is added once, in float32. ``ring`` is
 what a collective would give that adds in FP8 itself, as NCCL does: the sum is rounded after every
@@ -53,7 +53,7 @@ def shared_scales(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, p
     Order:    amax in [2^-90, 2^90], else NaN; the policy's scale; RN32(prescale * mu); their product.
     Specials: an infinite, NaN or larger amax gives NaN; a smaller one counts as 2^-90.
     Raises:   ValueError: a policy that divides or makes scale_inv; as ``gradients.factor``.
-    Source:   SEMANTICS P-21.
+    Source:   spec P-21.
     """
     policy, amax = gradients.check_policy(policy), np.float32(amax)
     if not amax <= gradients.LARGEST:
@@ -75,7 +75,7 @@ def share(
     Specials: an Inf or NaN of any rank makes every code of every rank NaN, zeros too.
     Raises:   ValueError: no ranks, or several shapes; empty gradients (S-7); a dtype wider than float32; a fmt that is not FP8;
               as ``shared_scales``.
-    Source:   SEMANTICS P-21; MS-AMP msamp/nn/distributed.py, _reduce_bucket.
+    Source:   spec P-21; MS-AMP msamp/nn/distributed.py, _reduce_bucket.
     """
     scaling.check_target(fmt)
     shapes = {np.shape(g) for g in grads}
@@ -122,7 +122,7 @@ def reduce(
     Specials: an Inf or NaN of any rank makes the whole value NaN; a sum above fmt.max saturates
               under result ``codes``, and only there.
     Raises:   ValueError: as ``share``; an unknown result.
-    Source:   SEMANTICS P-21.
+    Source:   spec P-21.
 
     >>> reduce([np.float32([1, 2]), np.float32([3, -8])]).value
     array([ 1.9285715, -3.0000002], dtype=float32)
@@ -142,7 +142,7 @@ def next_mu(mu, saturated: int, elements: int, auto: AutoScale = gradients.AUTO)
     """mu of the next step, from the saturated elements of this one.
 
     Order:    above the threshold mu / 2, else RN32(mu * growth); within MU_MIN and MU_MAX.
-    Source:   SEMANTICS P-22; FP8-LM (arXiv:2310.18313), section 2.1.
+    Source:   spec P-22; FP8-LM (arXiv:2310.18313), section 2.1.
     """
     mu = np.float32(mu)
     mu = mu * np.float32(0.5) if saturated > auto.allowed(elements) else mu * auto.growth
@@ -159,7 +159,7 @@ def ring(codes: Sequence[np.ndarray], fmt: Format = E4M3FN, *, order: Sequence[i
              ranks' by P-1's ``ceil``, of the flattened array.
     Order:   acc = code of the first rank; at each hop acc = cast(acc + code), saturating.
     Raises:  ValueError: an order that is no permutation of the ranks.
-    Source:  SEMANTICS P-23; NCCL src/device/reduce_kernel.h, FuncSum<__nv_fp8_e4m3>.
+    Source:  spec P-23; NCCL src/device/reduce_kernel.h, FuncSum<__nv_fp8_e4m3>.
     """
     n = len(codes)
     order = list(range(n)) if order is None else list(order)
@@ -184,7 +184,7 @@ def ring_bound(codes: Sequence[np.ndarray], fmt: Format = E4M3FN) -> np.ndarray:
     """A bound on |decode(ring(codes)) - exact sum|, float64 in the units of codes, for every order
     and start.
 
-    Source:   SEMANTICS P-23, which derives it.
+    Source:   spec P-23, which derives it.
     """
     hops = len(codes) - 1
     size = np.sum([np.abs(cast.decode(c, fmt).astype(np.float64)) for c in codes], axis=0)
@@ -202,7 +202,7 @@ def accumulate(total: Quantized | None, g, fmt: Format = E4M3FN, *, policy: str 
               rank.
     Specials: an Inf or NaN in the sum or in g makes every code NaN, from then on.
     Raises:   ValueError: as ``share``; a g of another shape; a sum in another format.
-    Source:   SEMANTICS P-24; MS-AMP msamp/operators/arithmetic, add_to_fp8.
+    Source:   spec P-24; MS-AMP msamp/operators/arithmetic, add_to_fp8.
     """
     scaling.check_target(fmt)
     value = scaling.tensor(g).astype(np.float32)

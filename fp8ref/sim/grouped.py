@@ -1,5 +1,5 @@
 """A grouped linear by a recipe, forward and backward: three GEMMs for each group of rows
-(SEMANTICS X).
+(spec X).
 
 Group e is the rows offs[e - 1] to below offs[e], with weight e:
 
@@ -44,7 +44,7 @@ def forward(
               group stay in it, unless all groups share a scale.
     Raises:   ValueError: offs that descend, or leave [0, M]; shapes that do not fit; as
               ``linear.forward``, except that a group may have no rows.
-    Source:   SEMANTICS X-1 to X-7.
+    Source:   spec X-1 to X-7.
     """
     recipe = grouped.by_name(recipe)
     x, w, ends = _checked(x, w, offs, recipe, scales)
@@ -71,7 +71,7 @@ def backward(
     Specials: a row of no group is not read, and its grad_input is +0; grad_weight of a group without
               rows is +0 (X-4, X-5).
     Raises:   ValueError: as forward, and g whose shape is not the output's.
-    Source:   SEMANTICS X-1 to X-7.
+    Source:   spec X-1 to X-7.
     """
     recipe = grouped.by_name(recipe)
     x, w, ends = _checked(x, w, offs, recipe, scales)
@@ -118,7 +118,7 @@ def quantize_operands(
 
 
 def observe(role: Role, x, offs) -> Observation:
-    """What the delayed state of a role observes of its tensor, x [M, ...] or w [E, N, K] (SEMANTICS
+    """What the delayed state of a role observes of its tensor, x [M, ...] or w [E, N, K] (spec
     X-9): the amax of all rows in a group, or of all weights; not seen if no group has rows.
 
     Raises:   ValueError: as ``ends_of``, for rows, and ``scaling.amax``.

@@ -1,4 +1,4 @@
-"""A Hadamard rotation with random signs, which spreads outliers over all features (SEMANTICS A-13), or over
+"""A Hadamard rotation with random signs, which spreads outliers over all features (spec A-13), or over
 the elements of a block (S-23).
 
 The same rotation of q and k leaves their products as they are, up to rounding: H D (H D)^T / n is the
@@ -29,7 +29,7 @@ def signs(size: int, seed: int) -> np.ndarray:
 
 
 def rotate_blocks(x, rotation: Rotation) -> np.ndarray:
-    """Each block of ``rotation.size`` along the last axis rotated, and rounded to bfloat16 (SEMANTICS S-23).
+    """Each block of ``rotation.size`` along the last axis rotated, and rounded to bfloat16 (spec S-23).
 
     Shapes:   x float32, float16 or bfloat16 [..., K]; float32 of that shape.
     Order:    as ``rotate`` of each block.

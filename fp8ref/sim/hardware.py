@@ -1,4 +1,4 @@
-"""Simulated hardware for the backends to train under (SEMANTICS G-19, G-20).
+"""Simulated hardware for the backends to train under (spec G-19, G-20).
 
 A ``Hardware`` names the accumulation plan of a recipe's fast GEMMs and that of its slow ones. It is
 a function of arrays, as ``fp8ref.hardware.Multiply`` asks: codes and scales in, ``gemm.matmul``

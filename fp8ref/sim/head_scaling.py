@@ -1,4 +1,4 @@
-"""Quantize q, k and v of attention: which elements share a scale, codes and values (SEMANTICS A-2).
+"""Quantize q, k and v of attention: which elements share a scale, codes and values (spec A-2).
 
 Tensors are [batch, heads, tokens, features]. The casts and scales are those of sections C and S; only the
 groups are attention's own.

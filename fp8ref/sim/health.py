@@ -1,4 +1,4 @@
-"""What storing the moments of a step cost (SEMANTICS O-12).
+"""What storing the moments of a step cost (spec O-12).
 
 found = health.measure(g, before, after, layout="sqrt_e4m3")
 print(found.v_lost, found.update_error)
@@ -25,7 +25,7 @@ def measure(
     eps: float = 1e-8,
     layout: str | Layout = "sqrt_e4m3",
 ) -> Health:
-    """What the step from before to after cost, by the gradient that it took (SEMANTICS O-12).
+    """What the step from before to after cost, by the gradient that it took (spec O-12).
 
     Order:    float64 sums, in no stated order.
     Specials: figures of a state that holds NaN are NaN where they are not counts.

@@ -1,4 +1,4 @@
-"""A linear layer by a recipe, forward and backward: three GEMMs (SEMANTICS L).
+"""A linear layer by a recipe, forward and backward: three GEMMs (spec L).
 
     output      [M, N] = input [M, K]       x weight [N, K], reduces K
     grad_input  [M, K] = grad_output [M, N] x weight [K, N], reduces N
@@ -58,7 +58,7 @@ def forward(
               FP8 or FP4 no rows (S-7), N or K that is no multiple of 16 (L-5) or of a block; for a recipe
               with delayed scaling, roles without ``scales`` (``delayed.scales(state, ...)``);
               scales of any other role; a mapping without the GEMM's name, or with another.
-    Source:   SEMANTICS L-1 to L-6.
+    Source:   spec L-1 to L-6.
     """
     recipe = recipes.by_name(recipe)
     x, w = check_operands(x, w, recipe, scales)
@@ -91,7 +91,7 @@ def backward(
               reduces (L-3).
     Specials: as forward.
     Raises:   ValueError: as forward, and g whose shape is not the output's.
-    Source:   SEMANTICS L-2 to L-6.
+    Source:   spec L-2 to L-6.
     """
     recipe = recipes.by_name(recipe)
     x, w = check_operands(x, w, recipe, scales)

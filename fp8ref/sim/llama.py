@@ -1,8 +1,8 @@
-"""The trainer's Llama, forward pass only (SEMANTICS M-3): every rounding is at a named site, all
+"""The trainer's Llama, forward pass only (spec M-3): every rounding is at a named site, all
 else in float64.
 
 Slow and plain, for checks. With ``seed=None`` all sites round to nearest even. With a seed they
-round stochastically, which gives one sample of the noise of rounding alone (SEMANTICS B-2, B-3).
+round stochastically, which gives one sample of the noise of rounding alone (spec B-2, B-3).
 ``watch`` receives every value of the pass by its site.
 """
 
@@ -114,7 +114,7 @@ def forward(
     Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``;
               recipes: linear's name -> its recipe; logits float64 [B, T, vocab_size], values of
               bfloat16.
-    Order:    SEMANTICS M-3; sums in float64, so that only the stated roundings are left. Values
+    Order:    spec M-3; sums in float64, so that only the stated roundings are left. Values
               that M-3 has in float32 become infinite beyond its range (M-7).
     Raises:   ValueError: a token outside the vocabulary.
     """
@@ -188,7 +188,7 @@ def forward(
 
 
 def loss(logits: np.ndarray, targets: np.ndarray) -> float:
-    """Mean over all tokens of ``losses``, in nats (SEMANTICS M-5)."""
+    """Mean over all tokens of ``losses``, in nats (spec M-5)."""
     return float(losses(logits, targets).mean())
 
 
@@ -209,7 +209,7 @@ def in_range(x: np.ndarray) -> np.ndarray:
 
 
 def _rotary(config: llama.LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [length, head_dim], float32 values (SEMANTICS M-4), written apart from the
+    """cos and sin [length, head_dim], float32 values (spec M-4), written apart from the
     backends' table."""
     i = np.arange(config.head_dim) % (config.head_dim // 2)
     angle = np.arange(length)[:, None] / config.rope_theta ** (2 * i / config.head_dim)

@@ -1,4 +1,4 @@
-"""A step of AMD's matrix cores on FP8 operands, v_mfma_f32_*_fp8_* of CDNA3, as MMA-Sim models it (SEMANTICS G-25).
+"""A step of AMD's matrix cores on FP8 operands, v_mfma_f32_*_fp8_* of CDNA3, as MMA-Sim models it (spec G-25).
 
 Order of a step over 16 products: the even and the odd ones are each aligned with the largest exponent of their eight, cut
 off toward zero, and summed exactly; both sums are aligned with the larger exponent, cut off toward negative
@@ -51,7 +51,7 @@ def by_name(unit: str | MatrixCore) -> MatrixCore:
 
 
 def mfma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | MatrixCore = "cdna3") -> np.ndarray:
-    """c + the sum of K products, 16 at a time, k ascending (SEMANTICS G-25).
+    """c + the sum of K products, 16 at a time, k ascending (spec G-25).
 
     Shapes:   a_codes [M, K] and b_codes [N, K] uint8, K a multiple of 16 (an instruction has 16 or 32); c [M, N] float32;
               float32 [M, N].

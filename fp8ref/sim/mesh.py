@@ -1,4 +1,4 @@
-"""Layouts: which device of a mesh holds which piece of a tensor (SEMANTICS P-1). Nothing here
+"""Layouts: which device of a mesh holds which piece of a tensor (spec P-1). Nothing here
 communicates or rounds.
 
 ``Mesh`` is a grid of devices with named axes, ``Layout`` the cut of one tensor over it, ``split``
@@ -49,7 +49,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a tensor is cut over a mesh (SEMANTICS P-1).
+    """How a tensor is cut over a mesh (spec P-1).
 
     splits  tensor axis -> the mesh axes that cut it, the first one slowest; mesh axes not named
             replicate.
@@ -126,7 +126,7 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
 
     Shapes:   x of layout.shape; shards[device] = x[layout.index(device)], possibly empty.
     Raises:   ValueError: x of another shape.
-    Source:   SEMANTICS P-1. ``ceil`` is torch.chunk's and DTensor's rule and the one XLA pads by;
+    Source:   spec P-1. ``ceil`` is torch.chunk's and DTensor's rule and the one XLA pads by;
               ``balanced`` is np.array_split's.
     """
     x = np.asarray(x)

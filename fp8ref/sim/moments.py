@@ -1,4 +1,4 @@
-"""One moment of AdamW, or the master of a weight: what is stored of it, and how it is read (SEMANTICS
+"""One moment of AdamW, or the master of a weight: what is stored of it, and how it is read (spec
 O-4, O-5, O-7 to O-10, O-15)."""
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def zeros(shape: tuple[int, ...], moment: Moment) -> MomentState:
 
 
 def scales(amax, moment: Moment) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, scale_inv) of an amax (SEMANTICS O-7); float32 of its shape. Under ``divide`` the
+    """(scale, scale_inv) of an amax (spec O-7); float32 of its shape. Under ``divide`` the
     first is not used, and is RN32(1 / scale_inv)."""
     amax = np.maximum(np.asarray(amax, np.float32), np.float32(moment.floor))
     top = np.float32(moment.fmt.max)

@@ -1,4 +1,4 @@
-"""The online softmax of one tile of keys (SEMANTICS A-4 to A-8): maxima, probabilities, sums, and the factors of
+"""The online softmax of one tile of keys (spec A-4 to A-8): maxima, probabilities, sums, and the factors of
 what came before.
 
 ``step`` calls the compiled kernel; ``step_plain`` is the definition, in NumPy.

@@ -1,10 +1,10 @@
-"""Two codes of 4 bits in a byte, as libraries store e2m1fn (SEMANTICS F-5)."""
+"""Two codes of 4 bits in a byte, as libraries store e2m1fn (spec F-5)."""
 
 import numpy as np
 
 
 def pack(codes) -> np.ndarray:
-    """Two codes of 4 bits a byte, the first in its low half (SEMANTICS F-5).
+    """Two codes of 4 bits a byte, the first in its low half (spec F-5).
 
     Shapes:   codes uint8 [..., 2n], at most 15; uint8 [..., n].
     Raises:   ValueError: other dtypes or codes, or an odd number of them along the last axis.

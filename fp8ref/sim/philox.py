@@ -1,4 +1,4 @@
-"""Random numbers of stochastic rounding (SEMANTICS C-2): a function of a seed and an element's flat
+"""Random numbers of stochastic rounding (spec C-2): a function of a seed and an element's flat
 index, nothing else.
 
 Philox4x32 turns a counter of four 32-bit words and a key of two into four random words by rounds of

@@ -1,4 +1,4 @@
-"""The second GEMM of attention, probabilities times values, over tiles of keys (SEMANTICS A-9).
+"""The second GEMM of attention, probabilities times values, over tiles of keys (spec A-9).
 
 A ``Product`` goes from tile to tile: rescale, then add a tile. Its sums are one tensor-core chain, float32
 sums in order, or exact sums of one tile.

@@ -1,4 +1,4 @@
-"""A tensor as a matrix over a coarser grid of scales, which is what kernels of scaled casts take (SEMANTICS S-6)."""
+"""A tensor as a matrix over a coarser grid of scales, which is what kernels of scaled casts take (spec S-6)."""
 
 from typing import NamedTuple
 

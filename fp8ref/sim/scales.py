@@ -1,4 +1,4 @@
-"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9 to S-15, S-17, S-20).
+"""Scales from an amax, by a policy (spec S-3, S-4, S-9 to S-15, S-17, S-20).
 
 Order (S-9): floor by eps; ratio; overflow; power of two; special amaxes. ``scale`` multiplies into
 FP8, ``scale_inv`` out of it. Every quotient is formed of exact numbers and rounded once to float32.
@@ -18,14 +18,14 @@ from fp8ref.sim import cast
 
 
 class Scales(NamedTuple):
-    """scale multiplies into FP8, scale_inv out of it (SEMANTICS S-1); float32 of one shape."""
+    """scale multiplies into FP8, scale_inv out of it (spec S-1); float32 of one shape."""
 
     scale: np.ndarray
     scale_inv: np.ndarray
 
 
 def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> Scales:
-    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9 to S-15, S-17, S-20).
+    """scale and scale_inv of a policy (spec S-3, S-4, S-9 to S-15, S-17, S-20).
 
     Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, of that
               shape or ().
@@ -89,7 +89,7 @@ def scale_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *,
 
 
 def scale_inv_from_scale(scale) -> np.ndarray:
-    """RN32(1 / scale), the factor that multiplies out of FP8 (SEMANTICS S-1): float32 of any shape,
+    """RN32(1 / scale), the factor that multiplies out of FP8 (spec S-1): float32 of any shape,
     and so the result.
 
     Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a scale of 2^-128 or less -> Inf.
@@ -111,7 +111,7 @@ def magnitudes(value, name: str) -> np.ndarray:
 
 
 def round_to_power_of_two(scale: np.ndarray, *, by_log2: bool) -> np.ndarray:
-    """The largest power of two not above the scale, by its bits or by RN32(log2) (SEMANTICS S-4).
+    """The largest power of two not above the scale, by its bits or by RN32(log2) (spec S-4).
 
     Shapes:   float32 of any shape, and so the result.
     Specials: zero, infinity and NaN stay; by its bits a subnormal scale becomes 0; by log2 the 44

@@ -1,4 +1,4 @@
-"""Quantize a tensor to 8 or 4 bits: amax, scale, codes; and dequantize it (SEMANTICS S).
+"""Quantize a tensor to 8 or 4 bits: amax, scale, codes; and dequantize it (spec S).
 
 Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
 ``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
@@ -51,7 +51,7 @@ class Quantized(NamedTuple):
 
 
 def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
-    """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
+    """The largest magnitude of every group that shares a scale (spec S-2).
 
     Shapes:   x float32, float16 or bfloat16, any rank; float32 of ``scale_shape(granularity,
               x.shape, axis)``; axis is the reduced one.
@@ -104,7 +104,7 @@ def quantize(
               that would keep a previous scale takes 1 (S-11).
     Raises:   ValueError: as amax, scales_from_amax and cast.encode; a fmt that is neither FP8 nor
               e2m1fn.
-    Source:   SEMANTICS S-5; torchao 0.18 float8/float8_training_tensor.py,
+    Source:   spec S-5; torchao 0.18 float8/float8_training_tensor.py,
               hp_tensor_and_scale_to_float8.
     """
     policy = policies.by_name(policy)
@@ -137,7 +137,7 @@ def quantize_with(
               counts: whether tensors are divided by scale_inv, and in which dtype.
     Raises:   ValueError: x or fmt as in quantize; scales that are not a ``Scales``, of another
               shape, not float32, or negative.
-    Source:   SEMANTICS S-5, S-13.
+    Source:   spec S-5, S-13.
     """
     policy = policies.by_name(policy)
     check_target(fmt)
@@ -183,7 +183,7 @@ def quantize_plain(
 
 
 def dequantize(q: Quantized) -> np.ndarray:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8); of two levels, by
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8); of two levels, by
     RN32(tensor_scale_inv * scale_inv) (S-22).
 
     Shapes:   codes of any shape, scale_inv of ``scale_shape``, spread over its blocks.

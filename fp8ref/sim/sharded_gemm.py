@@ -1,4 +1,4 @@
-"""A GEMM whose reduced axis is cut over devices (SEMANTICS P-7, P-8): what is summed over them, and
+"""A GEMM whose reduced axis is cut over devices (spec P-7, P-8): what is summed over them, and
 what is rounded before.
 
 Two GEMMs of training are such: grad_weight under data parallelism, which reduces M, and the output
@@ -46,7 +46,7 @@ def matmul(
     Specials: Inf and NaN as in IEEE 754.
     Raises:   ValueError: ``exact`` or ``accumulators`` with scales that differ between ranks;
               operands that gemm.matmul refuses; nothing to sum.
-    Source:   SEMANTICS P-7, P-8.
+    Source:   spec P-7, P-8.
     """
     _check(a, b, reduce, accumulate, out_dtype)
     ranks = [(qa, qb) for qa, qb in zip(a, b, strict=True) if qa.codes.shape[-1]]

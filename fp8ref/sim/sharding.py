@@ -1,4 +1,4 @@
-"""Quantize a tensor that is sharded over devices, and gather it in FP8 (SEMANTICS P-2 to P-6).
+"""Quantize a tensor that is sharded over devices, and gather it in FP8 (spec P-2 to P-6).
 
 A *scope* names the mesh axes over which an amax is reduced. Under ``"global"`` the shards' codes
 and scales are those of one device, bit for bit. Under ``"local"`` every device scales its own
@@ -83,7 +83,7 @@ def amax(
     Specials: an empty shard contributes 0; NaN beats Inf.
     Raises:   ValueError: an empty tensor (S-7); a block cut by the layout; an unknown scope; shards
               that are not the layout's.
-    Source:   SEMANTICS P-2, P-3, P-5.
+    Source:   spec P-2, P-3, P-5.
     """
     check_shapes({device: np.shape(shard) for device, shard in shards.items()}, layout)
     sizes = _group_sizes(layout, granularity, axis)
@@ -122,7 +122,7 @@ def quantize(
     Specials: as scaling.quantize, for the elements in the scope; an empty shard has no codes, and
               under local scope the scales of amax 0.
     Raises:   ValueError: as amax and scaling.quantize.
-    Source:   SEMANTICS P-4.
+    Source:   spec P-4.
     """
     policy = policies.by_name(policy)
     if policy.compute != FLOAT32:  # the tensor is rounded before its amax (S-13)
@@ -145,7 +145,7 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
     Specials: scales compare equal where both are NaN.
     Raises:   ValueError: as check_replicas: a group has one scale, so shards that scaled it
               differently have no FP8 gather.
-    Source:   SEMANTICS P-6.
+    Source:   spec P-6.
     """
     check_replicas(shards, layout)
     one = next(iter(shards.values()))
@@ -163,7 +163,7 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
 
     Raises:   ValueError: naming the mesh axes along which scales differ, which the scope left out,
               or replicas' codes differ.
-    Source:   SEMANTICS P-6.
+    Source:   spec P-6.
     """
     check_shapes({device: q.codes.shape for device, q in shards.items()}, layout)
     kinds = {(q.fmt, q.granularity, q.axis) for q in shards.values()}

@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored in FP8 and other narrow formats (SEMANTICS O). Pure functions of
+"""AdamW whose moments are stored in FP8 and other narrow formats (spec O). Pure functions of
 one tensor.
 
     state = states.init(p.shape, "sqrt_e4m3")
@@ -39,7 +39,7 @@ _NO_STEP = Scalars(*[0.0] * len(Scalars._fields))
 
 class State(NamedTuple):
     """The state of one tensor: the steps that were made, both moments, in the tensor's shape, and the
-    decisions of the layout, as text (SEMANTICS O-17)."""
+    decisions of the layout, as text (spec O-17)."""
 
     step: int
     m: MomentState
@@ -48,7 +48,7 @@ class State(NamedTuple):
 
 
 def init(shape: tuple[int, ...], layout: str | Layout = "sqrt_e4m3") -> State:
-    """The state before the first step: zero codes, scales 1 (SEMANTICS O-4).
+    """The state before the first step: zero codes, scales 1 (spec O-4).
 
     Shapes:   codes of that shape; scales () or [blocks of the flattened tensor].
     Raises:   ValueError: an unknown layout; a tensor without elements.
@@ -59,7 +59,7 @@ def init(shape: tuple[int, ...], layout: str | Layout = "sqrt_e4m3") -> State:
 
 
 def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray, np.ndarray]:
-    """m and v as the next step reads them, float32 (SEMANTICS O-4).
+    """m and v as the next step reads them, float32 (spec O-4).
 
     Order:    RN32(decode(code) * scale_inv); the inverse of an expansion; RN32(x * x) of a root; a
               magnitude below ``layout.smallest_moment`` is +0.
@@ -73,7 +73,7 @@ def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray
 
 
 def master(p, layout: str | Layout) -> MomentState:
-    """The master of weights, before the first step: rounded to nearest, by their own amax (SEMANTICS
+    """The master of weights, before the first step: rounded to nearest, by their own amax (spec
     O-14).
 
     Shapes:   p float32 of any shape; codes of that shape, scale_inv and amax ().
@@ -95,7 +95,7 @@ def master(p, layout: str | Layout) -> MomentState:
 
 
 def weight(stored: MomentState, layout: str | Layout) -> np.ndarray:
-    """The weight that a master holds, float32, as the next step reads it (SEMANTICS O-14). What a model
+    """The weight that a master holds, float32, as the next step reads it (spec O-14). What a model
     computes with is this, rounded once to its dtype.
 
     Raises:   ValueError: an unknown layout, or one whose masters are the weights; a master of
@@ -108,7 +108,7 @@ def weight(stored: MomentState, layout: str | Layout) -> np.ndarray:
 
 
 def copy(stored: MomentState, layout: str | Layout, recipe: str | Recipe, fmt: Format = BFLOAT16) -> Quantized:
-    """The FP8 copy of the weight that a master holds, which linears of a recipe take as it is (SEMANTICS
+    """The FP8 copy of the weight that a master holds, which linears of a recipe take as it is (spec
     O-16).
 
     fmt       that the model computes in.
@@ -135,7 +135,7 @@ def step(
     tensor: int = 0,
     cuts: Sequence[int] = (),
 ) -> tuple[Any, State]:
-    """One step of AdamW: the weight and the state after it (SEMANTICS O).
+    """One step of AdamW: the weight and the state after it (spec O).
 
     p             the weight; of a layout with masters the ``master``, and then the first result is
                   the next master.
@@ -190,7 +190,7 @@ def step(
 
 
 def in_range(g: np.ndarray) -> np.ndarray:
-    """Gradients below 2^-56 as +0, above 2^56 and not finite as NaN (SEMANTICS O-2); float32."""
+    """Gradients below 2^-56 as +0, above 2^56 and not finite as NaN (spec O-2); float32."""
     magnitude = np.abs(g)
     kept = np.where(magnitude < np.float32(states.GRADIENT_MIN), np.float32(0), g)
     return np.where(magnitude <= np.float32(states.GRADIENT_MAX), kept, np.float32(np.nan))

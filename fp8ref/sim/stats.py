@@ -1,4 +1,4 @@
-"""Quantization error in numbers (SEMANTICS Q): for a tensor, or for each group that shares a scale.
+"""Quantization error in numbers (spec Q): for a tensor, or for each group that shares a scale.
 
 ``statistics`` gives SQNR, bias, and the rates of underflow, overflow and saturation; ``exponents``
 histograms; ``error`` the error of a GEMM's output against a reference. Statistics and histograms
@@ -106,7 +106,7 @@ def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
               NaN makes the sums of e and max_ulp NaN.
     Raises:   ValueError: x float64, not numbers, empty, or not of q's shape; a q that is not a
               Quantized of FP8 with its scales.
-    Source:   SEMANTICS Q-1 to Q-4, Q-6.
+    Source:   spec Q-1 to Q-4, Q-6.
     """
     _check(x, q)
     with np.errstate(invalid="ignore", over="ignore"):  # a finite x may have become Inf or NaN
@@ -154,7 +154,7 @@ def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Exponents:
-    """Histograms of floor(log2 |value|), int64 [..., bins] (SEMANTICS Q-5).
+    """Histograms of floor(log2 |value|), int64 [..., bins] (spec Q-5).
 
     Bin 0 is below 2^lowest, bin 1 is exponent lowest, and so on; the last is 2^(highest + 1) and
     above, infinities included. Zeros and NaNs are in no bin.
@@ -175,7 +175,7 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
     Units:    exponents of scaled values. Default range: from half the smallest subnormal (below it
               everything rounds to zero) to the exponent of max.
     Raises:   ValueError: as statistics; lowest above highest.
-    Source:   SEMANTICS Q-5.
+    Source:   spec Q-5.
     """
     _check(x, q)
     lowest = q.fmt.emin - q.fmt.mantissa_bits - 1 if lowest is None else lowest
@@ -201,7 +201,7 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """The error of an output against its reference (SEMANTICS Q-7), over the elements whose
+    """The error of an output against its reference (spec Q-7), over the elements whose
     reference is finite.
 
     count            elements whose reference is finite
@@ -231,7 +231,7 @@ def error(out, reference) -> Error:
     Shapes:   out and reference of one shape, any floating-point dtypes, each widened to float64.
     Specials: NaN or Inf for a finite reference gives NaN or Inf; none finite: NaN; 0 / 0 is 0.
     Raises:   ValueError: shapes that differ; nothing to compare.
-    Source:   SEMANTICS Q-7.
+    Source:   spec Q-7.
     """
     out, reference = cast.exact(out), cast.exact(reference)
     if out.shape != reference.shape or not out.size:

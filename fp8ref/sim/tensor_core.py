@@ -1,4 +1,4 @@
-"""One step of a tensor core, as data (SEMANTICS G-10, G-11, G-18, G-23, G-24): how it aligns, cuts
+"""One step of a tensor core, as data (spec G-10, G-11, G-18, G-23, G-24): how it aligns, cuts
 off and sums a few products.
 
 Order of a step: the largest exponent E of its products and the accumulator; each term cut off below

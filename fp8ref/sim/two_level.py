@@ -1,4 +1,4 @@
-"""Scales of blocks in an 8-bit format, under one float32 scale of the tensor (SEMANTICS S-22).
+"""Scales of blocks in an 8-bit format, under one float32 scale of the tensor (spec S-22).
 
 Every product and quotient is rounded once to float32, in the order of the library that a policy is of.
 There is no compiled twin: scales are few.

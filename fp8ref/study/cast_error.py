@@ -1,4 +1,4 @@
-"""Cast recorded operands as recipes would, and measure what each cast loses (SEMANTICS Q)."""
+"""Cast recorded operands as recipes would, and measure what each cast loses (spec Q)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,7 @@ def judge(recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, C
     delayed scaling takes this step's amaxes, as if those of the step before were the same.
     Raises:   ValueError: an unknown recipe, one without FP8, or one under simulation alone (R-9); a cast that rotates or
               rounds stochastically, or to FP4.
-    Source:   SEMANTICS S-5 to S-8, Q-1, Q-3.
+    Source:   spec S-5 to S-8, Q-1, Q-3.
     """
     if isinstance(recipes, Mapping):
         if alone := [name for name, spec in recipes.items() if spec.simulated]:

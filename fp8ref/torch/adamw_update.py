@@ -1,4 +1,4 @@
-"""One update of AdamW with narrow states on flat tensors, in place (SEMANTICS O-2 to O-10, O-14, O-15).
+"""One update of AdamW with narrow states on flat tensors, in place (spec O-2 to O-10, O-14, O-15).
 
 An eager step on a CPU is made of pieces that stay in its cache. A large tensor is cut into pieces as
 ranks would cut it; small tensors follow each other in one piece, each from a new block on.

@@ -1,4 +1,4 @@
-"""Attention in FP8: softmax(q k^T scale) v, as a variant of ``fp8ref.attention`` computes it (SEMANTICS A).
+"""Attention in FP8: softmax(q k^T scale) v, as a variant of ``fp8ref.attention`` computes it (spec A).
 
     o = attention.apply(q, k, v, variant="cudnn", mask=Mask(causal=True))    # differentiable
     result = attention.forward(q, k, v, variant="cudnn")                     # with codes, scales and amaxes
@@ -79,7 +79,7 @@ def apply(
     Gradient: once; a backward pass with create_graph=True is refused.
     Specials: as in ``forward``.
     Raises:   ValueError: as ``forward``; a variant without a backward pass, for tensors that require gradients.
-    Source:   SEMANTICS A.
+    Source:   spec A.
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         check_gradients(variant)
@@ -134,7 +134,7 @@ def forward(
               host would wait for the device: all that shares a scale with one becomes NaN.
     Raises:   ValueError: an unknown variant; shapes, dtypes, devices or documents that do not fit; scales for
               roles without one; features that the variant does not take; a policy that this backend lacks.
-    Source:   SEMANTICS A-1 to A-13.
+    Source:   spec A-1 to A-13.
     """
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, data.ROLES)
     if keep_p and (spec.variant.real or spec.variant.fmt.bits != 8):
@@ -173,7 +173,7 @@ def backward(
               ascending. fast: A-18.
     Specials: a row that sees no key has no gradient. NaN and infinities as in ``forward``.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape.
-    Source:   SEMANTICS A-14 to A-16.
+    Source:   spec A-14 to A-16.
     """
     check_gradients(variant)
     roles = ("s", *data.GRADIENT_ROLES)

@@ -1,4 +1,4 @@
-"""The forward pass of attention in the fast form: torch's own sums and functions (SEMANTICS A-18).
+"""The forward pass of attention in the fast form: torch's own sums and functions (spec A-18).
 
     for each tile of keys:
         s = q @ k.T scale      [Tq x G, D] @ [D, keys], all sequences and heads at once

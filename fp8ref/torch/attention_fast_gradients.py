@@ -1,4 +1,4 @@
-"""The backward pass of attention in the fast form: torch's own sums and functions (SEMANTICS A-18).
+"""The backward pass of attention in the fast form: torch's own sums and functions (spec A-18).
 
     for each tile of keys:
         p              <- exp(q @ k.T scale - lse)       [Tq x G, D] @ [D, keys]

@@ -1,4 +1,4 @@
-"""The operands of attention in the fast form: batches of matrices for one GEMM a tile (SEMANTICS A-18).
+"""The operands of attention in the fast form: batches of matrices for one GEMM a tile (spec A-18).
 
     q, do    [B x Hkv, Tq x G, D]    the query heads of a head of keys are neighboring rows
     k, v     [B x Hkv, Tk, D]

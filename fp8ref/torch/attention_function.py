@@ -1,4 +1,4 @@
-"""The differentiable function of attention, one for each set of constants (SEMANTICS A).
+"""The differentiable function of attention, one for each set of constants (spec A).
 
 ``attention.apply`` calls it. A compiled graph calls it with tensors only, and AOTAutograd traces into it.
 """

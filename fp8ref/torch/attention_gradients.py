@@ -1,4 +1,4 @@
-"""The backward pass of attention (SEMANTICS A-15, A-16): the gradients of q, k and v, a tile of keys after another.
+"""The backward pass of attention (spec A-15, A-16): the gradients of q, k and v, a tile of keys after another.
 
     for each tile:
         p              <- q8 @ k8.T, lse                 [Tq x G, D] @ [D, keys]

@@ -1,4 +1,4 @@
-"""The inputs of attention, checked: shapes, masks, documents and given scales (SEMANTICS A-3, A-12).
+"""The inputs of attention, checked: shapes, masks, documents and given scales (spec A-3, A-12).
 
 Whether numbers are finite, scales positive and documents not negative is not checked: it would make the host wait
 for the device.

@@ -1,4 +1,4 @@
-"""Observe attention in a model: its FP8 operands where it runs eagerly (SEMANTICS Q-13), and which product is which
+"""Observe attention in a model: its FP8 operands where it runs eagerly (spec Q-13), and which product is which
 (B-15)."""
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The operands of attention: quantized, laid out for GEMMs, a tile at a time (SEMANTICS A-2, A-4, A-6).
+"""The operands of attention: quantized, laid out for GEMMs, a tile at a time (spec A-2, A-4, A-6).
 
 The query heads of a head of keys are stacked as rows, [B, Hkv, Tq, G, D], so that one GEMM takes all of them and
 neither k nor v is repeated, and so that the rows that see a tile are one piece of memory.

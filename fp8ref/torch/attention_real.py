@@ -1,4 +1,4 @@
-"""Attention in float64, rounded once at the end, a tile of keys at a time: the variant ``exact`` (SEMANTICS A-1, A-14)."""
+"""Attention in float64, rounded once at the end, a tile of keys at a time: the variant ``exact`` (spec A-1, A-14)."""
 
 from typing import NamedTuple
 

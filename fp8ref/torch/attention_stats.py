@@ -1,4 +1,4 @@
-"""Quantization statistics of attention's operands (SEMANTICS Q-13)."""
+"""Quantization statistics of attention's operands (spec Q-13)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Products of attention for all sequences and heads of a tile: [n, M, K] x [n, N, K] -> [n, M, N] (SEMANTICS A-18).
+"""Products of attention for all sequences and heads of a tile: [n, M, K] x [n, N, K] -> [n, M, N] (spec A-18).
 
     float32 numbers    one batched GEMM
     bfloat16           one batched GEMM on a GPU, with a float32 result

@@ -1,4 +1,4 @@
-"""GEMMs of operands with block scales, by DeepGEMM's or torchao's kernels (SEMANTICS G-16, G-17).
+"""GEMMs of operands with block scales, by DeepGEMM's or torchao's kernels (spec G-16, G-17).
 
 The kernels (``deep_gemm``; torchao.prototype.blockwise_fp8_training) take codes and scale_inv; their
 own casts are not used. torch's ``scaled_mm`` of block scales is not used either: it runs on compute
@@ -104,7 +104,7 @@ def multiply(
 
     Shapes:   scale_inv_a [M, K/128]; scale_inv_b [N, K/128] or [ceil(N/128), K/128], float32; any
               strides.
-    Order:    SEMANTICS G-17.
+    Order:    spec G-17.
     """
     run = _by_deep_gemm if by == "deep_gemm" else _by_torchao
     return run(codes_a.contiguous(), codes_b.contiguous(), scale_inv_a, scale_inv_b, out_dtype)

@@ -1,4 +1,4 @@
-"""A bare cast to FP8, without a scale: torch's own conversion, to nearest even (SEMANTICS C).
+"""A bare cast to FP8, without a scale: torch's own conversion, to nearest even (spec C).
 
 ``scaling`` casts scaled tensors, by torchao's conversion.
 """
@@ -29,7 +29,7 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
               fnuz; above fmt.max, infinities included: max if saturate, else Inf, or NaN in a
               format without infinities.
     Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
-    Source:   SEMANTICS C-1 to C-6.
+    Source:   spec C-1 to C-6.
     """
     value = to_f32(x)
     codes = to_fp8(value, fmt).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a block, chosen by operation (SEMANTICS T-8).
+"""Activation checkpointing of a block, chosen by operation (spec T-8).
 
 The backward pass of a checkpointed block runs its forward pass again, except the operators whose
 results were kept. torch sees operators, so that torchao's Float8Linear, fp8ref's own linear and

@@ -1,4 +1,4 @@
-"""Sharding whose collectives compile with the model into one graph (SEMANTICS P-18).
+"""Sharding whose collectives compile with the model into one graph (spec P-18).
 
     convert.convert(model, "tensorwise")
     model = compiled_fsdp.shard(model, mesh.get_group())

@@ -87,7 +87,7 @@ def convert(
     amax_group: ProcessGroup | None = None,
     experts: bool = False,
 ) -> nn.Module:
-    """Replace the chosen linears (SEMANTICS R-2, R-4) by torchao's Float8Linear, or by ``Linear``
+    """Replace the chosen linears (spec R-2, R-4) by torchao's Float8Linear, or by ``Linear``
     where amax_group is given or torchao cannot express the recipe.
 
     rules       change casts of single operands, one after the other (R-8).

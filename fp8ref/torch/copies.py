@@ -1,4 +1,4 @@
-"""Weights that a model keeps in FP8, made by the optimizer that has their masters (SEMANTICS O-16).
+"""Weights that a model keeps in FP8, made by the optimizer that has their masters (spec O-16).
 
     convert.convert(model, "tensorwise")
     optimizer = states.AdamW(model.parameters(), layout="msamp_o2")
@@ -74,7 +74,7 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     """Keep the weights of a model's FP8 linears as codes. Call it before the first step, or after states
     are loaded; a sharded model after ``fsdp.gather_in_fp8``.
 
-    Order:    the master, rounded once to the weight's dtype, cast by the recipe (SEMANTICS O-16).
+    Order:    the master, rounded once to the weight's dtype, cast by the recipe (spec O-16).
     Returns:  the copies. Each step of the optimizer refreshes them; call ``refresh`` after loading a
               checkpoint. The model's state_dict holds codes and scales, and loads into a model with or without copies.
     Raises:   ValueError: no linear that casts its weight once; another optimizer, or one without a weight of these; a weight that another

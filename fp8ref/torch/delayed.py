@@ -1,4 +1,4 @@
-"""Delayed scaling (SEMANTICS H): scales come from amax histories, updated once a step.
+"""Delayed scaling (spec H): scales come from amax histories, updated once a step.
 
     model(x).sum().backward()  # reads scales; observes amaxes of input, weight and grad_output
     optimizer.step()

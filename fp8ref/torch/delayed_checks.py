@@ -1,4 +1,4 @@
-"""Notice misuse of delayed scaling: a missing ``delayed.update``, and ranks with separate states (SEMANTICS H-4, H-12).
+"""Notice misuse of delayed scaling: a missing ``delayed.update``, and ranks with separate states (spec H-4, H-12).
 
 An optimizer step is seen by a hook on all optimizers, so that microbatches and recomputed forward
 passes, after which no optimizer steps, count for nothing. Nothing here waits for a device, but for

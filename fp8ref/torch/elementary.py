@@ -1,4 +1,4 @@
-"""Float32 operations of attention that are rounded once, whatever compiles them (SEMANTICS A).
+"""Float32 operations of attention that are rounded once, whatever compiles them (spec A).
 
 inductor's kernels on a GPU contract a product and the sum after it to one rounding, and divide by an
 approximation. Products and quotients of float32 numbers go through float64 there: a float64 has more

@@ -1,4 +1,4 @@
-"""Layers of experts in FP8: the products of a module's 3-dimensional weights become grouped linears (SEMANTICS X-11).
+"""Layers of experts in FP8: the products of a module's 3-dimensional weights become grouped linears (spec X-11).
 
 ``convert.convert(model, recipe, experts=True)`` changes the class of each module of experts that is
 known here, and nothing else of it: its Parameters, hooks and keys stay. Known are

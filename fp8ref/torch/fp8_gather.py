@@ -1,4 +1,4 @@
-"""The FP8 all-gather of one weight: FSDP2's hooks on its shard (SEMANTICS P-6, P-11).
+"""The FP8 all-gather of one weight: FSDP2's hooks on its shard (spec P-6, P-11).
 
 FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a shard that has them. FP8Gather
 sets them: every rank casts its shard by the scale of the whole weight, and codes are gathered.

@@ -1,4 +1,4 @@
-"""FP8 GEMMs (SEMANTICS G): by torch._scaled_mm, block kernels, or on dequantized operands."""
+"""FP8 GEMMs (spec G): by torch._scaled_mm, block kernels, or on dequantized operands."""
 
 import functools
 import warnings
@@ -39,7 +39,7 @@ def matmul(
     Raises:   ValueError: operands that are not 2-d; reduced lengths that differ; unknown names;
               granularities that do not go together (``epilogue.check_pair``); blocks under
               unit_round_scale_round.
-    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
+    Source:   spec G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
     if accumulate not in ("fast", "slow"):
         raise ValueError(f"accumulate is 'fast' or 'slow'; got {accumulate!r}.")
@@ -83,7 +83,7 @@ def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> tor
 
 
 def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a GEMM rounds to before its result is cast to dtype (SEMANTICS G-8)."""
+    """The dtype that a GEMM rounds to before its result is cast to dtype (spec G-8)."""
     return torch.bfloat16 if spec.rowwise else dtype
 
 
@@ -152,7 +152,7 @@ def use_native_scaled_mm() -> None:
     Idempotent.
 
     For tensorwise e4m3 on processors without FP8 instructions, oneDNN's kernel is a plain loop: 4.6
-    s for 2048 x 128 x 384. torch's own kernel takes 2 ms (torch 2.13). Both satisfy SEMANTICS B-1.
+    s for 2048 x 128 x 384. torch's own kernel takes 2 ms (torch 2.13). Both satisfy spec B-1.
     """
     if not hasattr(torch.library, "get_kernel"):  # before torch 2.9: slow, but correct
         return

@@ -22,7 +22,7 @@ class GemmOperand(NamedTuple):
 
     hp           the tensor before the cast. Of a weight gathered in FP8, the values that its codes
                  stand for.
-    codes        uint8. hp and codes are in the tensor's own layout, not the GEMM's (SEMANTICS L-2):
+    codes        uint8. hp and codes are in the tensor's own layout, not the GEMM's (spec L-2):
                  input [M, K], weight [N, K], grad_output [M, N].
     scale, scale_inv
                  what multiplied into FP8, and what multiplies out of it.

@@ -1,4 +1,4 @@
-"""Gradients summed over ranks in FP8, by one scale for all ranks (SEMANTICS P-21, P-22, P-24).
+"""Gradients summed over ranks in FP8, by one scale for all ranks (spec P-21, P-22, P-24).
 
     gradients.reduce_in_fp8(model)                                    # FSDP2, after fully_shard
     ddp.register_comm_hook(gradients.DDPState(), gradients.ddp_hook)  # DistributedDataParallel
@@ -61,7 +61,7 @@ def reduce_scatter(
     Specials: an Inf or NaN on any rank makes the value NaN on all.
     Raises:   ValueError: a g without dims or elements; a policy that fp8ref.torch does not implement,
               or without a scale to multiply by; an unknown prescale or result.
-    Source:   SEMANTICS P-21.
+    Source:   spec P-21.
     """
     if not g.ndim:
         raise ValueError("a reduce-scatter cuts the first dim of a gradient; got one without dims. Use all_reduce.")
@@ -98,7 +98,7 @@ def all_reduce(
 
 
 def next_mu(mu: torch.Tensor, saturated: torch.Tensor | None, elements: int, auto: AutoScale = gradients.AUTO) -> torch.Tensor:
-    """mu of the next step, float32 (), from the saturated elements of this one (SEMANTICS P-22).
+    """mu of the next step, float32 (), from the saturated elements of this one (spec P-22).
 
     Raises:   ValueError: a sum whose saturated elements nobody counted.
     """
@@ -125,7 +125,7 @@ def accumulate(
     Order:    RN32(RN32(code * scale_inv) + f32(g)); amax; scale; codes.
     Specials: an Inf or NaN makes every code NaN, from then on.
     Raises:   ValueError: as reduce_scatter; a g of another shape.
-    Source:   SEMANTICS P-24.
+    Source:   spec P-24.
     """
     value = cast.to_f32(g)
     if total is not None:

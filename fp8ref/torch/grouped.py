@@ -1,4 +1,4 @@
-"""A grouped linear: three grouped GEMMs by any grouped recipe (SEMANTICS X), for experts.
+"""A grouped linear: three grouped GEMMs by any grouped recipe (spec X), for experts.
 
     y = grouped.apply(x, w, offs, recipe="rowwise")  # [M, K] x [E, N, K] -> [M, N]
 
@@ -45,7 +45,7 @@ def apply(
 
     Shapes:   x [M, K] and w [E, N, K] of one dtype, float32, float16 or bfloat16, unless
               torch.autocast casts both (L-7); offs int32 or int64 [E]; output [M, N] of x's dtype.
-    Order:    SEMANTICS X-2, X-3, X-7; rows of no group are replaced by zeros first.
+    Order:    spec X-2, X-3, X-7; rows of no group are replaced by zeros first.
     Specials: a row of no group is not read; its output and gradient are +0. grad_weight of a group
               without rows is +0. offs that descend or go beyond M are not looked at on a GPU.
     recipe    or ``bind(recipe)``, made once: inside torch.compile only that is taken.

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of FP8 operands (SEMANTICS X-2, X-10): by torch's grouped kernels, or one GEMM for each group.
+"""Grouped GEMMs of FP8 operands (spec X-2, X-10): by torch's grouped kernels, or one GEMM for each group.
 
 ``kernel`` chooses. On GPUs from compute capability 9.0 on, torch._scaled_grouped_mm takes e4m3fn with
 scales of all of K, and torch._grouped_mm blocks whose scales are powers of two, dequantized to

@@ -1,4 +1,4 @@
-"""The operands of grouped GEMMs: rows in groups, quantized (SEMANTICS X-3, X-5, X-7).
+"""The operands of grouped GEMMs: rows in groups, quantized (spec X-3, X-5, X-7).
 
 Nothing here reads a tensor's values on the host. Scales of groups are kept in a table with a line
 for each group, or for each block of a group's rows, in the order of the groups.

@@ -1,4 +1,4 @@
-"""A Hadamard rotation with random signs, which spreads outliers over all features (SEMANTICS A-13)."""
+"""A Hadamard rotation with random signs, which spreads outliers over all features (spec A-13)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Train under simulated hardware: a function on the host computes the FP8 GEMMs (SEMANTICS G-19).
+"""Train under simulated hardware: a function on the host computes the FP8 GEMMs (spec G-19).
 
 with hardware.simulating(sim_hardware.by_name("hopper")):  # sim_hardware is fp8ref.sim.hardware
     loss(model(x)).backward()

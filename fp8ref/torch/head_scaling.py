@@ -1,4 +1,4 @@
-"""Quantize q, k and v of attention: which elements share a scale (SEMANTICS A-2).
+"""Quantize q, k and v of attention: which elements share a scale (spec A-2).
 
 Tensors are [batch, heads, tokens, features]. The groups are attention's own; casts are those of ``cast``, scales
 those of ``scales``, and Transformer Engine's current scaling, which linears of this backend do not have.

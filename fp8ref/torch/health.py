@@ -1,4 +1,4 @@
-"""What storing the moments of a step cost, measured on the device (SEMANTICS O-12).
+"""What storing the moments of a step cost, measured on the device (spec O-12).
 
     with health.measuring(optimizer) as found:
         optimizer.step()

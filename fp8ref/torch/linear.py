@@ -1,4 +1,4 @@
-"""fp8ref's own linear layer: three GEMMs by any recipe (SEMANTICS L).
+"""fp8ref's own linear layer: three GEMMs by any recipe (spec L).
 
 ``convert`` puts it in a model where ranks share amaxes (the trainer's default), and for recipes that
 torchao's Float8Linear cannot express: delayed scaling, block scales. Otherwise it takes torchao's,
@@ -47,7 +47,7 @@ class Linear(nn.Linear):
     Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. The weight has
               x's dtype; under torch.autocast both are cast to its dtype, and amaxes are observed in
               it (L-7).
-    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; the bias is added to the rounded
+    Order:    leading dims flatten to M; spec L-2, L-3, L-6; the bias is added to the rounded
               output (G-15, round_then_bias).
     State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by
               ``delayed.update``. Amaxes are observed only if gradients are enabled and the module

@@ -1,4 +1,4 @@
-"""A linear that tensor-parallel ranks share: what moves, and who shares an amax (SEMANTICS P-5, P-14).
+"""A linear that tensor-parallel ranks share: what moves, and who shares an amax (spec P-5, P-14).
 
     colwise   input [M, K] is whole on every rank; output [M, N/t]. grad_input is a sum over ranks.
     rowwise   input [M, K/t]; output [M, N] is a sum over ranks. grad_output is whole on every rank.

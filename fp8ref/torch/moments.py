@@ -1,5 +1,5 @@
 """One moment of AdamW, or the master of a weight, in PyTorch: what is stored of it, and how it is read
-(SEMANTICS O-4, O-7 to O-10, O-15).
+(spec O-4, O-7 to O-10, O-15).
 
 Tensors are flat, or [blocks, elements]. ``Part`` says which elements of a whole tensor they are: all, those of a rank, or a
 piece that stays in a CPU's cache. On a CPU some of torch's own operations are slow, or round in

@@ -1,4 +1,4 @@
-"""The online softmax of one tile of keys (SEMANTICS A-4 to A-8): maxima, probabilities, sums, and the factors of
+"""The online softmax of one tile of keys (spec A-4 to A-8): maxima, probabilities, sums, and the factors of
 what came before.
 
 Scores are [B, Hkv, rows, G, keys]: the query heads of a head of keys lie side by side.

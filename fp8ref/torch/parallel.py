@@ -1,4 +1,4 @@
-"""Convert, cut, compile and shard a model, in the one order that works (SEMANTICS P-12).
+"""Convert, cut, compile and shard a model, in the one order that works (spec P-12).
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "fsdp"))
     model = parallelize(model, "tensorwise", mesh=mesh, blocks=model.layers)

@@ -1,4 +1,4 @@
-"""Stochastic rounding in PyTorch (SEMANTICS C-2), by integer operations: the simulator's random numbers, a
+"""Stochastic rounding in PyTorch (spec C-2), by integer operations: the simulator's random numbers, a
 function of a seed and an element's flat index.
 
 Words are integers below 2^32, in Python or in int64 tensors: a product of two of them wraps around
@@ -53,7 +53,7 @@ def codes(x: Tensor, fmt: Format, key: Key, start: int) -> Tensor:
     start     the flat index of the first element.
     Shapes:   x float32 [n].
     Specials: NaN is fmt.nan_code; zeros keep their sign.
-    Source:   SEMANTICS C-2, C-3, C-5, C-6.
+    Source:   spec C-2, C-3, C-5, C-6.
     """
     bits = x.clamp(-fmt.max, fmt.max).view(torch.int32)
     magnitude = bits & 0x7FFFFFFF

@@ -1,4 +1,4 @@
-"""Scales of an amax, by a policy (SEMANTICS S-3, S-4, S-9, S-14, S-17)."""
+"""Scales of an amax, by a policy (spec S-3, S-4, S-9, S-14, S-17)."""
 
 import math
 from typing import NamedTuple

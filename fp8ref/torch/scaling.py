@@ -1,4 +1,4 @@
-"""Quantize to FP8: amax, also over ranks, scale, codes (SEMANTICS S, P-2, P-3)."""
+"""Quantize to FP8: amax, also over ranks, scale, codes (spec S, P-2, P-3)."""
 
 import math
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Quantized(NamedTuple):
 
 
 def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) -> torch.Tensor:
-    """The largest magnitude of every group that shares a scale, on this rank (SEMANTICS S-2).
+    """The largest magnitude of every group that shares a scale, on this rank (spec S-2).
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
               reduced one.
@@ -126,7 +126,7 @@ def quantize(
     Specials: as the simulator's quantize.
     Gradient: none; the codes and scales are detached.
     Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
-    Source:   SEMANTICS S-5; torchao's hp_tensor_and_scale_to_float8.
+    Source:   spec S-5; torchao's hp_tensor_and_scale_to_float8.
     """
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
@@ -161,7 +161,7 @@ def requantize(x: torch.Tensor, like: Quantized) -> Quantized:
 
 
 def dequantize(q: Quantized) -> torch.Tensor:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8).
 
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv.
     """

@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored in FP8 and other narrow formats, as a torch optimizer (SEMANTICS O).
+"""AdamW whose moments are stored in FP8 and other narrow formats, as a torch optimizer (spec O).
 
     optimizer = states.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, layout="sqrt_e4m3")
 
@@ -49,14 +49,14 @@ class AdamW(torch.optim.Optimizer):
                   ``v_scale_inv``, ``master_codes`` and so on; codes of a DTensor are one, cut in the
                   same way. A master in the state is made of the parameter at its first step; a
                   parameter that is changed later from outside is overwritten.
-    Order:        SEMANTICS O-2 to O-10, O-14, O-15.
+    Order:        spec O-2 to O-10, O-14, O-15.
     Specials:     a gradient that is not finite makes its weight NaN, and the moments of its group
                   (O-2). A parameter without a gradient keeps its weight and its state.
     Raises:       ValueError: an unknown layout; a seed of a layout that does not round
                   stochastically; numbers outside their ranges (O-2); parameters that are empty, or of a dtype that the layout
                   does not take; states of another layout at load, of the same name too; a DTensor that a layout with blocks is cut in another way than by
                   Shard(0).
-    Source:       SEMANTICS O.
+    Source:       spec O.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class AdamW(torch.optim.Optimizer):
 
 def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     """m and v of a parameter, float32, as the next step reads them; of a DTensor this rank's part
-    (SEMANTICS O-4).
+    (spec O-4).
 
     Raises:   ValueError: a parameter that made no step.
     """
@@ -298,7 +298,7 @@ def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:
 @torch.no_grad()
 def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
     """Make a parameter's state before its first step, with the master of a float32 weight, and set the parameter to what the
-    master holds (SEMANTICS O-14). A parameter in bfloat16 would have rounded the weight first.
+    master holds (spec O-14). A parameter in bfloat16 would have rounded the weight first.
 
     w         of the parameter's shape; of a DTensor this rank's part.
     Raises:   ValueError: a layout without masters in its state; a parameter that has a state; a weight of another shape or dtype.
@@ -340,7 +340,7 @@ def _in_state(layout: Layout, p: Tensor) -> bool:
 
 
 def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight that the master of a parameter in the state holds, in the parameter's shape and dtype, or in another (SEMANTICS O-14).
+    """The weight that the master of a parameter in the state holds, in the parameter's shape and dtype, or in another (spec O-14).
 
     Raises:   ValueError: a parameter without a master in the state.
     """

@@ -1,4 +1,4 @@
-"""FP8 statistics of a model's operands, measured on the device (SEMANTICS Q-8 to Q-10)."""
+"""FP8 statistics of a model's operands, measured on the device (spec Q-8 to Q-10)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

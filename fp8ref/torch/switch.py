@@ -1,4 +1,4 @@
-"""Several recipes of one model, of which one runs (SEMANTICS T-9).
+"""Several recipes of one model, of which one runs (spec T-9).
 
     twin = convert.convert(copy_on_meta, "bf16")                  # neither sharded nor compiled
     switch = Switch(model, "tensorwise", {"bf16": twin})          # model: converted, perhaps sharded

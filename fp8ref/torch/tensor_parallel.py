@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of a converted model, by DTensor (SEMANTICS P-14 to P-17).
+"""Tensor and sequence parallelism of a converted model, by DTensor (spec P-14 to P-17).
 
 fp8ref's own linear moves what it needs by itself (``linear_cut``). Another linear takes one of
 torch's parallel styles; torchao's, which gathers activations in FP8, if that means the same recipe. Every other parameter becomes a replicated DTensor, so
@@ -41,7 +41,7 @@ _WHOLE, _TOKENS = Replicate(), Shard(1)  # placements of activations [B, T, ...]
 class TensorPlan:
     """How tensor parallelism cuts a model, which holds it as its attribute ``tensor_plan``.
 
-    styles     of linears, by pattern (SEMANTICS R-3). Rowwise ones take what colwise ones give.
+    styles     of linears, by pattern (spec R-3). Rowwise ones take what colwise ones give.
     blocks     classes whose colwise linears share one input, and how many further arguments they
                take, which are the same on all ranks.
     embedding  the class after which sequence parallelism cuts the tokens.
@@ -67,7 +67,7 @@ def parallelize(
 
     sequence  sequence parallelism: cut the tokens between the linears too, from the embedding to
               the last norm. Only a model with a ``tensor_plan`` can.
-    plan      the style of each linear, by pattern (SEMANTICS R-3); by default that of the model's
+    plan      the style of each linear, by pattern (spec R-3); by default that of the model's
               ``tensor_plan``.
     amax_group  the ranks of the mesh and of ``convert``'s amax_group together: they share the amax of
               what both cut. It is needed if ``convert`` was given one.

@@ -8,8 +8,8 @@ The files of one training step, in order; docs/concepts/step-in-code.md goes on 
 
     loop.py             calls ``model.step`` of a trainer for each batch; defines the ``Trainer`` protocol
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
-    {jax,torch}/step.py     forward, backward and update (SEMANTICS T)
-    {jax,torch}/llama.py    the model (SEMANTICS M)
+    {jax,torch}/step.py     forward, backward and update (spec T)
+    {jax,torch}/llama.py    the model (spec M)
 
 Paths without fp8ref/ are below this folder. The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
 puts in place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear, or
@@ -20,7 +20,7 @@ scales.py computes a scale from an amax, and gemm.py multiplies; delayed.py keep
 Gradients reach the float32 masters through the cast of the masters to bfloat16, in step.py. Under
 FSDP2 they are reduced in float32, as ``fp8ref.torch.parallel`` sets it.
 docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the files
-to open for it, in order. "SEMANTICS" is the specification, docs/spec.
+to open for it, in order. A clause such as "spec S-9" stands in docs/spec.
 Gradients are clipped, and AdamW of optax and torch is built, in {jax,torch}/optimizer.py; in PyTorch
 ``Step.update`` clips. {jax,torch}/cross_entropy.py
 is the loss; jax/gradient_sums.py adds the gradients of microbatches.

@@ -1,4 +1,4 @@
-"""Which layer, GEMM and role costs loss in FP8: one operand at a time, from a checkpoint (SEMANTICS E-8).
+"""Which layer, GEMM and role costs loss in FP8: one operand at a time, from a checkpoint (spec E-8).
 
     found = ablate(Path("runs/tiny-jax-tensorwise"), steps=20)
     found.print()

@@ -1,4 +1,4 @@
-"""Checkpoints: written in the background, atomic, verified by checksum (SEMANTICS K).
+"""Checkpoints: written in the background, atomic, verified by checksum (spec K).
 
     RUN/checkpoints/step-00000100/state/           tensors (train_state), in the backend's file format
                                   manifest.json    everything else, and each file's size and sha256

@@ -167,13 +167,13 @@ class Config:
     def filter_fqns(self) -> tuple[str, ...]:
         """numerics.filter_fqns, plus lm_head.
 
-        It stays in high precision unless fp8_fqns names it (SEMANTICS R-2).
+        It stays in high precision unless fp8_fqns names it (spec R-2).
         """
         head = () if self.model.tie_word_embeddings or "lm_head" in self.numerics.filter_fqns else ("lm_head",)
         return (*self.numerics.filter_fqns, *head)
 
     def decisions(self) -> list[Decision]:
-        """For every linear of the model, its recipe and the reason (SEMANTICS R-2).
+        """For every linear of the model, its recipe and the reason (spec R-2).
 
         Raises as ``linear_selection.select`` and ``linear_rules.apply``.
         """

@@ -1,4 +1,4 @@
-"""Shapes on each device, and whether a backend can train them (SEMANTICS P-10, P-14).
+"""Shapes on each device, and whether a backend can train them (spec P-10, P-14).
 
 Computed from the configuration alone: dry runs and estimates use it without devices, processes or
 data.
@@ -59,7 +59,7 @@ def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
 
 
 def copied(config: Config, backend: str) -> dict[str, Recipe]:
-    """The linears whose weights the optimizer keeps in FP8, under a layout with masters, by name (SEMANTICS O-16).
+    """The linears whose weights the optimizer keeps in FP8, under a layout with masters, by name (spec O-16).
 
     That changes no bit. In PyTorch a schedule's recipes share one weight, a compiled linear casts its own, and FSDP gathers codes
     only where ``parallel.gather`` is fp8: then nothing is kept.

@@ -1,4 +1,4 @@
-"""Export and import weights of transformers' LlamaForCausalLM, in safetensors (SEMANTICS K-7)."""
+"""Export and import weights of transformers' LlamaForCausalLM, in safetensors (spec K-7)."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Save a step whose loss is not finite, for ``fp8ref crosscheck --replay`` (SEMANTICS K-6).
+"""Save a step whose loss is not finite, for ``fp8ref crosscheck --replay`` (spec K-6).
 
 RUN/failures/step-00000012/state/          the state before that step, as checkpoints have it
                            batch.npy       its global batch, int32 [batch_size, sequence_length + 1]

@@ -1,4 +1,4 @@
-"""Simulated hardware of a run: an accumulation plan by name, or of a file (SEMANTICS G-20)."""
+"""Simulated hardware of a run: an accumulation plan by name, or of a file (spec G-20)."""
 
 import json
 from pathlib import Path

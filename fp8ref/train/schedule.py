@@ -1,4 +1,4 @@
-"""Which recipe a step runs in: the phases of ``numerics.schedule`` (SEMANTICS T-9).
+"""Which recipe a step runs in: the phases of ``numerics.schedule`` (spec T-9).
 
     schedule = [[0, "tensorwise"], ["learning_rate < 3e-4", "rowwise"], ["sqnr < 18", "delayed"], ["update_error > 0.1", "bf16"]]
 
@@ -57,7 +57,7 @@ class Phase:
     learning_rate  the first step after warm-up whose rate is below this.
     sqnr           the step after a record in which an operand's SQNR is below this, in dB.
     update_error   the step after a record in which the error of the update that optimizer states make
-                   (SEMANTICS O-12) is above this.
+                   (spec O-12) is above this.
     """
 
     recipe: str

@@ -24,7 +24,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The training text, and how it is cut into batches (SEMANTICS D)."""
+    """The training text, and how it is cut into batches (spec D)."""
 
     source: str = "stdlib"
     """Training text: ``stdlib`` (sources of Python's standard library), a directory of text (``*.py``, ``*.md``, ``*.txt``), token shards (.bin,
@@ -69,7 +69,7 @@ class DataConfig:
 
     def parts(self, batch: np.ndarray) -> np.ndarray:
         """A batch [B, ...] as microbatches [microbatches, B / microbatches, ...] of contiguous rows
-        (SEMANTICS T-7)."""
+        (spec T-7)."""
         require(
             len(batch) % self.microbatches == 0,
             f"a batch is trained in data.microbatches = {self.microbatches} equal parts; got {len(batch)} sequences.",
@@ -79,7 +79,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsConfig:
-    """Which linears run in FP8, and how (SEMANTICS R)."""
+    """Which linears run in FP8, and how (spec R)."""
 
     recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
     """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise, mxfp8, blockwise_deepgemm or blockwise_ue8m0."""
@@ -99,7 +99,7 @@ class NumericsConfig:
     """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe says), exact, f32, hopper_fast, hopper_slow,
     ada, blackwell, or a .json file of ``fp8ref probe``. native, the default: the framework's own GEMMs."""
     attention: str | None = None
-    """Attention, a tile of keys after another, by one of the variants that have gradients: cudnn or mxfp8 in FP8; bf16, or exact (SEMANTICS A-1).
+    """Attention, a tile of keys after another, by one of the variants that have gradients: cudnn or mxfp8 in FP8; bf16, or exact (spec A-1).
     Default: the framework's own, in bfloat16."""
     attention_arithmetic: Literal["fast", "stated"] = "fast"
     """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
@@ -169,7 +169,7 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """A mesh of data x fsdp x tensor devices, and how it shards the model (SEMANTICS P)."""
+    """A mesh of data x fsdp x tensor devices, and how it shards the model (spec P)."""
 
     data: int = 1
     """Data-parallel devices: each has a part of the batch and a copy of the weights."""
@@ -290,12 +290,12 @@ class ParallelConfig:
 
 
 Decay = Literal["cosine", "linear", "sqrt", "none"]
-"""The shapes of the learning rate's decay (SEMANTICS T-3)."""
+"""The shapes of the learning rate's decay (spec T-3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up, decay and clipping (SEMANTICS T)."""
+    """AdamW with warm-up, decay and clipping (spec T)."""
 
     kind: Literal["adamw", "adamw_fused", "adamw_fp8", "adamw_states"] = "adamw"
     """AdamW in float32 (adamw), or with the states of optimizer.layout (adamw_states). PyTorch: also torch's fused AdamW, or torchao's AdamW with
@@ -395,7 +395,7 @@ class OptimizerConfig:
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0, in a run of ``steps``.
 
-        Warm-up, the peak, then decay (SEMANTICS T-3).
+        Warm-up, the peak, then decay (spec T-3).
         """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
@@ -409,7 +409,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsConfig:
-    """Statistics of the operands of FP8 GEMMs, and of optimizer states in a layout, recorded during training (SEMANTICS Q)."""
+    """Statistics of the operands of FP8 GEMMs, and of optimizer states in a layout, recorded during training (spec Q)."""
 
     every: int = 0
     """Record every so many steps, beginning with step 0; 0 records nothing. A record costs about as much as a step."""
@@ -448,7 +448,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often checkpoints are written, and how many are kept (SEMANTICS K)."""
+    """How often checkpoints are written, and how many are kept (spec K)."""
 
     every: int = 100
     """Steps between checkpoints; 0 for none in between. The state after the last step, on SIGTERM and on Ctrl-C is always saved."""

@@ -1,4 +1,4 @@
-"""Train a config in several recipes with several seeds, and judge them by bf16 (SEMANTICS E).
+"""Train a config in several recipes with several seeds, and judge them by bf16 (spec E).
 
     plan = sweep.plan(config, ["jax"], ["bf16", "tensorwise"], seeds=3, out=Path("sweep"))
     sweep.train(plan)                                   # trains what is not finished

@@ -1,4 +1,4 @@
-"""The training state: name, shape and dtype of every tensor in a checkpoint (SEMANTICS K-2).
+"""The training state: name, shape and dtype of every tensor in a checkpoint (spec K-2).
 
 Both backends share this declaration.
 
@@ -145,7 +145,7 @@ def _fields(moment: Moment, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
-    """The part of the schema that delayed scaling keeps (SEMANTICS H-2), in any phase of a schedule (T-9)."""
+    """The part of the schema that delayed scaling keeps (spec H-2), in any phase of a schedule (T-9)."""
     # The field names are those of each backend's DelayedState; torch.nn registers the states of a
     # linear under ``states``.
     module, scale, count = (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")

@@ -1,4 +1,4 @@
-"""Configs with operands in high precision, their losses from a checkpoint, and a file that keeps them (SEMANTICS E-8)."""
+"""Configs with operands in high precision, their losses from a checkpoint, and a file that keeps them (spec E-8)."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The kernel of a step of AdamW, run by XLA on a CPU, against the simulator: 0 bits differ (SEMANTICS O)."""
+"""The kernel of a step of AdamW, run by XLA on a CPU, against the simulator: 0 bits differ (spec O)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""States that say which layout made them: through jit, optax's chains, flax and orbax (SEMANTICS O-17)."""
+"""States that say which layout made them: through jit, optax's chains, flax and orbax (spec O-17)."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Attention as a layer of JAX: autodiff, memory, meshes, what it refuses (SEMANTICS A). tests/parity has its bits."""
+"""Attention as a layer of JAX: autodiff, memory, meshes, what it refuses (spec A). tests/parity has its bits."""
 
 import dataclasses
 import functools

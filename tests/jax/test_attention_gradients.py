@@ -1,4 +1,4 @@
-"""The backward pass of attention in FP8 (SEMANTICS A-15); tests/parity holds it to the simulator."""
+"""The backward pass of attention in FP8 (spec A-15); tests/parity holds it to the simulator."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The backward pass of attention in MX blocks (SEMANTICS A-16); tests/parity holds it to the simulator."""
+"""The backward pass of attention in MX blocks (spec A-16); tests/parity holds it to the simulator."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Masks of attention are the simulator's; test_attention has what is refused (SEMANTICS A-3, A-4)."""
+"""Masks of attention are the simulator's; test_attention has what is refused (spec A-3, A-4)."""
 
 import attention_cases as cases
 import jax.numpy as jnp

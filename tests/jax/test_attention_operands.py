@@ -1,4 +1,4 @@
-"""Blocks, tiles and casts of attention's operands (SEMANTICS A-6, A-8)."""
+"""Blocks, tiles and casts of attention's operands (spec A-6, A-8)."""
 
 import itertools
 

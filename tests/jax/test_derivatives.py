@@ -1,4 +1,4 @@
-"""Derivatives that a linear does not have are refused by the layer's name (SEMANTICS L-8)."""
+"""Derivatives that a linear does not have are refused by the layer's name (spec L-8)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Quotients and roots against NumPy's, which IEEE 754 defines: what runs on a GPU, here on a CPU (SEMANTICS S-3, O-6, O-7)."""
+"""Quotients and roots against NumPy's, which IEEE 754 defines: what runs on a GPU, here on a CPU (spec S-3, O-6, O-7)."""
 
 import jax
 import jax.numpy as jnp

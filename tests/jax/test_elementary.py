@@ -1,4 +1,4 @@
-"""Exponentials, logarithms and fused products against exact arithmetic (SEMANTICS A-5, A-7, A-11)."""
+"""Exponentials, logarithms and fused products against exact arithmetic (spec A-5, A-7, A-11)."""
 
 from fractions import Fraction
 

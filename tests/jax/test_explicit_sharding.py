@@ -1,4 +1,4 @@
-"""Linears on a mesh with Explicit axes (SEMANTICS P-20): one device's bits, lax.dot_general's shardings, gathers in FP8."""
+"""Linears on a mesh with Explicit axes (spec P-20): one device's bits, lax.dot_general's shardings, gathers in FP8."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Gradients summed over devices in FP8 against the simulator, bit for bit (SEMANTICS P-21, P-22, P-24)."""
+"""Gradients summed over devices in FP8 against the simulator, bit for bit (spec P-21, P-22, P-24)."""
 
 import gradients as cases
 import jax

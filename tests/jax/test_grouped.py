@@ -1,4 +1,4 @@
-"""Grouped linears in JAX (SEMANTICS X), beside their parity with the simulator."""
+"""Grouped linears in JAX (spec X), beside their parity with the simulator."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The rotation has the simulator's bits (SEMANTICS A-13)."""
+"""The rotation has the simulator's bits (spec A-13)."""
 
 import jax
 import jax.numpy as jnp

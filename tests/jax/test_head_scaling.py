@@ -1,4 +1,4 @@
-"""Codes, amaxes and scales of attention's tensors are the simulator's (SEMANTICS A-2)."""
+"""Codes, amaxes and scales of attention's tensors are the simulator's (spec A-2)."""
 
 import jax
 import jax.numpy as jnp

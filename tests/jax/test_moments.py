@@ -1,4 +1,4 @@
-"""Moments in JAX: what XLA would change in them is prevented, or seen (SEMANTICS O-7, O-10)."""
+"""Moments in JAX: what XLA would change in them is prevented, or seen (spec O-7, O-10)."""
 
 import jax.numpy as jnp
 import numpy as np

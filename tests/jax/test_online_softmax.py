@@ -1,4 +1,4 @@
-"""The online softmax of given scores has the simulator's bits (SEMANTICS A-5, A-7, A-11)."""
+"""The online softmax of given scores has the simulator's bits (spec A-5, A-7, A-11)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Stacks of tensors in JAX: a stack of tensors has the bits of its tensors one by one (SEMANTICS O-11)."""
+"""Stacks of tensors in JAX: a stack of tensors has the bits of its tensors one by one (spec O-11)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Random numbers and stochastic rounding in JAX against the simulator's (SEMANTICS C-2)."""
+"""Random numbers and stochastic rounding in JAX against the simulator's (spec C-2)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The product of probabilities and values, and the output of its sums (SEMANTICS A-9, A-10)."""
+"""The product of probabilities and values, and the output of its sums (spec A-9, A-10)."""
 
 import jax
 import jax.numpy as jnp

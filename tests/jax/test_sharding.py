@@ -1,4 +1,4 @@
-"""One linear on eight devices against one device (SEMANTICS P): codes, scales, and on integers every bit of the results."""
+"""One linear on eight devices against one device (spec P): codes, scales, and on integers every bit of the results."""
 
 import dataclasses
 import functools

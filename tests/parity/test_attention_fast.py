@@ -1,4 +1,4 @@
-"""The fast form of attention against the simulator: codes and scales bit for bit, the rest within its bound (SEMANTICS A-18).
+"""The fast form of attention against the simulator: codes and scales bit for bit, the rest within its bound (spec A-18).
 
 JAX's is held to the same bound in test_attention_jax.py, where ``fast`` is one of two forms.
 """

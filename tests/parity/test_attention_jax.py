@@ -1,4 +1,4 @@
-"""Attention in JAX against the simulator (SEMANTICS A): codes and scales bit for bit, all bits where sums are exact, else bounds."""
+"""Attention in JAX against the simulator (spec A): codes and scales bit for bit, all bits where sums are exact, else bounds."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Attention in PyTorch against the simulator: codes, scales, probabilities, outputs and gradients (SEMANTICS A)."""
+"""Attention in PyTorch against the simulator: codes, scales, probabilities, outputs and gradients (spec A)."""
 
 import dataclasses
 import math

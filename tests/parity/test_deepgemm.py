@@ -1,4 +1,4 @@
-"""DeepGEMM's casts, transcribed in torch, against the simulator and both backends: codes and scales, bit for bit (SEMANTICS S-14, S-17).
+"""DeepGEMM's casts, transcribed in torch, against the simulator and both backends: codes and scales, bit for bit (spec S-14, S-17).
 
 Source: DeepGEMM (commit 54e22612), deep_gemm/utils/math.py. On a GPU torch computes tensor / number as tensor * (1 / number); so the
 transcription takes its division from the device whose casts it stands for.

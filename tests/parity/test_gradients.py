@@ -1,4 +1,4 @@
-"""Both trainers exchange gradients in FP8 as the simulator does, of each device's own gradients (SEMANTICS P-21, P-25)."""
+"""Both trainers exchange gradients in FP8 as the simulator does, of each device's own gradients (spec P-21, P-25)."""
 
 import gradients as cases
 import numpy as np

@@ -1,4 +1,4 @@
-"""Grouped linears of both backends against the simulator: codes and scales bit for bit, GEMMs within B-1, on integers equal (SEMANTICS X)."""
+"""Grouped linears of both backends against the simulator: codes and scales bit for bit, GEMMs within B-1, on integers equal (spec X)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of torchao and the grouped casts of DeepGEMM, against the simulator (SEMANTICS X-2, X-7, X-8).
+"""Grouped GEMMs of torchao and the grouped casts of DeepGEMM, against the simulator (spec X-2, X-7, X-8).
 
 torchao's ``_Float8GroupedMM`` runs on a CPU but for two things, which are replaced: its Triton casts, by the torch functions that torchao says
 they fuse; and ``torch._scaled_grouped_mm``, which a CPU lacks. Its ``_MXFP8GroupedMM`` runs as ``KernelPreference.EMULATED``.

@@ -1,4 +1,4 @@
-"""Which sequences the pieces of a global batch are made of, in either backend (SEMANTICS D-3, P-10)."""
+"""Which sequences the pieces of a global batch are made of, in either backend (spec D-3, P-10)."""
 
 import hashlib
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Recipes under simulation are refused by name wherever something would train in them, with what to use instead (SEMANTICS R-9)."""
+"""Recipes under simulation are refused by name wherever something would train in them, with what to use instead (spec R-9)."""
 
 import jax.numpy as jnp
 import numpy as np

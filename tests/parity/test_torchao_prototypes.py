@@ -1,4 +1,4 @@
-"""torchao's prototypes in blocks, against fp8ref's recipes: the casts of its blockwise linear, and its MX linear (SEMANTICS S-6, S-9, S-14).
+"""torchao's prototypes in blocks, against fp8ref's recipes: the casts of its blockwise linear, and its MX linear (spec S-6, S-9, S-14).
 
 Its blockwise linear runs on GPUs only. Its casts run here: those in torch, and its Triton kernels under Triton's interpreter. Its MX linear
 runs on a CPU as ``KernelPreference.EMULATED``.

@@ -1,4 +1,4 @@
-"""Figures of optimizer states (SEMANTICS O-12)."""
+"""Figures of optimizer states (spec O-12)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Figures of a study of a model (SEMANTICS Q-1)."""
+"""Figures of a study of a model (spec Q-1)."""
 
 import numpy as np
 import pytest

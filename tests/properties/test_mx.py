@@ -1,4 +1,4 @@
-"""MX scales: rounding the scale down clips 14 % of blocks, rounding it up none (SEMANTICS S-14)."""
+"""MX scales: rounding the scale down clips 14 % of blocks, rounding it up none (spec S-14)."""
 
 import math
 

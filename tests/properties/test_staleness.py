@@ -1,4 +1,4 @@
-"""Delayed scaling: how far a scale made of past amaxes can be from the one that this step's would give (SEMANTICS H).
+"""Delayed scaling: how far a scale made of past amaxes can be from the one that this step's would give (spec H).
 
 Of amaxes that grow by at most g and shrink by at most r a step, with a history of L and an update at every n-th step, the scaled
 amax must be between max * r^-(L + n - 1) and max * g^n: above, the excess saturates; below, the low exponents go unused.

@@ -1,4 +1,4 @@
-"""Sums that are rounded once, against exact rationals (SEMANTICS G-2, and G-13's fused multiply-add)."""
+"""Sums that are rounded once, against exact rationals (spec G-2, and G-13's fused multiply-add)."""
 
 from fractions import Fraction
 from itertools import product

@@ -1,4 +1,4 @@
-"""Attention, forward: real arithmetic against an oracle, masks, scales, and two published faults (SEMANTICS A)."""
+"""Attention, forward: real arithmetic against an oracle, masks, scales, and two published faults (spec A)."""
 
 import dataclasses
 import math

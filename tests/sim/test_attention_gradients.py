@@ -1,4 +1,4 @@
-"""Attention, backward: real gradients against finite differences, cuDNN's against its graph's formulas (SEMANTICS A-14, A-15)."""
+"""Attention, backward: real gradients against finite differences, cuDNN's against its graph's formulas (spec A-14, A-15)."""
 
 import dataclasses
 

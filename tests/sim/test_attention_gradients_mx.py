@@ -1,4 +1,4 @@
-"""The MX backward pass against the formulas of cuDNN's reference (SEMANTICS A-16)."""
+"""The MX backward pass against the formulas of cuDNN's reference (spec A-16)."""
 
 import attention_sources as source
 import ml_dtypes

@@ -1,4 +1,4 @@
-"""Which inputs attention takes, and which keys a query sees (SEMANTICS A-3, A-12)."""
+"""Which inputs attention takes, and which keys a query sees (spec A-3, A-12)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Heads and tiles of quantized operands (SEMANTICS A-2, A-4)."""
+"""Heads and tiles of quantized operands (spec A-2, A-4)."""
 
 import numpy as np
 import pytest

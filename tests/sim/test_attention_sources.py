@@ -1,4 +1,4 @@
-"""Every variant against its source's formulas, one number at a time (SEMANTICS A-2 to A-11)."""
+"""Every variant against its source's formulas, one number at a time (spec A-2 to A-11)."""
 
 import attention_sources as source
 import ml_dtypes

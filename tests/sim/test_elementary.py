@@ -1,4 +1,4 @@
-"""Exponentials and logarithms are rounded correctly (SEMANTICS A-5, A-11)."""
+"""Exponentials and logarithms are rounded correctly (spec A-5, A-11)."""
 
 import numpy as np
 import pytest

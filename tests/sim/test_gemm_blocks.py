@@ -1,4 +1,4 @@
-"""GEMMs of operands with block scales, against rationals and integers step by step (SEMANTICS G-13)."""
+"""GEMMs of operands with block scales, against rationals and integers step by step (spec G-13)."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Gradients summed over ranks in FP8 (SEMANTICS P-21 to P-24)."""
+"""Gradients summed over ranks in FP8 (spec P-21 to P-24)."""
 
 import itertools
 

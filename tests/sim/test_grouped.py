@@ -1,4 +1,4 @@
-"""Grouped linears (SEMANTICS X), against a loop over experts and a table of this file."""
+"""Grouped linears (spec X), against a loop over experts and a table of this file."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The rotation of q and k (SEMANTICS A-13)."""
+"""The rotation of q and k (spec A-13)."""
 
 import numpy as np
 import pytest

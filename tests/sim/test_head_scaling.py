@@ -1,4 +1,4 @@
-"""Which elements of q, k and v share a scale (SEMANTICS A-2)."""
+"""Which elements of q, k and v share a scale (spec A-2)."""
 
 import numpy as np
 import pytest

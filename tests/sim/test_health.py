@@ -1,4 +1,4 @@
-"""What storing the moments of a step cost, on the simulator's states (SEMANTICS O-12)."""
+"""What storing the moments of a step cost, on the simulator's states (spec O-12)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How moments are scaled, rounded and read back (SEMANTICS O-7 to O-10)."""
+"""How moments are scaled, rounded and read back (spec O-7 to O-10)."""
 
 import dataclasses
 

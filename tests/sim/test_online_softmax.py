@@ -1,4 +1,4 @@
-"""The compiled softmax of a tile is its definition (SEMANTICS A-4 to A-8)."""
+"""The compiled softmax of a tile is its definition (spec A-4 to A-8)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Sums that go on from an accumulator, and promotions (SEMANTICS A-9)."""
+"""Sums that go on from an accumulator, and promotions (spec A-9)."""
 
 import dataclasses
 

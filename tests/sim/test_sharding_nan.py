@@ -1,4 +1,4 @@
-"""A max-reduction that loses NaNs, as libraries' do, and the flag that catches it (SEMANTICS P-3)."""
+"""A max-reduction that loses NaNs, as libraries' do, and the flag that catches it (spec P-3)."""
 
 import itertools
 import subprocess

@@ -1,4 +1,4 @@
-"""AdamW with narrow states: the worked examples, and what holds for any gradient (SEMANTICS O)."""
+"""AdamW with narrow states: the worked examples, and what holds for any gradient (spec O)."""
 
 import dataclasses
 import itertools

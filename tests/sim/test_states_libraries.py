@@ -1,5 +1,5 @@
 """The optimizer states of libraries: torchao's by running it, MS-AMP's, COAT's and Transformer Engine's from transcriptions of
-their sources, each operation rounded to float32 (SEMANTICS O-13)."""
+their sources, each operation rounded to float32 (spec O-13)."""
 
 import dataclasses
 import functools

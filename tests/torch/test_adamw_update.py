@@ -1,4 +1,4 @@
-"""The arithmetic of a step on flat tensors (SEMANTICS O); ``test_states`` holds it to the simulator."""
+"""The arithmetic of a step on flat tensors (spec O); ``test_states`` holds it to the simulator."""
 
 import pytest
 import torch

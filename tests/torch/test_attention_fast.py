@@ -1,4 +1,4 @@
-"""The forward pass in the fast form (SEMANTICS A-18). Its values are in parity/test_attention_fast.py."""
+"""The forward pass in the fast form (spec A-18). Its values are in parity/test_attention_fast.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows and parts of a tile in the fast form (SEMANTICS A-3, A-6, A-18)."""
+"""Rows and parts of a tile in the fast form (spec A-3, A-6, A-18)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parts of the forward pass, against the simulator's: the cast of probabilities, the log-sum-exp (SEMANTICS A-8, A-11)."""
+"""Parts of the forward pass, against the simulator's: the cast of probabilities, the log-sum-exp (spec A-8, A-11)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Parts of the backward pass (SEMANTICS A-15). Its bits are in parity/test_attention_torch.py."""
+"""Parts of the backward pass (spec A-15). Its bits are in parity/test_attention_torch.py."""
 
 import numpy as np
 import torch

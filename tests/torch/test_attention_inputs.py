@@ -1,4 +1,4 @@
-"""The constants of a pass, and the shapes of scales (SEMANTICS A-2, A-12). What is refused is in test_attention.py."""
+"""The constants of a pass, and the shapes of scales (spec A-2, A-12). What is refused is in test_attention.py."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tiles, who sees them, layouts and products (SEMANTICS A-2 to A-6)."""
+"""Tiles, who sees them, layouts and products (spec A-2 to A-6)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Attention in float64 against torch's own, and its gradients against autograd's (SEMANTICS A-1, A-14)."""
+"""Attention in float64 against torch's own, and its gradients against autograd's (spec A-1, A-14)."""
 
 import pytest
 import torch

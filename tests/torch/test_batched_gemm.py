@@ -1,4 +1,4 @@
-"""Batches of products: one operator in graphs, and the same sums whatever the operands are kept in (SEMANTICS A-18)."""
+"""Batches of products: one operator in graphs, and the same sums whatever the operands are kept in (spec A-18)."""
 
 import torch
 

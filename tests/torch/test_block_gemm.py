@@ -1,4 +1,4 @@
-"""Which kernel multiplies operands in blocks, what each is handed, and what torchao's computes (SEMANTICS G-17)."""
+"""Which kernel multiplies operands in blocks, what each is handed, and what torchao's computes (spec G-17)."""
 
 import importlib.util
 import itertools

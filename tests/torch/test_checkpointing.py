@@ -1,4 +1,4 @@
-"""What selective checkpointing keeps and what runs again, by operator (SEMANTICS T-8)."""
+"""What selective checkpointing keeps and what runs again, by operator (spec T-8)."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Weights that a model keeps in FP8, made from the masters of its optimizer (SEMANTICS O-16)."""
+"""Weights that a model keeps in FP8, made from the masters of its optimizer (spec O-16)."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Layers of experts whose products become grouped linears (SEMANTICS X-11)."""
+"""Layers of experts whose products become grouped linears (spec X-11)."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""The FP8 all-gather of a weight: its codes, its scale, and the bytes that move (SEMANTICS P-3, P-4, P-11)."""
+"""The FP8 all-gather of a weight: its codes, its scale, and the bytes that move (spec P-3, P-4, P-11)."""
 
 import functools
 import math

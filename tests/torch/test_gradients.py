@@ -1,4 +1,4 @@
-"""Gradients summed over ranks in FP8 against the simulator, bit for bit (SEMANTICS P-21, P-22, P-24, P-25)."""
+"""Gradients summed over ranks in FP8 against the simulator, bit for bit (spec P-21, P-22, P-24, P-25)."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Grouped linears in PyTorch (SEMANTICS X), beside their parity with the simulator."""
+"""Grouped linears in PyTorch (spec X), beside their parity with the simulator."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The rotation is the simulator's, bit for bit (SEMANTICS A-13)."""
+"""The rotation is the simulator's, bit for bit (spec A-13)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Scales of attention's groups, bit for bit the simulator's (SEMANTICS A-2, S-9)."""
+"""Scales of attention's groups, bit for bit the simulator's (spec A-2, S-9)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The health of states measured on the device and on ranks against the simulator's (SEMANTICS O-12)."""
+"""The health of states measured on the device and on ranks against the simulator's (spec O-12)."""
 
 import numpy as np
 import pytest

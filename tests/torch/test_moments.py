@@ -1,4 +1,4 @@
-"""Moments in PyTorch: guards of their arithmetic (SEMANTICS O)."""
+"""Moments in PyTorch: guards of their arithmetic (spec O)."""
 
 import pytest
 import torch

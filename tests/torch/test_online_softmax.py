@@ -1,4 +1,4 @@
-"""One tile of the online softmax, bit for bit the simulator's definition (SEMANTICS A-4 to A-8)."""
+"""One tile of the online softmax, bit for bit the simulator's definition (spec A-4 to A-8)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""AdamW with narrow states in PyTorch against the simulator: 0 bits differ (SEMANTICS O)."""
+"""AdamW with narrow states in PyTorch against the simulator: 0 bits differ (spec O)."""
 
 import copy
 import dataclasses

@@ -93,7 +93,7 @@ def test_fully_shard_over_another_dim_means_its_gradients(sequence):  # P-14
 
 
 def on_masters():
-    """Of float32 masters that a step rounds first (SEMANTICS M-2), and of a model in bfloat16: gradients of the matrices."""
+    """Of float32 masters that a step rounds first (spec M-2), and of a model in bfloat16: gradients of the matrices."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         model = tensor_parallel.parallelize(build(dtype=dtype), mesh(), sequence=True)

@@ -1,4 +1,4 @@
-"""An ablation finds a planted harmful cast, resumes, and says what it measured (SEMANTICS E-8)."""
+"""An ablation finds a planted harmful cast, resumes, and says what it measured (spec E-8)."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Identify an attention function: its decisions, and the variant that explains its bits (SEMANTICS A).
+"""Identify an attention function: its decisions, and the variant that explains its bits (spec A).
 
 subjects       somebody's function, called with arrays of its framework
 scores         questions with chosen scores

@@ -1,4 +1,4 @@
-"""How both GEMMs of attention add: the width of an accumulator, and chains over tiles (SEMANTICS A-4, A-9, G-10).
+"""How both GEMMs of attention add: the width of an accumulator, and chains over tiles (spec A-4, A-9, G-10).
 
 A large number and its opposite stand next to each other. What an accumulator of n fraction bits held before, or
 adds in the same step, is lost if it is smaller than 2^-n of the large number. Scores are 0, so probabilities are

@@ -1,4 +1,4 @@
-"""All decisions of an attention function, each found by inputs of its own (SEMANTICS A-17)."""
+"""All decisions of an attention function, each found by inputs of its own (spec A-17)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,7 +128,7 @@ def probe(
     fmt       of the codes, where it takes q_descale, k_descale and v_descale.
     Raises:   ValueError: an unknown layout, framework or device. RefusedError: it raises. ConformanceError: it returns
               something else than it should, changes its input, or does not repeat itself.
-    Source:   SEMANTICS A-17.
+    Source:   spec A-17.
     """
     return of_subject(subjects.wrap(function, name=name, framework=framework, device=device, layout=layout, fmt=fmt))
 

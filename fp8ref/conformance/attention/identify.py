@@ -1,4 +1,4 @@
-"""Identify an attention function: which variant explains every bit, or where the nearest departs (SEMANTICS A-17)."""
+"""Identify an attention function: which variant explains every bit, or where the nearest departs (spec A-17)."""
 
 import dataclasses
 import itertools
@@ -116,7 +116,7 @@ def identify_attention(
     expect    a name in VARIANTS that it must have.
     Others:   as ``probe``.
     Raises:   ValueError: an unknown variant; as ``probe``.
-    Source:   SEMANTICS A-17.
+    Source:   spec A-17.
     """
     if expect is not None and expect not in VARIANTS:
         raise ValueError(f"expect is one of {', '.join(VARIANTS)}; got {expect!r}.")
@@ -159,7 +159,7 @@ def require_attention(
                   (``comparison.NEAR``).
     features      D of the inputs.
     Raises:   ValueError: an unknown variant, or exponentials; as ``probe``.
-    Source:   SEMANTICS A-1 to A-11.
+    Source:   spec A-1 to A-11.
     """
     variant = data.by_name(variant)
     if exponentials not in ("exact", "hardware"):

@@ -1,5 +1,5 @@
 """The cast of probabilities: their scale, the rescale threshold, whether they saturate, and the denominator
-(SEMANTICS A-5, A-7, A-8).
+(spec A-5, A-7, A-8).
 
 Each question has a score or two that are not 0, as ``scores.pair`` makes them.
 """

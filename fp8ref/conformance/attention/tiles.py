@@ -1,4 +1,4 @@
-"""Tiles of keys: their order and their length (SEMANTICS A-6).
+"""Tiles of keys: their order and their length (spec A-6).
 
 Block n of keys asks for block m. In question n one key of block n has the largest score. A key of block m that comes
 before it is cast with its own maximum and then multiplied by a float32 factor; one that comes after it, or in

@@ -1,4 +1,4 @@
-"""Which keys each query sees, and which head of keys each query head uses (SEMANTICS A-3).
+"""Which keys each query sees, and which head of keys each query head uses (spec A-3).
 
 All scores are 0, so all probabilities are equal. A column of v is not 0 in one key alone: an output is not 0 where its
 query sees that key.

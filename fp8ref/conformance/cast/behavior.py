@@ -1,4 +1,4 @@
-"""The behavior of a cast as data: a field for each decision, and the codes (SEMANTICS C).
+"""The behavior of a cast as data: a field for each decision, and the codes (spec C).
 
 ``KNOWN_CASTS`` are the casts with a name: the specification's two and those of the libraries.
 ``encode`` gives the codes of any behavior. It rounds by ``sim.cast``, and adds the four roundings

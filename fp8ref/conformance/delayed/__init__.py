@@ -1,4 +1,4 @@
-"""Delayed scaling of any library against a rule of the specification (SEMANTICS H-13).
+"""Delayed scaling of any library against a rule of the specification (spec H-13).
 
 subject     somebody's scaling state: functions, or a class
 sequences   steps, saves, loads and resets that it is given, one kind of difficulty at a time

@@ -1,4 +1,4 @@
-"""Compare a state with a rule: the first scale that differs, and the simplest sequence that shows it (SEMANTICS H-13)."""
+"""Compare a state with a rule: the first scale that differs, and the simplest sequence that shows it (spec H-13)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

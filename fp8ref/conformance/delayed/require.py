@@ -30,7 +30,7 @@ def require_delayed(
     examples: int = 25,
 ) -> None:
     """Require that every scale of a delayed scaling state is the rule's, else raise an
-    AssertionError (SEMANTICS H-13).
+    AssertionError (spec H-13).
 
     implementation  a class, a function that makes an object, or ``Functions``; see ``subject``.
     rule      a name in ``fp8ref.delayed.DELAYED``, or a DelayedScaling.
@@ -44,7 +44,7 @@ def require_delayed(
     Shapes:   a scale is one number.
     Specials: all NaNs count as equal. A rule's history of 1,024 takes sequences of more steps.
     Raises:   ValueError: an unknown rule or word; a class without the methods.
-    Source:   SEMANTICS H-1 to H-8, H-13.
+    Source:   spec H-1 to H-8, H-13.
     """
     subject = subject_of(implementation, takes=takes, framework=framework)
     asked = asked_of(rule, fmt, made, shows)

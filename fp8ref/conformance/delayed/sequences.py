@@ -1,4 +1,4 @@
-"""Sequences of steps for a delayed scaling state, one kind of difficulty at a time (SEMANTICS H-13).
+"""Sequences of steps for a delayed scaling state, one kind of difficulty at a time (spec H-13).
 
 A sequence is a tuple of operations. A step is a tuple of amaxes, one for each use of the tensor in
 it: ``(2.0,)``, ``(4.0, 1.0)``, and ``()`` for a step without use. The other operations are the

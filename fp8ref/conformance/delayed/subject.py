@@ -1,4 +1,4 @@
-"""Somebody's delayed scaling state, as functions or as a class, given sequences (SEMANTICS H-13)."""
+"""Somebody's delayed scaling state, as functions or as a class, given sequences (spec H-13)."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""B-1's bound on a GEMM's output, for every output dtype, and a GEMM's exact result (SEMANTICS B-1).
+"""B-1's bound on a GEMM's output, for every output dtype, and a GEMM's exact result (spec B-1).
 
 ``exact`` is the result in real numbers, before any rounding; ``bound`` the largest distance from the
 simulator's result that any order of float32 sums can reach.

@@ -1,4 +1,4 @@
-"""Identify the epilogue: output dtype and rounding, scales, bias (SEMANTICS G-4, G-5, G-14, G-15).
+"""Identify the epilogue: output dtype and rounding, scales, bias (spec G-4, G-5, G-14, G-15).
 
 The stimuli are sums of small integers, which every order of accumulation adds exactly. Random
 scales then make the results round, so that only the epilogue decides their bits.

@@ -1,4 +1,4 @@
-"""Identify a scaled GEMM's accumulation plan, epilogue and specials (SEMANTICS G-18).
+"""Identify a scaled GEMM's accumulation plan, epilogue and specials (spec G-18).
 
 1. The output dtype and rounding, from sums of integers (``epilogues``).
 2. The width and roundings of one step (``step``), then the order of steps (``plans``).
@@ -131,7 +131,7 @@ def identify(
     Raises:   ValueError: M or N below 1, or a K that is not a multiple of 32.
               ProbeError: the GEMM is invalid, or sums in different ways at different places of its
               result.
-    Source:   SEMANTICS G-18.
+    Source:   spec G-18.
 
     >>> from fp8ref.conformance.gemm import ScaledGemm, identify_gemm
     >>> from fp8ref.sim import gemm

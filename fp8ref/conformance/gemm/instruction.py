@@ -1,4 +1,4 @@
-"""Identify one tensor-core instruction, D = A B^T + C (SEMANTICS G-10, G-11).
+"""Identify one tensor-core instruction, D = A B^T + C (spec G-10, G-11).
 
 The step from C = 0 is identified as a GEMM of K = 32. Its unit then has to predict the results for
 groups of chosen accumulators, and for random ones.

@@ -1,4 +1,4 @@
-"""Accumulation plans: which ones fit a GEMM's sums, and plans as JSON (SEMANTICS G-12, G-18).
+"""Accumulation plans: which ones fit a GEMM's sums, and plans as JSON (spec G-12, G-18).
 
 A plan says where chains of steps begin anew (promotion), and which parts of K form a chain
 (split-K). To find them, every 32 of K holds one small number. One of the 32s also holds a large

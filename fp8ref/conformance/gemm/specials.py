@@ -1,6 +1,6 @@
 """NaN, infinities, signs of zero, and results at both ends of a GEMM's range.
 
-SEMANTICS G-2, G-6, G-11.
+spec G-2, G-6, G-11.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Identify one step of the accumulation: its width, and the bits it keeps (SEMANTICS G-10, G-18).
+"""Identify one step of the accumulation: its width, and the bits it keeps (spec G-10, G-18).
 
 A step adds up to 32 products to the accumulator at once. Candidate units of the simulator are
 narrowed by groups of stimuli: those stay whose predicted results are the GEMM's. Most stimuli

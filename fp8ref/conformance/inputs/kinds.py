@@ -26,7 +26,7 @@ CAST_CLAUSES = {
     "subnormal": "C-1, C-2, F-1",
     "in range": "C-1, C-2",
 }
-"""{kind of a cast's input: its clauses of SEMANTICS}; the first kind that applies is the kind."""
+"""{kind of a cast's input: its clauses}; the first kind that applies is the kind."""
 
 CASTS = tuple(CAST_CLAUSES)
 """The kinds of a cast's input."""

@@ -1,4 +1,4 @@
-"""Invariants of a delayed scaling state that takes the maximum of a history (SEMANTICS H-14).
+"""Invariants of a delayed scaling state that takes the maximum of a history (spec H-14).
 
 The implementation is a ``History``: a state as ``conformance.delayed`` takes it, and its length.
 """

@@ -1,4 +1,4 @@
-"""Invariants of a function x float32 [M, K] -> (codes uint8 or FP8 [M, K], scale) (SEMANTICS S-19).
+"""Invariants of a function x float32 [M, K] -> (codes uint8 or FP8 [M, K], scale) (spec S-19).
 
 Scales are of the whole tensor, or of its rows.
 """

@@ -1,4 +1,4 @@
-"""Invariants of a function of amaxes, float32 [n] -> scale float32 [n], or (scale, scale_inv) (SEMANTICS S-18)."""
+"""Invariants of a function of amaxes, float32 [n] -> scale float32 [n], or (scale, scale_inv) (spec S-18)."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The orders of operations that AdamW is written in, each operation rounded to float32 (SEMANTICS O-5, O-6).
+"""The orders of operations that AdamW is written in, each operation rounded to float32 (spec O-5, O-6).
 
 ``Form()`` is clause O's. The others are those of libraries, and some mistakes: bits alone tell them apart.
 """

@@ -1,4 +1,4 @@
-"""Identify an optimizer: the layout of its states and its form of AdamW, or where the nearest departs (SEMANTICS O)."""
+"""Identify an optimizer: the layout of its states and its form of AdamW, or where the nearest departs (spec O)."""
 
 import dataclasses
 import itertools
@@ -124,7 +124,7 @@ def identify_optimizer(
     steps      that are compared. A fault of a later step is not seen.
     Raises:    ValueError: an unknown name or kind; steps below 1; what is no optimizer. RefusedError: it raises.
                ConformanceError: it returns something else than it should, or does not repeat itself.
-    Source:    SEMANTICS O.
+    Source:    spec O.
     """
     if expect is not None and expect not in NAMED:
         raise ValueError(f"expect is one of {', '.join(NAMED)}; got {expect!r}.")
@@ -171,7 +171,7 @@ def require_optimizer(
     them; else raise an AssertionError with the first difference.
 
     Raises:    as ``identify_optimizer``.
-    Source:    SEMANTICS O-2 to O-10, O-14, O-15.
+    Source:    spec O-2 to O-10, O-14, O-15.
     """
     layout, given = states.by_name(layout), numbers or Numbers()
     name = subjects_of_arrays.name_of(optimizer)

@@ -1,4 +1,4 @@
-"""The states and weights that layouts and forms give, compared with what an optimizer made (SEMANTICS O)."""
+"""The states and weights that layouts and forms give, compared with what an optimizer made (spec O)."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""A collective's amax or scale of shards against that of the whole tensor (SEMANTICS P-27).
+"""A collective's amax or scale of shards against that of the whole tensor (spec P-27).
 
 inputs      shards of tensors, one kind of difficulty at a time
 comparison  the first shards for which a rank's value differs, made as simple as they get

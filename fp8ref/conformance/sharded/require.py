@@ -26,7 +26,7 @@ def require_sharded(
     examples: int = 25,
 ) -> None:
     """Require that every rank gets the whole tensor's value, for any cut of any tensor, else raise
-    an AssertionError (SEMANTICS P-27).
+    an AssertionError (spec P-27).
 
     collective    (shards) -> a value for each rank, in their order.
     policy        makes the scale, where ``made`` is ``scale`` or ``scale_inv``.
@@ -41,7 +41,7 @@ def require_sharded(
     Specials: NaN and infinities on any rank; all NaNs count as equal. A tensor that is empty as a
               whole is not given (S-7).
     Raises:   ValueError: an unknown policy or word.
-    Source:   SEMANTICS P-2, P-3, P-27, H-4.
+    Source:   spec P-2, P-3, P-27, H-4.
     """
     kind = Collective(
         function=collective, policy=policies.by_name(policy), fmt=fmt, made=made, axis=axis, microbatches=microbatches, framework=framework

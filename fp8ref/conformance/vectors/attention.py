@@ -1,4 +1,4 @@
-"""Test vectors of attention: q, k and v in bfloat16, and the output of a variant with its log-sum-exp (SEMANTICS A)."""
+"""Test vectors of attention: q, k and v in bfloat16, and the output of a variant with its log-sum-exp (spec A)."""
 
 import math
 from collections.abc import Iterator

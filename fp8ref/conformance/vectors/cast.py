@@ -1,4 +1,4 @@
-"""Test vectors of a cast: the bits of a value, and its code (SEMANTICS C).
+"""Test vectors of a cast: the bits of a value, and its code (spec C).
 
 A set has the specials of the source, every number and tie of the format with their neighbors,
 overflow, and then random bits: half of them any, half near the format's range

@@ -1,4 +1,4 @@
-"""Test vectors of a scaled GEMM: codes and scales of two operands, and their product (SEMANTICS G)."""
+"""Test vectors of a scaled GEMM: codes and scales of two operands, and their product (spec G)."""
 
 import math
 from collections.abc import Iterator

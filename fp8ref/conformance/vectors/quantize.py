@@ -1,4 +1,4 @@
-"""Test vectors of a quantizer: a tensor, and its codes and scales (SEMANTICS S-5, S-6)."""
+"""Test vectors of a quantizer: a tensor, and its codes and scales (spec S-5, S-6)."""
 
 import math
 from collections.abc import Iterator

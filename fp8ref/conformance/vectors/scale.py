@@ -1,5 +1,5 @@
 """Test vectors of a scale: the float32 bits of an amax, and those of its scale under a policy
-(SEMANTICS S-3, S-9).
+(spec S-3, S-9).
 
 A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is a power of
 two, the policy's eps, and the amax below which a scale overflows, all with their neighbors. Random

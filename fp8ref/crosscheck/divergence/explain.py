@@ -1,4 +1,4 @@
-"""Explain why two backends differ in a value while every earlier value is equal (SEMANTICS B-10).
+"""Explain why two backends differ in a value while every earlier value is equal (spec B-10).
 
 The reason is a clause of docs/spec that leaves the value to the library, or that none does:
 then it is a fault. Scales, codes, GEMM results and attention are computed again by the simulator

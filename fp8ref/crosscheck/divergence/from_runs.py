@@ -1,4 +1,4 @@
-"""Find the first divergence of two recorded runs (SEMANTICS B-10).
+"""Find the first divergence of two recorded runs (spec B-10).
 
 1. The records bound the step: the first step whose recorded loss or grad_norm differ in a bit, or
    the last step before the first common checkpoint whose states differ.

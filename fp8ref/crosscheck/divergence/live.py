@@ -1,4 +1,4 @@
-"""Find the first divergence of two trainings, live (SEMANTICS B-10).
+"""Find the first divergence of two trainings, live (spec B-10).
 
 Both are trained side by side from one state. After every step their loss, gradient norm, weights,
 moments and states of scaling are compared, which costs no more than reading them. After the first

@@ -1,4 +1,4 @@
-"""Report the first divergence of two trainings: where it is, and why (SEMANTICS B-10)."""
+"""Report the first divergence of two trainings: where it is, and why (spec B-10)."""
 
 import json
 from collections.abc import Sequence

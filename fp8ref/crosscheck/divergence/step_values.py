@@ -1,6 +1,6 @@
 """The values of one training step, in the order in which two backends are compared.
 
-SEMANTICS B-10.
+spec B-10.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,5 @@
 """Amax observations of a Flax model's layers under delayed scaling, collected over a step
-(SEMANTICS H-9).
+(spec H-9).
 
 ``Observed`` holds those of a whole step, by the path of each hook. ``observing`` is entered by
 ``value_and_grad``: within it, a hook that cannot deliver its observations raises instead of losing
@@ -34,7 +34,7 @@ class Observed:
 
 
 def merge(*observed: Observed) -> Observed:
-    """Merge the observations of microbatches into those of one step (SEMANTICS H-4): maxima, in any
+    """Merge the observations of microbatches into those of one step (spec H-4): maxima, in any
     order.
 
     Raises:   ValueError: none given, something that ``value_and_grad`` did not make, or of

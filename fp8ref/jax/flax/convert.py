@@ -1,4 +1,4 @@
-"""Convert an existing Flax model, linen or NNX, to FP8; ``linear_selection.select`` picks the layers (SEMANTICS
+"""Convert an existing Flax model, linen or NNX, to FP8; ``linear_selection.select`` picks the layers (spec
 R-2, R-3)."""
 
 import logging

@@ -1,4 +1,4 @@
-"""Convert the FP8 state of Flax's own fp8_ops to ours and back, bit for bit (SEMANTICS H-8).
+"""Convert the FP8 state of Flax's own fp8_ops to ours and back, bit for bit (spec H-8).
 
 Flax keeps it in collection ``_overwrite_with_gradient``, we in 'fp8_state'. ``from_flax`` and
 ``to_flax`` convert variables; ``flax_recipe`` is the recipe under which training continues alike.

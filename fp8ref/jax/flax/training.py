@@ -1,5 +1,5 @@
 """Train a Flax model under delayed scaling: ``value_and_grad`` with observations, ``update`` of the
-state (SEMANTICS H-9)."""
+state (spec H-9)."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias

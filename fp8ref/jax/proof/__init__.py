@@ -1,4 +1,4 @@
-"""Prove that a compiled step runs in FP8: its GEMMs' and collectives' types (SEMANTICS B-7).
+"""Prove that a compiled step runs in FP8: its GEMMs' and collectives' types (spec B-7).
 
     program = proof.read(jax.jit(step).lower(*arguments))
     proof.gemms(program)            # every dot: layer, GEMM, operand types, accumulation

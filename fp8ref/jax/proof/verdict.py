@@ -1,4 +1,4 @@
-"""The verdict on a step: which GEMMs and gathers that should run in FP8 do (SEMANTICS B-7).
+"""The verdict on a step: which GEMMs and gathers that should run in FP8 do (spec B-7).
 
 ``read`` takes a lowered step. If nothing is left for XLA to partition (one device, or shard_map),
 its StableHLO shows all GEMMs and collectives. Under plain jit on a mesh the collectives exist only
@@ -40,7 +40,7 @@ class Gemm:
     """One dot, or one GEMM under simulated hardware.
 
     layer, which     the linear and its GEMM, or the layer of attention and its product; None outside of both.
-    a, b             dtypes of the operands, in the order of SEMANTICS L-2: grad_output before input.
+    a, b             dtypes of the operands, in the order of spec L-2: grad_output before input.
     accumulate       ``fast`` or ``slow`` (G-7).
     multiplications  M N K.
     kernel           in optimized HLO, what multiplies.

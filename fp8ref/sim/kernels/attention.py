@@ -1,4 +1,4 @@
-"""Attention kernels: exponentials rounded correctly, the online softmax of a tile (SEMANTICS A-5 to A-8), and
+"""Attention kernels: exponentials rounded correctly, the online softmax of a tile (spec A-5 to A-8), and
 tensor-core chains and float32 sums that go on from an accumulator (A-9).
 
 The twins of ``elementary``, ``online_softmax.step_plain`` and ``probability_value.chain_plain``.

@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     sign_shift: np.uint32  # from float32's sign bit to this one
     saturate: bool
     negative_zero: bool
-    directed: bool  # never leaves the finite range from a finite value (SEMANTICS C-4)
+    directed: bool  # never leaves the finite range from a finite value (spec C-4)
     away: bool
     odd: bool
 
@@ -120,7 +120,7 @@ def by_shift(bits, to):
 
 @njit(inline="always")
 def pack(bits, code, to):
-    """From the bits of x and the rounded code of |x|: overflow, sign, NaN (SEMANTICS C-3 to
+    """From the bits of x and the rounded code of |x|: overflow, sign, NaN (spec C-3 to
     C-6)."""
     u = u32(bits & u32(0x7FFFFFFF))
     sign = u32(shift_right(bits, to.sign_shift) & to.sign_bit)

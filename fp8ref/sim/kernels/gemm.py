@@ -1,4 +1,4 @@
-"""GEMM kernels: tensor-core chains (SEMANTICS G-10 to G-12), float32 sums in order (G-3), the
+"""GEMM kernels: tensor-core chains (spec G-10 to G-12), float32 sums in order (G-3), the
 bfloat16 epilogue (G-4, G-5, G-14).
 
 The twins of ``accumulate.chains_plain``, ``accumulate.f32_plain`` and ``gemm.finish_plain``. In the

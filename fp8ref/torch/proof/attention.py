@@ -1,4 +1,4 @@
-"""The verdict on attention by a variant: which of its products a step ran, and in which types (SEMANTICS B-15)."""
+"""The verdict on attention by a variant: which of its products a step ran, and in which types (spec B-15)."""
 
 from collections.abc import Sequence
 

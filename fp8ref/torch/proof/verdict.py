@@ -1,4 +1,4 @@
-"""Compare the GEMMs and gathers that a step ran with those that were planned (SEMANTICS B-8)."""
+"""Compare the GEMMs and gathers that a step ran with those that were planned (spec B-8)."""
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping

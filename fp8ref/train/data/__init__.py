@@ -1,1 +1,1 @@
-"""Training data: sources, tokenizers, token shards, reproducible batches (SEMANTICS D)."""
+"""Training data: sources, tokenizers, token shards, reproducible batches (spec D)."""

@@ -1,4 +1,4 @@
-"""Read, split and tokenize text files, .jsonl, .parquet and datasets of the hub (SEMANTICS D-6)."""
+"""Read, split and tokenize text files, .jsonl, .parquet and datasets of the hub (spec D-6)."""
 
 import hashlib
 import json

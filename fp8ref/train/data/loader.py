@@ -1,4 +1,4 @@
-"""Data loader: global batches as a pure function of (seed, step), for any source (SEMANTICS D)."""
+"""Data loader: global batches as a pure function of (seed, step), for any source (spec D)."""
 
 import hashlib
 import shlex

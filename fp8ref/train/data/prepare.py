@@ -1,4 +1,4 @@
-"""``fp8ref data prepare``: tokenize text or documents into token shards (SEMANTICS D-7)."""
+"""``fp8ref data prepare``: tokenize text or documents into token shards (spec D-7)."""
 
 import contextlib
 import dataclasses

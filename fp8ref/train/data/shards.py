@@ -1,4 +1,4 @@
-"""Token shards: memory-mapped .bin and .npy files of uint16 or uint32 (SEMANTICS D-4, D-5)."""
+"""Token shards: memory-mapped .bin and .npy files of uint16 or uint32 (spec D-4, D-5)."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""The sidecar shards.json of ``fp8ref data prepare``: dtype, tokens, hashes (SEMANTICS D-7)."""
+"""The sidecar shards.json of ``fp8ref data prepare``: dtype, tokens, hashes (spec D-7)."""
 
 import hashlib
 from dataclasses import dataclass

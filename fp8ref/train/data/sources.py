@@ -1,4 +1,4 @@
-"""Resolve data.source to files: kind, order, and which are for validation (SEMANTICS D)."""
+"""Resolve data.source to files: kind, order, and which are for validation (spec D)."""
 
 import glob
 import os

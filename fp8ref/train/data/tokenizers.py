@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, Hugging Face's tokenizer.json, or a tiktoken encoding (SEMANTICS D-6).
+"""Tokenizers: bytes, Hugging Face's tokenizer.json, or a tiktoken encoding (spec D-6).
 
 The libraries are imported only when used. Only the end-of-document token is added, and the text of
 a special token in a document is tokenized as plain text.

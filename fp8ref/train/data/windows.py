@@ -1,4 +1,4 @@
-"""Cut tokens into training windows at random access (SEMANTICS D-2, D-4)."""
+"""Cut tokens into training windows at random access (spec D-2, D-4)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""JAX's checkpoint store: orbax, each process its own shards, no pickle (SEMANTICS K-2)."""
+"""JAX's checkpoint store: orbax, each process its own shards, no pickle (spec K-2)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The loss of logits in JAX, without whole float32 logits in memory (SEMANTICS M-5)."""
+"""The loss of logits in JAX, without whole float32 logits in memory (spec M-5)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import lax
 
 @jax.custom_vjp
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """logsumexp(logits) - logits[target] in float32 (SEMANTICS M-5).
+    """logsumexp(logits) - logits[target] in float32 (spec M-5).
 
     Logits [..., V] of any dtype, targets [...] integers -> [...]. The backward pass keeps logits in
     their own dtype: XLA fuses conversions to float32 with the sums that read them, so that float32

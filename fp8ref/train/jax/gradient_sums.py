@@ -1,4 +1,4 @@
-"""Sums of gradients over microbatches in JAX (SEMANTICS T-7)."""
+"""Sums of gradients over microbatches in JAX (spec T-7)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The trainer's Llama as a Flax NNX module (SEMANTICS M).
+"""The trainer's Llama as a Flax NNX module (spec M).
 
 Its attribute names are Hugging Face's parameter names.
 """
@@ -115,7 +115,7 @@ class Pass:
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
     """float32 x rounded to dtype, also where XLA fuses it with what reads it: a conversion to dtype
-    and back may be dropped there, ``reduce_precision`` is not (SEMANTICS M-3)."""
+    and back may be dropped there, ``reduce_precision`` is not (spec M-3)."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
@@ -133,7 +133,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dim (SEMANTICS M-3).
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim (spec M-3).
 
     In float32, rounded once to x's dtype.
     """
@@ -147,7 +147,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (SEMANTICS M-2)."""
+    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (spec M-2)."""
 
     def __init__(self, weight: np.ndarray) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
@@ -158,7 +158,7 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (SEMANTICS M-1)."""
+    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (spec M-1)."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.head_dim, self.name = config.head_dim, name
@@ -174,7 +174,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
+    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (spec M-3)."""
 
     def __init__(self, name: str, weights: Weights, recipes: Recipes) -> None:
         for projection in ("gate_proj", "up_proj", "down_proj"):
@@ -220,9 +220,9 @@ class Decoder(nnx.Module):
 class Llama(nnx.Module):
     """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
-    Order:    SEMANTICS M-3, rounded to the compute dtype at each of its sites.
+    Order:    spec M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
-    (SEMANTICS M-2).
+    (spec M-2).
     """
 
     def __init__(self, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:

@@ -1,4 +1,4 @@
-"""The JAX trainer's device mesh: shardings of parameters, tokens and linears (SEMANTICS P).
+"""The JAX trainer's device mesh: shardings of parameters, tokens and linears (spec P).
 
 Tensor parallelism cuts attention by heads and the MLP by inner features: q, k, v, gate and up are
 column-parallel, o and down row-parallel. fsdp cuts every matrix along its first dim, and gathers it

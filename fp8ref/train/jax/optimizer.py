@@ -1,5 +1,5 @@
 """AdamW for JAX: optax's, or that of ``fp8ref.jax.states`` with the moments and masters of a layout
-(SEMANTICS T-1, T-2, T-4, T-6)."""
+(spec T-1, T-2, T-4, T-6)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -79,7 +79,7 @@ class Optimizer:
 
     def health(self, grads, params, state) -> health.Measured:
         """What storing the moments of a step would cost, of gradients before clipping: of all parameters, in the order
-        of ``LayerStacks.named`` (SEMANTICS O-12)."""
+        of ``LayerStacks.named`` (spec O-12)."""
         assert self._moments is not None
         keys, grads = self._keys, _times(grads, self._clipping(grads)[1])
         _, after = self._at(0.0).update(grads, self._with_masters(params, state), self.weights(params))

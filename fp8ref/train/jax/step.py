@@ -1,4 +1,4 @@
-"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, AdamW.
+"""The training step in JAX (spec T): float32 masters, bfloat16 compute, AdamW.
 
 The passes of a model, and what follows them: ``optimizer`` clips gradients and changes masters and moments.
 Masters that a layout keeps narrower than float32 (O-14) are the state's parameters as they are stored;
@@ -43,7 +43,7 @@ def compiler_options(platform: str) -> dict[str, bool]:
     """XLA's options for the step on a platform, such as "cpu": ``EVERY_ROUNDING`` there.
 
     On a GPU XLA would round the scales of cuBLASLt's GEMMs under that option, and Triton's GEMMs
-    would multiply dequantized operands, so both are off (SEMANTICS G-22). The model's own roundings
+    would multiply dequantized operands, so both are off (spec G-22). The model's own roundings
     (M-3) hold under either (``train.jax.llama.rounded``).
     """
     return EVERY_ROUNDING if platform == "cpu" else {"xla_gpu_enable_triton_gemm": False}
@@ -65,9 +65,9 @@ class State(NamedTuple):
 class Step:
     """The functions of a training step. ``begin`` makes the state; batches are tokens [B, T + 1].
 
-    A batch that is trained in parts is [microbatches, B, T + 1] (SEMANTICS T-7).
+    A batch that is trained in parts is [microbatches, B, T + 1] (spec T-7).
 
-    multiply  the simulated hardware that FP8 GEMMs are multiplied by (SEMANTICS G-19), or None.
+    multiply  the simulated hardware that FP8 GEMMs are multiplied by (spec G-19), or None.
     recipe    the one of the config's recipes that the functions compute in, by default the first. All
               recipes have one state (T-9).
     """
@@ -288,7 +288,7 @@ class Step:
         }
 
     def _model(self, params) -> Llama:
-        """The model on parameters rounded to bfloat16, except the embedding table (SEMANTICS M-2)."""
+        """The model on parameters rounded to bfloat16, except the embedding table (spec M-2)."""
         compute = jax.tree_util.tree_map_with_path(
             lambda path, value: value if name_of(path) == llama.EMBEDDING else value.astype(jnp.bfloat16), params
         )

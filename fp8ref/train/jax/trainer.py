@@ -58,7 +58,7 @@ class Trainer:
 
         devices   of a topology description: the step can be lowered for them but cannot run. None:
                   jax's own.
-        multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (SEMANTICS
+        multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (spec
                   G-19).
         Raises:   ConfigError: as ``Layout``; numerics.accumulate without multiply, or on devices
                   that cannot use it.
@@ -87,7 +87,7 @@ class Trainer:
         self.device = self._layout.description
 
     def switch(self, recipe: str) -> None:
-        """Compute in this recipe of the config's from now on; the state stays (SEMANTICS T-9).
+        """Compute in this recipe of the config's from now on; the state stays (spec T-9).
 
         Each recipe's programs are compiled once, when they first run.
         Raises:   ValueError: a recipe that the config does not have.
@@ -203,7 +203,7 @@ class Trainer:
         jax.effects_barrier()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantization statistics of every FP8 operand of a batch (SEMANTICS Q-8, Q-13), from a pass that
+        """Quantization statistics of every FP8 operand of a batch (spec Q-8, Q-13), from a pass that
         updates nothing."""
         operands, of_attention = planned(self.decisions), attention_products.planned(self.config.attention_in_fp8, self._variant)
         if not operands and not of_attention:
@@ -239,7 +239,7 @@ class Trainer:
 
     def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
         """``step`` and ``statistics`` of one batch, and the health of the states that the step makes
-        (SEMANTICS Q-12), compiled apart.
+        (spec Q-12), compiled apart.
 
         A step that also measures would round differently.
         """
@@ -258,7 +258,7 @@ class Trainer:
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program
-        (SEMANTICS B-7, B-15).
+        (spec B-7, B-15).
 
         Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
                   missing, on a GPU also from the compiled program; unless run.allow_fallback.
@@ -338,7 +338,7 @@ class Trainer:
 
     def _parts(self, tokens: np.ndarray) -> jax.Array:
         """A batch [B, T + 1] on the devices, or [microbatches, B, T + 1] if it is trained in parts
-        (SEMANTICS T-7)."""
+        (spec T-7)."""
         if self.config.data.microbatches == 1:
             return self._tokens(tokens)
         llama.check_tokens(tokens, self.config.model)

@@ -1,4 +1,4 @@
-"""Compare two runs, or logs of other trainers: config, versions, and the gap of their losses (SEMANTICS E-6)."""
+"""Compare two runs, or logs of other trainers: config, versions, and the gap of their losses (spec E-6)."""
 
 import json
 from collections.abc import Sequence

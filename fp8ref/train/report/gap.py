@@ -1,4 +1,4 @@
-"""The gap between two losses: its interval, and what the interval decides (SEMANTICS E).
+"""The gap between two losses: its interval, and what the interval decides (spec E).
 
 A gap is a loss minus the loss that it is compared with, such as FP8 minus bf16. Three intervals
 share one form, d +- t s / sqrt(n):

@@ -1,4 +1,4 @@
-"""The HTML report on runs: FP8 loss against bf16 seeds, what ran in FP8, speed (SEMANTICS E).
+"""The HTML report on runs: FP8 loss against bf16 seeds, what ran in FP8, speed (spec E).
 
 One HTML file without scripts or external resources, for light and dark screens. Its figures are
 also written as PNGs.

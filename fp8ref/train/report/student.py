@@ -1,4 +1,4 @@
-"""Student's t: the quantile that confidence intervals of few observations use (SEMANTICS E-2)."""
+"""Student's t: the quantile that confidence intervals of few observations use (spec E-2)."""
 
 import math
 

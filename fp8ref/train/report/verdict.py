@@ -1,4 +1,4 @@
-"""Group runs, and judge those in FP8 by bf16 runs of equal seeds (SEMANTICS E).
+"""Group runs, and judge those in FP8 by bf16 runs of equal seeds (spec E).
 
     (group,) = groups(runs)             # runs of one text, model, optimizer, batch and number of steps
     for arm in judged(group): verdict(arm, group).said

@@ -1,4 +1,4 @@
-"""``fp8ref replay``: apply another scale policy to the amaxes that a run recorded (SEMANTICS Q-11).
+"""``fp8ref replay``: apply another scale policy to the amaxes that a run recorded (spec Q-11).
 
 It shows what delayed scaling, or a dynamic policy, would have clipped and how much range it would
 have left unused.

@@ -1,4 +1,4 @@
-"""PyTorch's checkpoint store: torch.distributed.checkpoint in safetensors (SEMANTICS K-2).
+"""PyTorch's checkpoint store: torch.distributed.checkpoint in safetensors (spec K-2).
 
 dcp, its usual short name, lets each rank write its own shards.
 

@@ -1,4 +1,4 @@
-"""The loss of bfloat16 logits, of which a part at a time is widened to float32 (SEMANTICS M-5)."""
+"""The loss of bfloat16 logits, of which a part at a time is widened to float32 (spec M-5)."""
 
 import torch
 from torch.nn import functional
@@ -15,7 +15,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
               losses and gradients have the bits of all rows at once.
     Memory:   the backward pass keeps logits in their own dtype, and widens them again.
     Gradient: of logits, in their dtype; once.
-    Source:   SEMANTICS M-5.
+    Source:   spec M-5.
     """
     return _CrossEntropy.apply(logits, targets)
 

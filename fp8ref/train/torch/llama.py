@@ -1,4 +1,4 @@
-"""The trainer's Llama as an ``nn.Module`` (SEMANTICS M). Its module names are Hugging Face's."""
+"""The trainer's Llama as an ``nn.Module`` (spec M). Its module names are Hugging Face's."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ _CAUSAL = Mask(causal=True)
 
 
 class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dim (SEMANTICS M-3).
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim (spec M-3).
 
     In float32, rounded once to x's dtype.
     """
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (SEMANTICS M-2)."""
+    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (spec M-2)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Widened(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (SEMANTICS M-1).
+    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (spec M-1).
 
     variant     of ``fp8ref.attention``; None: torch's own attention.
     arithmetic  of the variant.
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
+    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (spec M-3)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
-    Order:    SEMANTICS M-3, rounded to the compute dtype at each of its sites.
+    Order:    spec M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
-    (SEMANTICS M-2).
+    (spec M-2).
     """
 
     rotary: torch.Tensor

@@ -1,5 +1,5 @@
 """AdamW for PyTorch: torch's, torch's fused, torchao's in FP8, or fp8ref's with the moments and masters of a
-layout (SEMANTICS T-1, T-6)."""
+layout (spec T-1, T-6)."""
 
 from collections.abc import Iterable, Iterator
 

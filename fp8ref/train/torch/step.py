@@ -1,4 +1,4 @@
-"""The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, AdamW.
+"""The training step in PyTorch (spec T): float32 masters, bfloat16 compute, AdamW.
 
 Under a layout with masters (O-14) the optimizer keeps them, and parameters are bfloat16, with float32
 gradients; those of linears that cast their weight once are FP8 codes (O-16).
@@ -43,7 +43,7 @@ class Step:
 
     mesh      the processes, as ``mesh_of`` makes it; None for one process.
     device    this process's.
-    multiply  simulated hardware for FP8 GEMMs (SEMANTICS G-19), or None.
+    multiply  simulated hardware for FP8 GEMMs (spec G-19), or None.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Step:
         """Clip the masters' gradients and take the optimizer's step.
 
         loss      as ``mean`` returns it.
-        measured  filled with the health of the states that the step makes (SEMANTICS O-12).
+        measured  filled with the health of the states that the step makes (spec O-12).
         Returns "loss" and "grad_norm".
 
         If either is not finite, no rank's state changes (T-4). Both are read from the device once:
@@ -166,7 +166,7 @@ class Step:
         delayed.forget(self.model)
 
     def health(self, measured: health.Found) -> dict[str, dict]:
-        """What ``update`` measured, of whole parameters by name (SEMANTICS Q-12); the same on every rank."""
+        """What ``update`` measured, of whole parameters by name (spec Q-12); the same on every rank."""
         layout = self.config.optimizer.moment_layout
         if layout is None or not measured:
             return {}
@@ -259,7 +259,7 @@ class Step:
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found.to(self.device)
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
-        """This rank's rows of a batch [B, ...] (SEMANTICS P-10)."""
+        """This rank's rows of a batch [B, ...] (spec P-10)."""
         if self.mesh is None:
             return tokens
         keys = self.config.parallel
@@ -270,7 +270,7 @@ class Step:
     @contextmanager
     def _rounded(self) -> Iterator[None]:
         """In this context modules hold parameters rounded to bfloat16, except the embedding table
-        (SEMANTICS M-2).
+        (spec M-2).
 
         FSDP2 rounds while it gathers, and ``fp8_gather`` before it casts. Without it, rounded copies replace the masters in the
         modules. Autograd carries the copies' gradients to the masters, widened to float32. The

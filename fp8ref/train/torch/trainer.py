@@ -43,7 +43,7 @@ class Trainer:
     def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None = None, *, multiply: Multiply | None = None) -> None:
         """weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
 
-        multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (SEMANTICS
+        multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (spec
                   G-19).
         Raises:   ConfigError: as ``mesh_of``; numerics.accumulate without multiply, or with a GPU.
         """
@@ -71,7 +71,7 @@ class Trainer:
         self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
 
     def switch(self, recipe: str) -> None:
-        """Compute in this recipe of the config's from now on; the state stays (SEMANTICS T-9)."""
+        """Compute in this recipe of the config's from now on; the state stays (spec T-9)."""
         self._step.switch.to(recipe)
         self.recipe, self.decisions = recipe, self.config.under(recipe).decisions()
 
@@ -170,7 +170,7 @@ class Trainer:
         self._step.forget()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantization statistics of every FP8 operand of a batch (SEMANTICS Q-8, Q-13), from an eager
+        """Quantization statistics of every FP8 operand of a batch (spec Q-8, Q-13), from an eager
         pass without update."""
         with torch.compiler.set_stance("force_eager"):
             _, found = self._measured(tokens)
@@ -179,7 +179,7 @@ class Trainer:
 
     def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
         """``step`` and ``statistics`` of one batch, with the step's results unchanged, and the health of
-        the states that it made (SEMANTICS Q-12).
+        the states that it made (spec Q-12).
 
         The step's own passes are measured, unless they are compiled: then a second, eager pass is.
         """
@@ -219,7 +219,7 @@ class Trainer:
         return [(unwrapped(name), module) for name, module in self.model.named_modules() if isinstance(module, Attention)]
 
     def _own_parts(self, operand: Operand | AttentionOperand) -> np.ndarray:
-        """The ranks that together hold exactly one copy of an operand (SEMANTICS P-10): of attention all, each of which
+        """The ranks that together hold exactly one copy of an operand (spec P-10): of attention all, each of which
         has its own sequences and heads."""
         keys = self.config.parallel
         if isinstance(operand, AttentionOperand):
@@ -238,7 +238,7 @@ class Trainer:
         return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
-        """The GEMMs and gathers of a step, for the manifest (SEMANTICS B-8, B-15).
+        """The GEMMs and gathers of a step, for the manifest (spec B-8, B-15).
 
         Call it before the first step.
 

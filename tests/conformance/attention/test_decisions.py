@@ -1,4 +1,4 @@
-"""Each decision of an attention function is found by inputs of its own (SEMANTICS A-17)."""
+"""Each decision of an attention function is found by inputs of its own (spec A-17)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""An attention function is named by the variant that explains its bits, or by where the nearest departs (SEMANTICS A-17)."""
+"""An attention function is named by the variant that explains its bits, or by where the nearest departs (spec A-17)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The state machine that users subclass: it passes what follows the rule and fails what does not (SEMANTICS H-13)."""
+"""The state machine that users subclass: it passes what follows the rule and fails what does not (spec H-13)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""require_delayed: rules of libraries pass under their own names; planted faults are found with few steps (SEMANTICS H-13)."""
+"""require_delayed: rules of libraries pass under their own names; planted faults are found with few steps (spec H-13)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Invariants of histories, and what breaks each (SEMANTICS H-14)."""
+"""Invariants of histories, and what breaks each (spec H-14)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Invariants of merges, and which libraries' maxima break each (SEMANTICS P-28)."""
+"""Invariants of merges, and which libraries' maxima break each (spec P-28)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Invariants of quantizers, and which policies and libraries break each (SEMANTICS S-19)."""
+"""Invariants of quantizers, and which policies and libraries break each (spec S-19)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Invariants of scales, and which policies and libraries break each (SEMANTICS S-18)."""
+"""Invariants of scales, and which policies and libraries break each (spec S-18)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The orders of operations of AdamW (SEMANTICS O-5, O-6)."""
+"""The orders of operations of AdamW (spec O-5, O-6)."""
 
 from fractions import Fraction
 

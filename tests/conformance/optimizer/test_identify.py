@@ -1,4 +1,4 @@
-"""Optimizers are named: layouts of both backends and of libraries, other forms, and planted faults (SEMANTICS O)."""
+"""Optimizers are named: layouts of both backends and of libraries, other forms, and planted faults (spec O)."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""require_sharded: correct collectives pass; planted faults and libraries' departures are found and nothing else (SEMANTICS P-27)."""
+"""require_sharded: correct collectives pass; planted faults and libraries' departures are found and nothing else (spec P-27)."""
 
 import concurrent.futures
 import datetime

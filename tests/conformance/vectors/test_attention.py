@@ -1,4 +1,4 @@
-"""Vectors of attention, for programs in any language (SEMANTICS A)."""
+"""Vectors of attention, for programs in any language (spec A)."""
 
 import numpy as np
 import planted_attention

@@ -1,4 +1,4 @@
-"""The trace of a compiled step's graphs (SEMANTICS B-8)."""
+"""The trace of a compiled step's graphs (spec B-8)."""
 
 import pytest
 import torch

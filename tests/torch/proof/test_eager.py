@@ -1,4 +1,4 @@
-"""The trace of an eager step, under checkpointing and sharding too (SEMANTICS B-8)."""
+"""The trace of an eager step, under checkpointing and sharding too (spec B-8)."""
 
 import dataclasses
 

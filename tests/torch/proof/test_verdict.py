@@ -1,4 +1,4 @@
-"""The proof misses nothing when a fallback is planted (SEMANTICS B-8)."""
+"""The proof misses nothing when a fallback is planted (spec B-8)."""
 
 import dataclasses
 

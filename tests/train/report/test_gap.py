@@ -1,4 +1,4 @@
-"""Intervals of a gap cover what they say, and their verdicts err as seldom as they may (SEMANTICS E)."""
+"""Intervals of a gap cover what they say, and their verdicts err as seldom as they may (spec E)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The loss of logits that exist in float32 a part at a time (SEMANTICS M-5)."""
+"""The loss of logits that exist in float32 a part at a time (spec M-5)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Grade a GEMM: right, imprecise or wrong, with the magnitude and the causes (SEMANTICS B-1, B-14).
+"""Grade a GEMM: right, imprecise or wrong, with the magnitude and the causes (spec B-1, B-14).
 
 ``grade_gemm`` returns a ``Grade``; ``require_gemm`` raises an AssertionError unless it is right.
 ``grade_grouped`` and ``require_grouped`` take several products in one call; ``grade_offsets`` and

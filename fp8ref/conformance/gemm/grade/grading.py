@@ -1,4 +1,4 @@
-"""Grade somebody's GEMM, or require that it is right (SEMANTICS B-14).
+"""Grade somebody's GEMM, or require that it is right (spec B-14).
 
 1. ``structure``: sums of integers that every accumulator of 8 bits has, and every index of K alone.
 2. ``codes``: what each code is taken for.
@@ -89,7 +89,7 @@ def grade_gemm(
     Others:      as ``adapters.wrap``; seed of the random operands.
     Raises:      ValueError: no shape, or one below 1 or with K below 2; unknown names. ProbeError: the
                  GEMM is invalid, or raises for every shape.
-    Source:      SEMANTICS B-1, B-14.
+    Source:      spec B-1, B-14.
 
     >>> from fp8ref.sim import gemm
     >>> grade = grade_gemm(lambda a, b: gemm.matmul(a, b, accumulate="f32"), shapes=[(16, 16, 64)])
@@ -151,7 +151,7 @@ def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> G
     options   as ``grade_gemm``. With ``accumulate`` every bit must be that plan's.
     Returns:  the grade, with what was asked and what was not.
     Raises:   AssertionError: it is imprecise or wrong. Others as ``grade_gemm``.
-    Source:   SEMANTICS B-1, B-14.
+    Source:   spec B-1, B-14.
     """
     grade = grade_gemm(function, **options)
     if not grade.ok:

@@ -82,7 +82,7 @@ def grade_grouped(
     n, k       columns of every group, and K.
     Others:    as ``grade_gemm``.
     Raises:    ValueError: no group with rows, or a negative size. Others as ``grade_gemm``.
-    Source:    SEMANTICS B-14.
+    Source:    spec B-14.
     """
     if not any(sizes) or min(sizes) < 0:
         raise ValueError(f"groups have sizes of 0 or more rows, and one has rows; got {list(sizes)}.")
@@ -106,7 +106,7 @@ def require_grouped(function: Grouped, **options: Any) -> GroupedGrade:
 
     options   as ``grade_grouped``.
     Raises:   AssertionError: a group is imprecise or wrong. Others as ``grade_grouped``.
-    Source:   SEMANTICS B-14.
+    Source:   spec B-14.
     """
     grade = grade_grouped(function, **options)
     if not grade.ok:

@@ -1,4 +1,4 @@
-"""Check a grouped GEMM that takes offsets: groups without rows, rows of no group, groups along the reduced axis (SEMANTICS X-1 to X-6).
+"""Check a grouped GEMM that takes offsets: groups without rows, rows of no group, groups along the reduced axis (spec X-1 to X-6).
 
 ``groups.grade_grouped`` grades the arithmetic of groups that are given one by one. This asks a kernel itself, as
 torch._scaled_grouped_mm is called, with what its offsets make hard: codes and scales of NaN in rows of no group, and memory
@@ -128,7 +128,7 @@ def grade_offsets(
     framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; device: of torch's.
     Raises:    ValueError: another ``which`` or framework, no group with rows, a negative size. RefusedError: the function raises.
                ProbeError: it gives no such array.
-    Source:    SEMANTICS X-1 to X-6.
+    Source:    spec X-1 to X-6.
     """
     if which not in ("output", "grad_weight"):
         raise ValueError(f"which is 'output' or 'grad_weight'; got {which!r}.")

@@ -1,4 +1,4 @@
-"""Planted GEMMs are graded, and the fault of each is named (SEMANTICS B-14)."""
+"""Planted GEMMs are graded, and the fault of each is named (spec B-14)."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Grouped and batched GEMMs (SEMANTICS B-14)."""
+"""Grouped and batched GEMMs (spec B-14)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Grouped GEMMs that take offsets (SEMANTICS X-1 to X-6): planted faults, and kernels."""
+"""Grouped GEMMs that take offsets (spec X-1 to X-6): planted faults, and kernels."""
 
 import json
 
