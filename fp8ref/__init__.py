@@ -2,7 +2,7 @@
 
 The specification is docs/spec, whose numbered clauses, such as S-5, everything here cites. Where to begin:
 
-    formats, policy, granularity, delayed, epilogue, recipe, states, gradients, attention
+    formats, policy, granularity, delayed, epilogue, recipe, states, gradient_reduction, attention
             what there is to choose, as frozen data: E4M3FN and E5M2; POLICIES, DELAYED, EPILOGUES, RECIPES, LAYOUTS and VARIANTS by name; AutoScale.
     sim     the specification in NumPy: cast.encode and decode, scaling.quantize and dequantize, gemm.matmul and mma, linear.forward and
             backward, attention.forward, delayed.step, stats.statistics. The same names in jax and torch mean the same.

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8ref import llama
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import OPERANDS, Gemm, Role, delayed_casts
-from fp8ref.sim import cast, gradients, scaling
+from fp8ref.sim import cast, gradient_reduction, scaling
 from fp8ref.torch import delayed
 from fp8ref.train.config import Config
 from fp8ref.train.torch.trainer import Trainer
@@ -121,7 +121,7 @@ class Replicated(Trainer):
         """Sum over fsdp in ascending order and divide; then the same over data. In FP8 the simulator
         sums (P-25)."""
         if name in self._in_fp8:
-            return torch.from_numpy(gradients.reduce([part.numpy() for part in parts]).value)
+            return torch.from_numpy(gradient_reduction.reduce([part.numpy() for part in parts]).value)
         # Sums depend on the order: this is the one that P-13 prescribes for FSDP2.
         dtype = torch.bfloat16 if self._dtype == "bfloat16" else torch.float32
         (data, fsdp), parts = self._ranks, [part.to(dtype) for part in parts]

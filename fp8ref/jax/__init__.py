@@ -18,7 +18,8 @@ FP8 into an existing model.
     division      quotients and roots that are rounded once, on GPUs too
     sharding, explicit_sharding
                   the placement of a linear on a mesh; as the types of Explicit axes say it
-    gradients     summed over devices in FP8, and over microbatches
+    gradient_reduction
+                  gradients summed over devices in FP8, and over microbatches
     derivatives   refuses those that a linear does not have
     proof         which GEMMs and collectives of a compiled step run in FP8
     hardware      simulated hardware in place of XLA's FP8 dots
@@ -39,7 +40,7 @@ from fp8ref.jax import (
     delayed,
     flax,
     gemm,
-    gradients,
+    gradient_reduction,
     grouped,
     hardware,
     health,
@@ -58,7 +59,7 @@ __all__ = [
     "delayed",
     "flax",
     "gemm",
-    "gradients",
+    "gradient_reduction",
     "grouped",
     "hardware",
     "health",

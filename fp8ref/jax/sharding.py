@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import gradients
+from fp8ref.jax import gradient_reduction
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Gemm, Role
 
 Axes = tuple[str, ...]
@@ -166,7 +166,7 @@ class Reduction:
         """The sum over devices of [rows, columns], whose rows are ``arranged``: in float32, or in
         partial's dtype if results are summed in it."""
         if self.parts == "float8_e4m3fn":
-            return gradients.completed(partial, self.sum, self.scatter, E4M3FN)
+            return gradient_reduction.completed(partial, self.sum, self.scatter, E4M3FN)
         if self.parts != "result":
             partial = partial.astype(jnp.float32)
         if self.scatter:  # first, as it leaves fewer rows to sum

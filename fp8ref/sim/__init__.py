@@ -20,7 +20,8 @@ Read it in this order; each module cites its clauses of docs/spec:
                   exponentials; ``attention_gradients`` is the backward pass, ``..._mx`` that of MX blocks
     mesh, sharding, sharded_gemm
                   the same over several devices (P)
-    gradients     summed over devices in FP8, and over microbatches (P-21 to P-24)
+    gradient_reduction
+                  gradients summed over devices in FP8, and over microbatches (P-21 to P-24)
     llama         the trainer's model, forward pass (M)
     stats         what quantizing cost (Q)
     hardware      a plan for each of a recipe's GEMMs, for the backends to call (G-19)
@@ -39,7 +40,7 @@ from fp8ref.sim import (
     cast,
     delayed,
     gemm,
-    gradients,
+    gradient_reduction,
     grouped,
     health,
     linear,
@@ -60,7 +61,7 @@ __all__ = [
     "cast",
     "delayed",
     "gemm",
-    "gradients",
+    "gradient_reduction",
     "grouped",
     "health",
     "linear",

@@ -20,7 +20,7 @@ FSDP2, with a recipe that has one scale for each tensor, and the module of each 
 A recipe with delayed scaling takes every scale from the state of ``delayed``. Operands with scales of
 rows are cast again for each GEMM, along the axis it reduces, and their weight is gathered in the
 compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and groups; ``fsdp`` sets the
-gathers on a model, and reduces gradients in rank order if asked (off by default); ``gradients``
+gathers on a model, and reduces gradients in rank order if asked (off by default); ``gradient_reduction``
 reduces them in FP8 if asked. ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``grouped`` is a linear for each group of rows, by ``grouped_operands`` and ``grouped_gemm``; ``experts`` puts it in
@@ -60,7 +60,7 @@ from fp8ref.torch import (
     experts,
     fsdp,
     gemm,
-    gradients,
+    gradient_reduction,
     grouped,
     hardware,
     health,
@@ -87,7 +87,7 @@ __all__ = [
     "experts",
     "fsdp",
     "gemm",
-    "gradients",
+    "gradient_reduction",
     "grouped",
     "hardware",
     "health",

@@ -25,7 +25,7 @@ from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.recipe import Recipe, Style
 from fp8ref.torch import checkpointing as checkpoints
-from fp8ref.torch import convert, fsdp, gradients, tensor_parallel
+from fp8ref.torch import convert, fsdp, gradient_reduction, tensor_parallel
 from fp8ref.torch.checkpointing import Checkpointing, Operation
 from fp8ref.torch.model_checks import check_model, check_no_optimizer
 
@@ -169,7 +169,7 @@ def parallelize(
     if ordered_reduction:
         fsdp.sum_in_rank_order(model)
     if reduce_dtype == torch.float8_e4m3fn:
-        gradients.reduce_in_fp8(model)
+        gradient_reduction.reduce_in_fp8(model)
     # 6 FP8 gather, of units that exist
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
         fsdp.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)

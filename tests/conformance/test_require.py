@@ -81,7 +81,7 @@ def test_arrays_of_frameworks_are_taken():
         (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN), "quantized codes need scales"),
         (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN, scale=np.float32([1, 1])), "scale is float32 with 1 elements"),
         (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN, e8m0=np.uint8(1)), "e8m0 needs a policy with e8m0 scales"),
-        (lambda x: require.require_quantized(x, np.uint8([1, 1]), E8M0FNU, scale=np.float32(1)), "tensors are quantized to FP8"),
+        (lambda x: require.require_quantized(x, np.uint8([1, 1]), E8M0FNU, scale=np.float32(1)), "tensors are quantized to e4m3fn, e5m2"),
         (lambda x: require.require_scales(-x, x, E4M3FN), "a magnitude, never negative"),
     ],
 )

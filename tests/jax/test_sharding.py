@@ -17,7 +17,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax import delayed, linear, proof, scaling, sharding
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
-from fp8ref.sim import cast, gradients, sharded_gemm
+from fp8ref.sim import cast, gradient_reduction, sharded_gemm
 from fp8ref.sim import scaling as sim_scaling
 
 MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
@@ -256,7 +256,7 @@ def test_gradients_of_a_weight_are_exchanged_in_fp8(operands):  # P-21, P-25
     found = np.asarray(program(x, w, g), np.float32)
     xs, gs = (np.asarray(v, np.float32).reshape(4, -1, v.shape[-1]) for v in (x, g))
     parts = [cast.round_to(of_g.T @ of_x, BFLOAT16) for of_x, of_g in zip(xs, gs, strict=True)]
-    pieces = [gradients.reduce([part[i : i + N // 2] for part in parts], mean=False).value for i in (0, N // 2)]
+    pieces = [gradient_reduction.reduce([part[i : i + N // 2] for part in parts], mean=False).value for i in (0, N // 2)]
     np.testing.assert_array_equal(found, cast.round_to(np.concatenate(pieces), BFLOAT16))
 
 

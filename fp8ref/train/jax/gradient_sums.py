@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import gradients, parameter_stacks, scaling
+from fp8ref.jax import gradient_reduction, parameter_stacks, scaling
 from fp8ref.jax.scaling import Quantized
 from fp8ref.train.jax.parameter_names import name_of, named
 
@@ -45,7 +45,7 @@ class GradientSums:
 
         def added(path, total, g):
             if isinstance(total, Quantized):
-                one = functools.partial(gradients.accumulate, over=self._axes.get(name_of(path), ()))
+                one = functools.partial(gradient_reduction.accumulate, over=self._axes.get(name_of(path), ()))
                 return parameter_stacks.each(one, "*" in name_of(path))(total, g)
             return (total.astype(jnp.float32) + g).astype(self._dtype)
 

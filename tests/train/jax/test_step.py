@@ -10,7 +10,7 @@ import pytest
 from fp8ref import llama as llama_data
 from fp8ref.errors import ConfigError
 from fp8ref.llama import InitialWeight
-from fp8ref.sim import gradients, scaling
+from fp8ref.sim import gradient_reduction, scaling
 from fp8ref.train.jax import llama, parameter_names, step
 from fp8ref.train.jax.trainer import Trainer
 
@@ -80,7 +80,7 @@ def test_gradients_of_parts_are_summed_in_fp8_as_the_simulator_does(small, paral
     for part in np.split(tokens, config.data.microbatches):
         for name, value in whole.gradients(part).items():
             if name in linears:
-                totals[name] = gradients.accumulate(totals.get(name), value)
+                totals[name] = gradient_reduction.accumulate(totals.get(name), value)
             else:
                 totals[name] = totals.get(name, np.float32(0)) + value
     for name, value in trainer.gradients(tokens).items():

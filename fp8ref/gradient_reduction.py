@@ -1,7 +1,7 @@
 """Gradients in FP8 as data: the factors of a shared scale, and the rule that tunes one (spec
 P-21, P-22).
 
-``sim.gradients``, ``jax.gradients`` and ``torch.gradients`` sum gradients over ranks by them.
+``sim.gradient_reduction``, ``jax.gradient_reduction`` and ``torch.gradient_reduction`` sum gradients over ranks by them.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from fp8ref import policy as policies
-from fp8ref.formats import Format
+from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.policy import ScalePolicy
 
 PreScale = Literal["one", "inverse_root", "inverse"]
@@ -62,6 +62,12 @@ def check_policy(policy: str | ScalePolicy) -> ScalePolicy:
         known = ", ".join(name for name, p in policies.POLICIES.items() if p.stored == "scale" and not p.makes_scale_inv)
         raise ValueError(f"a shared scale of gradients is multiplied by factors, so its policy is one of {known}; got {policy.name!r}.")
     return policy
+
+
+def check_format(fmt: Format) -> None:
+    """ValueError for a format that is not FP8."""
+    if fmt.name not in FP8_FORMATS:
+        raise ValueError(f"gradients are quantized to FP8: {', '.join(FP8_FORMATS)}; got {fmt}.")
 
 
 def check_result(result: str) -> None:

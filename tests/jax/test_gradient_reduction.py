@@ -1,6 +1,6 @@
 """Gradients summed over devices in FP8 against the simulator, bit for bit (spec P-21, P-22, P-24)."""
 
-import gradients as cases
+import gradient_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fp8ref import gradients as data
+from fp8ref import gradient_reduction as data
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import gradients, scaling
-from fp8ref.sim import gradients as sim
+from fp8ref.jax import gradient_reduction, scaling
+from fp8ref.sim import gradient_reduction as sim
 from fp8ref.sim import scaling as sim_scaling
 
 MESHES = {2: (2,), 4: (2, 2), 8: (8,)}
@@ -38,7 +38,10 @@ def test_every_device_has_the_simulators_sums(ranks):  # P-21, P-22
         *grads, axes = grads
         found = []
         for g, (_, fmt, options) in zip(grads, cases.CASES, strict=True):
-            piece, whole = gradients.reduce_scatter(g, axes, fmt, **options), gradients.all_reduce(g, axes, fmt, **options)
+            piece, whole = (
+                gradient_reduction.reduce_scatter(g, axes, fmt, **options),
+                gradient_reduction.all_reduce(g, axes, fmt, **options),
+            )
             found.append((piece.value, whole.value, piece.saturated, whole.saturated))
         return found
 
@@ -58,7 +61,7 @@ def test_every_device_has_the_simulators_sums(ranks):  # P-21, P-22
 
 def test_specials_and_bfloat16_without_the_check_of_varying_axes():  # P-3, P-21
     names = [*cases.SPECIAL, "bfloat16"]
-    f = on_devices(2, lambda *g: [gradients.all_reduce(x, g[-1]).value for x in g[:-1]], [P()] * len(names), check_vma=False)
+    f = on_devices(2, lambda *g: [gradient_reduction.all_reduce(x, g[-1]).value for x in g[:-1]], [P()] * len(names), check_vma=False)
     grads = [cases.special(2, name) for name in cases.SPECIAL]
     half = cases.of_ranks(2, 13, "bfloat16")
     found = f(*map(np.stack, grads), jnp.stack(half).astype(jnp.bfloat16))
@@ -71,10 +74,10 @@ def test_mu_follows_the_rule_as_a_number_on_the_device():  # P-22
     auto = data.AutoScale(threshold=0.05, window=7)
 
     def reduced(g, mu):
-        return tuple(gradients.all_reduce(g[0], "fsdp", mu=mu, result="codes"))
+        return tuple(gradient_reduction.all_reduce(g[0], "fsdp", mu=mu, result="codes"))
 
     f = jax.jit(jax.shard_map(reduced, mesh=mesh_of(2), in_specs=(P("fsdp"), P()), out_specs=P()))
-    step = jax.jit(lambda mu, n: gradients.next_mu(mu, n, grads[0].size, auto))
+    step = jax.jit(lambda mu, n: gradient_reduction.next_mu(mu, n, grads[0].size, auto))
     grads = cases.of_ranks(2, 13)
     mu, expected, moves = jnp.float32(1), np.float32(1), set()
     for _ in range(12):
@@ -91,13 +94,13 @@ def test_microbatches_accumulate_in_fp8():  # P-24
     parts = cases.of_ranks(4, 16)
 
     def of_whole(total, g):
-        return gradients.accumulate(total, g)
+        return gradient_reduction.accumulate(total, g)
 
     def of_pieces(*parts):
         *parts, axes = parts
         total = None
         for g in parts:
-            total = gradients.accumulate(total, g, over=axes)
+            total = gradient_reduction.accumulate(total, g, over=axes)
         return scaling.dequantize(total)[None], total.scale
 
     cut = on_devices(2, of_pieces, (P("fsdp"), P()))
@@ -124,14 +127,14 @@ def test_microbatches_accumulate_in_fp8():  # P-24
     ],
 )
 def test_what_cannot_be_summed_is_refused(options, message):
-    f = on_devices(2, lambda g, axes: gradients.all_reduce(g, axes, E4M3FN, **options).value, P())
+    f = on_devices(2, lambda g, axes: gradient_reduction.all_reduce(g, axes, E4M3FN, **options).value, P())
     with pytest.raises(ValueError, match=message):
         f(np.ones((2, 4), np.float32))
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    f = on_devices(2, lambda g, axes: gradients.reduce_scatter(g[0], axes).value, P())
+    f = on_devices(2, lambda g, axes: gradient_reduction.reduce_scatter(g[0], axes).value, P())
     with pytest.raises(ValueError, match="cuts the first dim of a gradient; got one without dims"):
         f(np.ones((2, 4), np.float32))
     with pytest.raises(ValueError, match=r"gradients of one shape, \(4,\); got \(5,\)"):
-        gradients.accumulate(gradients.accumulate(None, jnp.ones(4)), jnp.ones(5))
+        gradient_reduction.accumulate(gradient_reduction.accumulate(None, jnp.ones(4)), jnp.ones(5))

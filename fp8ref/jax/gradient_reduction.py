@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8ref import gradients
+from fp8ref import gradient_reduction
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.gradients import AutoScale, PreScale, Result
+from fp8ref.gradient_reduction import AutoScale, PreScale, Result
 from fp8ref.jax import cast, scales, scaling
 from fp8ref.jax.moments import product
 from fp8ref.jax.scaling import Quantized
@@ -49,7 +49,7 @@ def reduce_scatter(
               i's rows, P-1's ``ceil``, filled with zeros where they are fewer. mu a number or float32
               ().
     Order:    amax over the axes; scale; cast; all-to-all; acc = acc + code_r in float32, r ascending;
-              RN32(acc * scale_inv), as ``sim.gradients.reduce``.
+              RN32(acc * scale_inv), as ``sim.gradient_reduction.reduce``.
     Specials: an Inf or NaN on any device makes the value NaN on all.
     Raises:   ValueError: a g without dims or elements; a policy that fp8ref.jax does not implement,
               or without a scale to multiply by; an unknown prescale or result.
@@ -111,10 +111,10 @@ def completed(partial: jax.Array, sum_over: tuple[str, ...], scatter: tuple[str,
     return product(total.reshape(partial.shape[0] // kept, *partial.shape[1:]), scale_inv)
 
 
-def next_mu(mu: jax.Array, saturated: jax.Array, elements: int, auto: AutoScale = gradients.AUTO) -> jax.Array:
+def next_mu(mu: jax.Array, saturated: jax.Array, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> jax.Array:
     """mu of the next step, float32 (), from the saturated elements of this one (spec P-22)."""
     mu = jnp.where(saturated > auto.allowed(elements), mu * np.float32(0.5), mu * auto.growth)
-    return jnp.clip(mu, np.float32(gradients.MU_MIN), np.float32(gradients.MU_MAX))
+    return jnp.clip(mu, np.float32(gradient_reduction.MU_MIN), np.float32(gradient_reduction.MU_MAX))
 
 
 def accumulate(
@@ -141,9 +141,10 @@ def accumulate(
 
 
 def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> scales.Scales:
-    """``sim.gradients.shared_scales`` of an amax; the policy's eps is its floor (``scales``)."""
-    gradients.check_policy(policy)
-    amax = jnp.where(amax <= np.float32(gradients.LARGEST), amax, jnp.float32(jnp.nan))
+    """``sim.gradient_reduction.shared_scales`` of an amax; the policy's eps is its floor (``scales``)."""
+    gradient_reduction.check_format(fmt)
+    gradient_reduction.check_policy(policy)
+    amax = jnp.where(amax <= np.float32(gradient_reduction.LARGEST), amax, jnp.float32(jnp.nan))
     # The barrier keeps XLA from merging the factors with the quotient.
     scale = lax.optimization_barrier(scales.scale_from_amax(amax, fmt, policy))
     return scales.with_inverse(scale * factor)
@@ -152,11 +153,11 @@ def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> 
 def _shared(g: jax.Array, axes: Axes, fmt: Format, policy, prescale: PreScale, mu) -> tuple[jax.Array, jax.Array, jax.Array]:
     """uint8 codes of g, scale_inv, and the saturated elements of all devices."""
     names = (axes,) if isinstance(axes, str) else axes
-    pre = gradients.factor(prescale, lax.axis_size(axes))
-    factor = pre * (mu if isinstance(mu, jax.Array) else gradients.constant_mu(mu))
+    pre = gradient_reduction.factor(prescale, lax.axis_size(axes))
+    factor = pre * (mu if isinstance(mu, jax.Array) else gradient_reduction.constant_mu(mu))
     scale, scale_inv = _scales(scaling.amax(g, over=names), fmt, policy, factor)
     scaled = cast.to_f32(g) * scale
-    saturated = jnp.sum(jnp.abs(scaled) > gradients.saturates_above(fmt), dtype=jnp.int32)
+    saturated = jnp.sum(jnp.abs(scaled) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
     codes = lax.bitcast_convert_type(cast.to_fp8(scaled, fmt), jnp.uint8)
     return codes, scale_inv, lax.psum(saturated, axes)
 
@@ -179,16 +180,16 @@ def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
 
 def _rounded(total: jax.Array, axes: Axes, fmt: Format, result: Result) -> tuple[jax.Array, jax.Array | None, jax.Array | int]:
     """The sum, under result ``codes`` rounded; its codes, and the saturated ones of all devices."""
-    gradients.check_result(result)
+    gradient_reduction.check_result(result)
     if result == "float32":
         return total, None, 0
-    saturated = jnp.sum(jnp.abs(total) > gradients.saturates_above(fmt), dtype=jnp.int32)
+    saturated = jnp.sum(jnp.abs(total) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
     codes = lax.bitcast_convert_type(cast.to_fp8(total, fmt), jnp.uint8)
     return cast.decode(codes, fmt), codes, lax.psum(saturated, axes)
 
 
 def _of_mean(scale_inv: jax.Array, n: int, mean: bool) -> jax.Array:
-    return scale_inv * gradients.share_of(n) if mean else scale_inv
+    return scale_inv * gradient_reduction.share_of(n) if mean else scale_inv
 
 
 def _gathered(x: jax.Array, axes: Axes) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import functools
 
-import gradients as cases
+import gradient_cases as cases
 import numpy as np
 import pytest
 import torch
@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8ref import gradients as data
-from fp8ref.sim import gradients as sim
+from fp8ref import gradient_reduction as data
+from fp8ref.sim import gradient_reduction as sim
 from fp8ref.sim import scaling as sim_scaling
-from fp8ref.torch import convert, gradients, scaling
+from fp8ref.torch import convert, gradient_reduction, scaling
 from fp8ref.torch.parallel import parallelize
 
 MU = data.AutoScale(threshold=0.05, window=7)
@@ -45,23 +45,23 @@ def each_rank():
     with Sent() as sent:
         for rows, fmt, options in cases.CASES:
             g = torch.from_numpy(cases.of_ranks(ranks, rows)[rank])
-            piece = gradients.reduce_scatter(g, None, fmt, count=True, **options)
-            whole = gradients.all_reduce(g, None, fmt, count=True, **options)
+            piece = gradient_reduction.reduce_scatter(g, None, fmt, count=True, **options)
+            whole = gradient_reduction.all_reduce(g, None, fmt, count=True, **options)
             found["cases"].append((piece.value.numpy(), whole.value.numpy(), int(piece.saturated), int(whole.saturated)))
     found["dtypes"] = sent.dtypes
     for name in cases.SPECIAL:
-        found["special"][name] = gradients.all_reduce(torch.from_numpy(cases.special(ranks, name)[rank])).value.numpy()
+        found["special"][name] = gradient_reduction.all_reduce(torch.from_numpy(cases.special(ranks, name)[rank])).value.numpy()
     half = torch.from_numpy(cases.of_ranks(ranks, 13, "bfloat16")[rank]).bfloat16()
-    found["half"] = gradients.reduce_scatter(half).value.numpy()
+    found["half"] = gradient_reduction.reduce_scatter(half).value.numpy()
     g, mu = torch.from_numpy(cases.of_ranks(ranks, 13)[rank]), torch.tensor(1.0)
     for _ in range(8):
-        reduced = gradients.all_reduce(g, mu=mu, result="codes", count=True)
-        mu = gradients.next_mu(mu, reduced.saturated, g.numel(), MU)
+        reduced = gradient_reduction.all_reduce(g, mu=mu, result="codes", count=True)
+        mu = gradient_reduction.next_mu(mu, reduced.saturated, g.numel(), MU)
         found["mu"].append((reduced.value.numpy(), mu.item()))
     total = None
     for part in cases.of_ranks(4, 16):
         mine = torch.from_numpy(np.array_split(part, ranks)[rank])
-        total = gradients.accumulate(total, mine, group=distributed.group.WORLD)
+        total = gradient_reduction.accumulate(total, mine, group=distributed.group.WORLD)
     found["accumulated"] = scaling.dequantize(total).numpy()
     return found
 
@@ -108,7 +108,7 @@ def replica(recipe):
 def under_fsdp():
     """Whole gradients of a sharded model, this rank's own of a replica, and the bytes of all-to-alls."""
     model = sharded("tensorwise", fp8=False)
-    units = gradients.reduce_in_fp8(model)
+    units = gradient_reduction.reduce_in_fp8(model)
     with Sent() as sent:
         loss_of(model)
     alone = replica("tensorwise")
@@ -142,7 +142,7 @@ def divided():
     for factor in (None, 1.0, 8.0):
         torch.manual_seed(0)
         model = fully_shard(nn.Linear(16, 8), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        gradients.reduce_in_fp8(model)
+        gradient_reduction.reduce_in_fp8(model)
         if factor is not None:
             model.set_gradient_divide_factor(factor)
         model(torch.arange(32.0).view(2, 16) + rank).square().mean().backward()
@@ -185,7 +185,7 @@ def under_ddp():
     kept = plain()
     ddp = nn.parallel.DistributedDataParallel(kept)
     keep = frozenset([kept[2].weight])
-    ddp.register_comm_hook(gradients.DDPState(prescale="inverse", keep=keep), gradients.ddp_hook)
+    ddp.register_comm_hook(gradient_reduction.DDPState(prescale="inverse", keep=keep), gradient_reduction.ddp_hook)
     alone = plain()
     for model in (ddp, alone):
         model(batch(0).float()).square().mean().backward()
@@ -218,22 +218,22 @@ def refusals():
     g = torch.ones(4)
     by_data = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "fsdp"))
     unused = fully_shard(Unused(), mesh=mesh, mp_policy=wide)
-    gradients.reduce_in_fp8(unused)
+    gradient_reduction.reduce_in_fp8(unused)
     calls = [
-        lambda: gradients.reduce_in_fp8(plain()),
-        lambda: gradients.reduce_in_fp8(fully_shard(nn.LayerNorm(4), mesh=mesh, mp_policy=wide)),
-        lambda: gradients.reduce_in_fp8(fully_shard(plain(), mesh=copies, mp_policy=wide)),
-        lambda: gradients.reduce_in_fp8(fully_shard(plain(), mesh=mesh)),
+        lambda: gradient_reduction.reduce_in_fp8(plain()),
+        lambda: gradient_reduction.reduce_in_fp8(fully_shard(nn.LayerNorm(4), mesh=mesh, mp_policy=wide)),
+        lambda: gradient_reduction.reduce_in_fp8(fully_shard(plain(), mesh=copies, mp_policy=wide)),
+        lambda: gradient_reduction.reduce_in_fp8(fully_shard(plain(), mesh=mesh)),
         lambda: unused(torch.ones(2, 8)).sum().backward(),
-        lambda: gradients.all_reduce(g, policy="te_current"),
-        lambda: gradients.all_reduce(g, policy="deepgemm"),
-        lambda: gradients.all_reduce(g, prescale="half"),
-        lambda: gradients.all_reduce(g, result="fp8"),
-        lambda: gradients.all_reduce(g, mu=0.0),
+        lambda: gradient_reduction.all_reduce(g, policy="te_current"),
+        lambda: gradient_reduction.all_reduce(g, policy="deepgemm"),
+        lambda: gradient_reduction.all_reduce(g, prescale="half"),
+        lambda: gradient_reduction.all_reduce(g, result="fp8"),
+        lambda: gradient_reduction.all_reduce(g, mu=0.0),
         lambda: parallelize(plain(), "bf16", mesh=by_data, reduce_dtype=torch.float8_e4m3fn),
         lambda: parallelize(plain(), "bf16", reduce_dtype=torch.float8_e4m3fn),
-        lambda: gradients.reduce_scatter(g[0]),
-        lambda: gradients.accumulate(gradients.accumulate(None, g), g[:2]),
+        lambda: gradient_reduction.reduce_scatter(g[0]),
+        lambda: gradient_reduction.accumulate(gradient_reduction.accumulate(None, g), g[:2]),
     ]
     found = []
     for call in calls:
@@ -268,10 +268,10 @@ def test_what_cannot_be_reduced_is_refused_by_name():  # P-25
 
 def test_what_a_hook_cannot_do_is_refused_before_it_runs():  # P-21, P-22
     with pytest.raises(ValueError, match="prescale is one of one, inverse_root, inverse; got 'half'"):
-        gradients.DDPState(prescale="half")
+        gradient_reduction.DDPState(prescale="half")
     with pytest.raises(ValueError, match="a shared scale of gradients is multiplied by factors"):
-        gradients.DDPState(policy="deepgemm")
+        gradient_reduction.DDPState(policy="deepgemm")
     with pytest.raises(ValueError, match="gradients are summed over a process group; there is none"):
-        gradients.all_reduce(torch.ones(3))
+        gradient_reduction.all_reduce(torch.ones(3))
     with pytest.raises(ValueError, match=r"got None\. Ask the reduction for it by count=True"):
-        gradients.next_mu(torch.tensor(1.0), None, 3)
+        gradient_reduction.next_mu(torch.tensor(1.0), None, 3)

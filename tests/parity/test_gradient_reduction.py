@@ -1,6 +1,6 @@
 """Both trainers exchange gradients in FP8 as the simulator does, of each device's own gradients (spec P-21, P-25)."""
 
-import gradients as cases
+import gradient_cases as cases
 import numpy as np
 import pytest
 from ranks import run
@@ -10,7 +10,7 @@ from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
 from fp8ref.llama import LlamaConfig
-from fp8ref.sim import cast, gradients
+from fp8ref.sim import cast, gradient_reduction
 from fp8ref.train import device_shapes, loop
 from fp8ref.train.config import Config, DataConfig
 
@@ -37,7 +37,7 @@ def test_jax_exchanges_what_the_simulator_does(parallel):  # P-25
     parts = alone("jax")
     for name in LINEARS:
         # the loss is the mean of all devices', and a gradient has the dtype of the weight that the linear takes
-        total = gradients.reduce([part[name] / RANKS for part in parts], mean=False).value
+        total = gradient_reduction.reduce([part[name] / RANKS for part in parts], mean=False).value
         assert cases.equal(found[name], cast.round_to(total, BFLOAT16)), name
 
 
@@ -48,7 +48,7 @@ def under_fsdp():
 def test_torch_exchanges_what_the_simulator_does():  # P-25
     found, parts = run(RANKS, under_fsdp), alone("torch")
     for name in LINEARS:
-        expected = gradients.reduce([part[name] for part in parts]).value
+        expected = gradient_reduction.reduce([part[name] for part in parts]).value
         assert all(cases.equal(of_rank[name], expected) for of_rank in found), name
 
 

@@ -1,7 +1,7 @@
 """Gradients summed over ranks in FP8, by one scale for all ranks (spec P-21, P-22, P-24).
 
-    gradients.reduce_in_fp8(model)                                    # FSDP2, after fully_shard
-    ddp.register_comm_hook(gradients.DDPState(), gradients.ddp_hook)  # DistributedDataParallel
+    gradient_reduction.reduce_in_fp8(model)                                    # FSDP2, after fully_shard
+    ddp.register_comm_hook(gradient_reduction.DDPState(), gradient_reduction.ddp_hook)  # DistributedDataParallel
 
 Ranks exchange codes by an all-to-all of uint8, which gloo and NCCL have, and each adds its piece of
 all ranks' codes in float32, in rank order. ``reduce_scatter`` and ``all_reduce`` are the same for one
@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-from fp8ref import gradients
+from fp8ref import gradient_reduction
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.gradients import AutoScale, PreScale, Result
+from fp8ref.gradient_reduction import AutoScale, PreScale, Result
 from fp8ref.policy import ScalePolicy
 from fp8ref.torch import cast, scales, scaling
 from fp8ref.torch.scaling import Quantized
@@ -57,7 +57,7 @@ def reduce_scatter(
     Shapes:   g float32, float16 or bfloat16 [n, ...]; value float32 [ceil(n / ranks), ...]: rank i's
               rows, P-1's ``ceil``, filled with zeros where they are fewer. mu a number or float32 ().
     Order:    merged amax; scale; cast; all-to-all; acc = acc + code_r in float32, r ascending;
-              RN32(acc * scale_inv), as ``sim.gradients.reduce``.
+              RN32(acc * scale_inv), as ``sim.gradient_reduction.reduce``.
     Specials: an Inf or NaN on any rank makes the value NaN on all.
     Raises:   ValueError: a g without dims or elements; a policy that fp8ref.torch does not implement,
               or without a scale to multiply by; an unknown prescale or result.
@@ -97,7 +97,7 @@ def all_reduce(
     return Reduced((whole * _of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated)
 
 
-def next_mu(mu: torch.Tensor, saturated: torch.Tensor | None, elements: int, auto: AutoScale = gradients.AUTO) -> torch.Tensor:
+def next_mu(mu: torch.Tensor, saturated: torch.Tensor | None, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> torch.Tensor:
     """mu of the next step, float32 (), from the saturated elements of this one (spec P-22).
 
     Raises:   ValueError: a sum whose saturated elements nobody counted.
@@ -105,7 +105,7 @@ def next_mu(mu: torch.Tensor, saturated: torch.Tensor | None, elements: int, aut
     if saturated is None:
         raise ValueError("mu follows the number of saturated elements; got None. Ask the reduction for it by count=True.")
     mu = torch.where(saturated > auto.allowed(elements), mu * 0.5, mu * float(auto.growth))
-    return mu.clamp(gradients.MU_MIN, gradients.MU_MAX)
+    return mu.clamp(gradient_reduction.MU_MIN, gradient_reduction.MU_MAX)
 
 
 @torch.no_grad()
@@ -195,8 +195,8 @@ def reduce_in_fp8(
     Raises:     ValueError: no unit, or none with a linear; a unit with copies along another mesh dim;
                 another reduce_dtype than float32; as ``reduce_scatter``.
     """
-    gradients.check_policy(scales.implemented(policy))
-    gradients.factor(prescale, 1)
+    gradient_reduction.check_policy(scales.implemented(policy))
+    gradient_reduction.factor(prescale, 1)
     units = [m for m in model.modules() if isinstance(m, FSDPModule) and any(_of_linear(p) for p in _params(m))]
     if not units:
         raise ValueError("gradients are reduced in FP8 by fully_shard units that hold linears; the model has none. Call fully_shard first.")
@@ -231,8 +231,8 @@ class DDPState:
     keep: frozenset[nn.Parameter] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        gradients.check_policy(scales.implemented(self.policy))
-        gradients.factor(self.prescale, 1)
+        gradient_reduction.check_policy(scales.implemented(self.policy))
+        gradient_reduction.factor(self.prescale, 1)
 
 
 @torch.no_grad()
@@ -268,8 +268,8 @@ def _total(
     if any(narrow):
         held = [p for p, is_narrow in zip(pieces, narrow, strict=True) if is_narrow]
         amax = scaling.merge_amax(torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name)
-        scale = _scale(amax, fmt, policy, float(gradients.factor(prescale, group.size())))
-        inverses = list((scale.reciprocal() * float(gradients.share_of(divisor))).unbind())
+        scale = _scale(amax, fmt, policy, float(gradient_reduction.factor(prescale, group.size())))
+        inverses = list((scale.reciprocal() * float(gradient_reduction.share_of(divisor))).unbind())
         codes = [cast.to_fp8(p.float() * s, fmt).view(torch.uint8) for p, s in zip(held, scale.unbind(), strict=True)]
     received = _exchanged(torch.cat([*codes, *(p.view(torch.uint8) for p in wide)], dim=1), group)
     split = received.split([sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1)
@@ -284,9 +284,9 @@ def _of_one(
 ):
     """This rank's piece of the sum [n] in the units of codes, its codes under result ``codes``,
     scale_inv, and the saturated elements of all ranks."""
-    gradients.check_result(result)
-    pre = gradients.factor(prescale, group.size())
-    factor = float(pre) * mu if isinstance(mu, torch.Tensor) else float(pre * gradients.constant_mu(mu))
+    gradient_reduction.check_result(result)
+    pre = gradient_reduction.factor(prescale, group.size())
+    factor = float(pre) * mu if isinstance(mu, torch.Tensor) else float(pre * gradient_reduction.constant_mu(mu))
     scale = _scale(scaling.merge_amax(scaling.amax(g), group.group_name), fmt, policy, factor)
     scaled = cast.to_f32(padded).reshape(group.size(), -1) * scale
     saturated = _saturated(scaled, fmt) if count else None
@@ -301,14 +301,15 @@ def _of_one(
 
 
 def _scale(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy, factor) -> torch.Tensor:
-    """``sim.gradients.shared_scales`` of merged amaxes; the policy's eps is its floor (``scales``)."""
-    gradients.check_policy(policy)
-    amax = torch.where(amax <= gradients.LARGEST, amax, math.nan)
+    """``sim.gradient_reduction.shared_scales`` of merged amaxes; the policy's eps is its floor (``scales``)."""
+    gradient_reduction.check_format(fmt)
+    gradient_reduction.check_policy(policy)
+    amax = torch.where(amax <= gradient_reduction.LARGEST, amax, math.nan)
     return scales.scale_from_amax(amax, fmt, policy) * factor
 
 
 def _saturated(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
-    return (scaled.abs() > gradients.saturates_above(fmt)).sum()
+    return (scaled.abs() > gradient_reduction.saturates_above(fmt)).sum()
 
 
 def _exchanged(pieces: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -336,7 +337,7 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
-    return scale_inv * float(gradients.share_of(group.size())) if mean else scale_inv
+    return scale_inv * float(gradient_reduction.share_of(group.size())) if mean else scale_inv
 
 
 def _group(group: ProcessGroup | None) -> ProcessGroup:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref import gradients
+from fp8ref import gradient_reduction
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.gradients import AutoScale, PreScale, Result
+from fp8ref.gradient_reduction import AutoScale, PreScale, Result
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, scaling
 from fp8ref.sim.scales import Scales, scale_inv_from_scale, scales_from_amax
@@ -52,15 +52,15 @@ def shared_scales(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, p
     Shapes:   amax float32 (), reduced over the ranks with P-3's flag; mu a number or float32 ().
     Order:    amax in [2^-90, 2^90], else NaN; the policy's scale; RN32(prescale * mu); their product.
     Specials: an infinite, NaN or larger amax gives NaN; a smaller one counts as 2^-90.
-    Raises:   ValueError: a policy that divides or makes scale_inv; as ``gradients.factor``.
+    Raises:   ValueError: a policy that divides or makes scale_inv; as ``gradient_reduction.factor``.
     Source:   spec P-21.
     """
-    policy, amax = gradients.check_policy(policy), np.float32(amax)
-    if not amax <= gradients.LARGEST:
+    policy, amax = gradient_reduction.check_policy(policy), np.float32(amax)
+    if not amax <= gradient_reduction.LARGEST:
         nan = np.asarray(np.nan, np.float32)
         return Scales(nan, nan)
-    scale = scales_from_amax(np.maximum(amax, np.float32(gradients.SMALLEST)), fmt, policy).scale
-    scale = scale * (gradients.factor(prescale, ranks) * gradients.constant_mu(float(mu)))
+    scale = scales_from_amax(np.maximum(amax, np.float32(gradient_reduction.SMALLEST)), fmt, policy).scale
+    scale = scale * (gradient_reduction.factor(prescale, ranks) * gradient_reduction.constant_mu(float(mu)))
     return Scales(scale, scale_inv_from_scale(scale))
 
 
@@ -77,7 +77,7 @@ def share(
               as ``shared_scales``.
     Source:   spec P-21; MS-AMP msamp/nn/distributed.py, _reduce_bucket.
     """
-    scaling.check_target(fmt)
+    gradient_reduction.check_format(fmt)
     shapes = {np.shape(g) for g in grads}
     if len(shapes) != 1:
         raise ValueError(f"ranks have gradients of one shape; got {sorted(shapes) or 'no ranks'}.")
@@ -88,7 +88,7 @@ def share(
     for g in grads:
         with np.errstate(over="ignore", invalid="ignore"):
             scaled = np.asarray(g).astype(np.float32) * scales.scale
-        saturated += int(np.sum(np.abs(scaled) > gradients.saturates_above(fmt)))
+        saturated += int(np.sum(np.abs(scaled) > gradient_reduction.saturates_above(fmt)))
         codes.append(cast.encode(np.clip(scaled, -fmt.max, fmt.max), fmt))
     return Shared(codes, scales.scale, scales.scale_inv, fmt, saturated)
 
@@ -127,18 +127,18 @@ def reduce(
     >>> reduce([np.float32([1, 2]), np.float32([3, -8])]).value
     array([ 1.9285715, -3.0000002], dtype=float32)
     """
-    gradients.check_result(result)
+    gradient_reduction.check_result(result)
     shared = share(grads, fmt, policy=policy, prescale=prescale, mu=mu)
     total, codes, saturated = add(shared), None, shared.saturated
     if result == "codes":
-        saturated += int(np.sum(np.abs(total) > gradients.saturates_above(fmt)))
+        saturated += int(np.sum(np.abs(total) > gradient_reduction.saturates_above(fmt)))
         codes = cast.encode(np.clip(total, -fmt.max, fmt.max), fmt)
         total = cast.decode(codes, fmt)
-    scale_inv = shared.scale_inv * gradients.share_of(len(grads)) if mean else shared.scale_inv
+    scale_inv = shared.scale_inv * gradient_reduction.share_of(len(grads)) if mean else shared.scale_inv
     return Reduced(total * scale_inv, codes, scale_inv, saturated)
 
 
-def next_mu(mu, saturated: int, elements: int, auto: AutoScale = gradients.AUTO) -> np.float32:
+def next_mu(mu, saturated: int, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> np.float32:
     """mu of the next step, from the saturated elements of this one.
 
     Order:    above the threshold mu / 2, else RN32(mu * growth); within MU_MIN and MU_MAX.
@@ -146,7 +146,7 @@ def next_mu(mu, saturated: int, elements: int, auto: AutoScale = gradients.AUTO)
     """
     mu = np.float32(mu)
     mu = mu * np.float32(0.5) if saturated > auto.allowed(elements) else mu * auto.growth
-    return np.clip(mu, np.float32(gradients.MU_MIN), np.float32(gradients.MU_MAX))
+    return np.clip(mu, np.float32(gradient_reduction.MU_MIN), np.float32(gradient_reduction.MU_MAX))
 
 
 def ring(codes: Sequence[np.ndarray], fmt: Format = E4M3FN, *, order: Sequence[int] | None = None, start: int = 1) -> np.ndarray:
@@ -204,7 +204,7 @@ def accumulate(total: Quantized | None, g, fmt: Format = E4M3FN, *, policy: str 
     Raises:   ValueError: as ``share``; a g of another shape; a sum in another format.
     Source:   spec P-24; MS-AMP msamp/operators/arithmetic, add_to_fp8.
     """
-    scaling.check_target(fmt)
+    gradient_reduction.check_format(fmt)
     value = scaling.tensor(g).astype(np.float32)
     if total is not None:
         if total.codes.shape != value.shape:

@@ -1,9 +1,9 @@
-"""Gradients of ranks, and options, under which ``sim.gradients`` and a backend are compared."""
+"""Gradients of ranks, and options, under which ``sim.gradient_reduction`` and a backend are compared."""
 
 import numpy as np
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import gradients
+from fp8ref.sim import gradient_reduction
 
 ROWS = (13, 16)
 """First dims: one that no number of ranks divides, and one that all do."""
@@ -37,10 +37,10 @@ def special(ranks: int, name: str) -> list[np.ndarray]:
     return grads
 
 
-def expected(ranks: int, case: tuple) -> gradients.Reduced:
+def expected(ranks: int, case: tuple) -> gradient_reduction.Reduced:
     """What the simulator reduces the gradients of a case to."""
     rows, fmt, options = case
-    return gradients.reduce(of_ranks(ranks, rows), fmt, **options)
+    return gradient_reduction.reduce(of_ranks(ranks, rows), fmt, **options)
 
 
 def equal(found, expected) -> bool:
