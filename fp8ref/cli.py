@@ -6,6 +6,7 @@ not finite; 4 another process of the run was lost; 5 SIGTERM, after the state wa
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = known.run(known, options)
         sys.stdout.flush()
     except KeyboardInterrupt as error:
-        print(f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):  # whoever reads it may have ended of the same Ctrl-C
+            print(f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept", file=sys.stderr, flush=True)
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read what this prints, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

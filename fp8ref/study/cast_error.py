@@ -9,9 +9,10 @@ import numpy as np
 
 from fp8ref import granularity
 from fp8ref import recipe as recipes_of
+from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role, trained_recipes
 from fp8ref.result import Result
-from fp8ref.sim import scaling, stats
+from fp8ref.sim import cast, scaling, stats
 from fp8ref.sim.scales import scales_from_amax
 from fp8ref.study.recording import Operand, Recording
 
@@ -24,7 +25,7 @@ class Row:
     """One operand of one GEMM of a layer, under one recipe.
 
     sqnr      10 log10(signal / noise) in dB (Q-1).
-    lost      the share of elements other than zero that become zero.
+    lost      the share of all elements that are other than zero and become zero (Q-3).
     clipped   the share that rounds beyond the format's range (C-4).
     """
 
@@ -141,10 +142,10 @@ def judge(recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, C
 def _of_recipe(recipe: Recipe) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
     """{(GEMM, role): (cast, the axis that the GEMM reduces)} of a recipe's operands in FP8."""
     return {
-        (gemm, role): (cast, axis)
+        (gemm, role): (of_role, axis)
         for gemm, spec in recipe.gemms.items()
-        for role, cast, axis in zip(OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True)
-        if cast is not None
+        for role, of_role, axis in zip(OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True)
+        if of_role is not None
     }
 
 
@@ -163,6 +164,8 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
         amax = operand.columns.reshape(scaling.amax(x, kind, axis=axis).shape)
     else:  # of rows, which are whole, or of blocks, which are too
         amax = scaling.amax(x, kind, axis=axis)
+    if spec.policy.compute != FLOAT32:  # the policy sees tensors in this dtype, and rounding keeps their order (S-13)
+        amax = cast.round_to(amax, spec.policy.compute).astype(np.float32)
     scales = scales_from_amax(amax, spec.fmt, spec.policy)
     q = scaling.quantize_with(x, scales, spec.fmt, granularity=kind, policy=spec.policy, axis=axis)
     found = stats.statistics(x, q)

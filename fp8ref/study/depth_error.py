@@ -9,6 +9,7 @@ import numpy as np
 from fp8ref import recipe as recipes_of
 from fp8ref.recipe import Recipe, trained_recipes
 from fp8ref.result import Result
+from fp8ref.study.recording import Operand
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class Seen(NamedTuple):
     """A forward pass: what it recorded of each linear's input, by layer; its result; and how many linears ran in FP8."""
 
-    inputs: dict[str, np.ndarray]
+    inputs: dict[str, Operand]
     result: np.ndarray
     in_fp8: int
 
@@ -27,7 +28,8 @@ class Outcome:
     """One recipe's forward pass next to that in high precision.
 
     in_fp8        how many linears ran in FP8; a recipe leaves out those whose sizes it does not take.
-    inputs        by layer, ||x' - x|| / ||x|| of the linear's input, in the order in which layers ran.
+    inputs        by layer, ||x' - x|| / ||x|| of the linear's input, in the order in which layers ran; without layers
+                  that had another number of tokens, as experts have.
     output        the same of the model's result.
     divergence    the mean over rows of KL(p || p') in nats, p being the softmax of the high-precision
                   result along its last dim: of logits the mean change of a token's distribution.
@@ -68,7 +70,7 @@ class Depth(Result):
 
         table = Table("recipe", "linears in FP8", "error of the result", "KL, nats", "same top entry", "worst input of a linear")
         for name, one in self.outcomes.items():
-            layer, worst = max(one.inputs.items(), key=lambda item: item[1])
+            layer, worst = max(one.inputs.items(), key=lambda item: item[1], default=("-", 0.0))
             table.add_row(
                 name,
                 f"{one.in_fp8} of {len(one.inputs)}",
@@ -90,6 +92,10 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
     recipes       None: all in FP8 that train, of which those that are refused (ValueError) are noted.
     Raises:       ValueError: the two passes differ; what ``under`` raises for a recipe that was named.
     """
+    if first.result.ndim == 0:
+        raise ValueError("run gives logits, or another tensor with a last dim to compare along; got a scalar. Give what the loss is of.")
+    if not first.inputs:
+        raise ValueError("run calls the model that it is given; no linear of it was called. Write lambda model: model(...).")
     if not np.array_equal(first.result, again.result, equal_nan=True):
         raise ValueError("run gives the same result each time; two runs differed. Turn dropout off, as model.eval() does, and fix seeds.")
     outcomes: dict[str, Outcome] = {}
@@ -103,24 +109,39 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
             refused[recipe.name] = str(error)
             continue
         outcomes[recipe.name] = _outcome(first, seen)
-    return Depth(outcomes=dict(sorted(outcomes.items(), key=lambda item: item[1].output)), refused=refused)
+    return Depth(outcomes=dict(sorted(outcomes.items(), key=lambda item: (np.isnan(item[1].output), item[1].output))), refused=refused)
 
 
 def _outcome(first: Seen, seen: Seen) -> Outcome:
     log_p, log_q = (_log_softmax(one.result.reshape(-1, one.result.shape[-1])) for one in (first, seen))
     return Outcome(
         in_fp8=seen.in_fp8,
-        inputs={layer: _distance(seen.inputs[layer], x) for layer, x in first.inputs.items() if layer in seen.inputs},
+        inputs={
+            name: _distance(seen.inputs[name].kept, x.kept) for name, x in first.inputs.items() if _same_rows(x, seen.inputs.get(name))
+        },
         output=_distance(seen.result, first.result),
-        divergence=float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean()),
+        divergence=_divergence(log_p, log_q),
         agreement=float((log_p.argmax(axis=-1) == log_q.argmax(axis=-1)).mean()),
     )
 
 
 def _distance(x: np.ndarray, to: np.ndarray) -> float:
-    """||x - to|| / ||to||, in float64; 0 where both are 0."""
-    difference, size = (float(np.linalg.norm(v.astype(np.float64))) for v in (x.astype(np.float64) - to, to))
+    """||x - to|| / ||to||, in float64; 0 where both are 0. Equal infinities, as of masked logits, count in neither."""
+    masked = np.isinf(to) & (x == to)
+    x, to = (np.where(masked, 0.0, v).astype(np.float64) for v in (x, to))
+    difference, size = float(np.linalg.norm(x - to)), float(np.linalg.norm(to))
     return difference / size if size else (0.0 if difference == 0 else float("inf"))
+
+
+def _same_rows(x: Operand, other: Operand | None) -> bool:
+    return other is not None and (x.rows, x.kept.shape) == (other.rows, other.kept.shape)
+
+
+def _divergence(log_p: np.ndarray, log_q: np.ndarray) -> float:
+    """The mean over rows of KL(p || q) in nats; what p gives no probability counts nothing."""
+    possible = np.isfinite(log_p)
+    difference = np.where(possible, log_p, 0.0) - np.where(possible, log_q, 0.0)
+    return float((np.exp(log_p) * difference).sum(axis=-1).mean())
 
 
 def _log_softmax(x: np.ndarray) -> np.ndarray:

@@ -92,7 +92,7 @@ def _einsum(inner: Callable, keep: Callable, subscripts: str, x, w, **more):
     dots = "".join(map(chr, range(x.ndim - len(left.split(",")[0].replace("...", "")))))  # a letter for each dim of ...
     (a, b), out = (term.replace("...", dots) for term in left.split(",")), out.replace("...", dots)
     contracted = [letter for letter in a if letter in b]
-    if any(letter in out for letter in contracted):  # batch dims: not a linear
+    if not contracted or len(set(a + b)) != len(a + b) - len(contracted) or set(out) != set(a + b) - set(contracted):  # not a linear
         return product(x, w)
     order = tuple(out.index(letter) for letter in a + b if letter not in contracted)  # rows, then the dims of N
     of_x, of_w = (tuple(term.index(letter) for letter in contracted) for term in (a, b))
@@ -116,7 +116,8 @@ def _reporting(product: Callable, keep: Callable, x, w, of_x: tuple[int, ...], o
         return product(x, w), (x, w)
 
     def backward(saved, grad):
-        jax.debug.callback(keep, grad_output=(grad if order is None else grad.transpose(order)).reshape(-1, n))
+        gradient = (grad if order is None else grad.transpose(order)).reshape(-1, n)
+        jax.debug.callback(keep, input=_rows(saved[0], of_x), grad_output=gradient)  # the input says of which call it is
         return jax.vjp(product, *saved)[1](grad)
 
     reporting.defvjp(forward, backward)
@@ -131,10 +132,14 @@ def _rows(x, contracted: tuple[int, ...]):
 
 
 def _keep(recording: Recording, name: str, rows: int, **operands: jax.Array) -> None:
-    """Record operands of a layer by role; of later calls nothing."""
-    for role, x in operands.items():
-        if f"{name}/{role}" not in recording.operands:
-            wide = np.asarray(x).astype(np.float32)
-            columns = np.abs(wide).max(axis=0)
-            kept = np.concatenate([wide[begin:end] for begin, end in recordings.spans(len(wide), rows)])
-            recording.operands[f"{name}/{role}"] = Operand(kept=kept, amax=columns.max(), columns=columns, rows=len(wide))
+    """Record operands of a layer by role; of calls with another input than the first nothing."""
+    made = {f"{name}/{role}": _operand(np.asarray(x).astype(np.float32), rows) for role, x in operands.items()}
+    first = recording.operands.get(f"{name}/input")
+    if first is None or np.array_equal(made[f"{name}/input"].kept, first.kept, equal_nan=True):
+        recording.operands |= {key: operand for key, operand in made.items() if key not in recording.operands}
+
+
+def _operand(x: np.ndarray, most: int) -> Operand:
+    columns = np.abs(x).max(axis=0)
+    kept = np.concatenate([x[begin:end] for begin, end in recordings.spans(len(x), most)])
+    return Operand(kept=kept, amax=columns.max(), columns=columns, rows=len(x))

@@ -11,6 +11,7 @@ One .npz file, which NumPy reads without pickle:
 import fnmatch
 import json
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +95,7 @@ def read(path: Path | str) -> Recording:
             name: Operand(kept=_wide(arrays[name]), amax=arrays[f"{name}/amax"], columns=arrays[f"{name}/columns"], rows=rows)
             for name, rows in about["rows"].items()
         }
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is not a recording of fp8ref.study: {error}. Make one with study.record.") from error
     return Recording(framework=about["framework"], chosen=tuple(about["chosen"]), operands=operands)
 
@@ -130,6 +131,6 @@ def _wide(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.uint32) << np.uint32(16)).view(np.float32) if x.dtype == np.uint16 else x
 
 
-def inputs(recording: Recording) -> dict[str, np.ndarray]:
-    """The kept rows of each layer's input, by layer."""
-    return {name.rpartition("/")[0]: operand.kept for name, operand in recording.operands.items() if name.endswith("/input")}
+def inputs(recording: Recording) -> dict[str, Operand]:
+    """Each layer's input, by layer."""
+    return {name.rpartition("/")[0]: operand for name, operand in recording.operands.items() if name.endswith("/input")}

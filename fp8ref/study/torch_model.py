@@ -18,11 +18,21 @@ from fp8ref.study.recording import Operand, Recording
 
 @contextlib.contextmanager
 def record(model: nn.Module, *, rows: int, layers: str) -> Iterator[Recording]:
-    """As ``fp8ref.study.record``."""
+    """As ``fp8ref.study.record``.
+
+    Raises:   ValueError: as there; a compiled model.
+    """
+    from fp8ref.torch import model_checks
+
+    compiled = [name or "the model" for name, module in model.named_modules() if model_checks.is_compiled(module)]
+    if compiled:
+        raise ValueError(
+            f"a study records a model that runs eagerly; {compiled[0]} is compiled, and may not call hooks. Record it before torch.compile."
+        )
     linears = _linears(model)
     names = recordings.chosen(linears, layers, rows)
     recording = Recording(framework="torch", chosen=tuple(names))
-    handles = [linears[name].register_forward_hook(_keep(recording, name, rows), prepend=True) for name in names]
+    handles = [linears[name].register_forward_hook(_keep(recording, name, rows), prepend=True, with_kwargs=True) for name in names]
     try:
         yield recording
     finally:
@@ -61,16 +71,24 @@ def _linears(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name or type(model).__name__: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if isinstance(module, nn.Linear) or (type(module).__name__, type(module).__module__) == ("Conv1D", "transformers.pytorch_utils")
     }
 
 
 def _keep(recording: Recording, name: str, rows: int) -> Callable:
-    def hook(module: nn.Module, args: tuple, out: torch.Tensor) -> None:
-        if f"{name}/input" in recording.operands or not args[0].numel():  # a later call, such as of checkpointing; no tokens
+    hooked = False
+
+    def hook(module: nn.Module, args: tuple, keywords: dict, out: torch.Tensor) -> None:
+        nonlocal hooked
+        x = (args[0] if args else keywords["input"]).detach()
+        if hooked or not x.numel():  # a later call, or no tokens
             return
+        first = recording.operands.get(f"{name}/input")
+        if first is not None and not np.array_equal(_operand(x, rows).kept, first.kept, equal_nan=True):
+            return  # not the first call again, which reentrant checkpointing runs without and then with gradients
+        hooked = out.requires_grad
         weight = cast(torch.Tensor, module.weight).detach()
-        recording.operands[f"{name}/input"] = _operand(args[0].detach(), rows)
+        recording.operands[f"{name}/input"] = _operand(x, rows)
         recording.operands[f"{name}/weight"] = _operand(weight if isinstance(module, nn.Linear) else weight.t(), rows)
         if out.requires_grad:
             out.register_hook(keep_grad)

@@ -21,6 +21,10 @@ class _Observing:
         self.observer = observer
         self.inside: list[str] = []
 
+    def leave(self) -> None:
+        """The innermost layer is done; what a hook returns would replace its output."""
+        self.inside.pop()
+
 
 _observing: list[_Observing] = []
 _products: list[Product] = []
@@ -41,7 +45,7 @@ def observe_attention(layers: Mapping[str, nn.Module], observer: Observer | None
     handles = []
     for name, module in layers.items():
         handles.append(module.register_forward_pre_hook(lambda module, args, name=name: mine.inside.append(name), prepend=True))
-        handles.append(module.register_forward_hook(lambda module, args, out: mine.inside.pop() and None, always_call=True))
+        handles.append(module.register_forward_hook(lambda module, args, out: mine.leave(), always_call=True))
     _observing.append(mine)
     try:
         yield

@@ -99,11 +99,13 @@ def policy(keep: Iterable[Operation | Callable] = EVERY) -> Callable[..., Checkp
     Raises:   ValueError: another name.
     """
     keep = check("selective", keep)
+    named = frozenset(name for name in keep if not isinstance(name, str))
     kept = AMAXES.union(*(OPERATORS[name] if isinstance(name, str) else [name] for name in keep))
 
     def of(context, op, *args, **kwargs) -> CheckpointPolicy:
         if _within_attention.get():
-            return CheckpointPolicy.PREFER_RECOMPUTE
+            keeps = op in named or (op is _ALL_REDUCE and args[1] == _MOST)
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
         keeps = (args[1] == _MOST or "linears" in keep or op in kept) if op is _ALL_REDUCE else op in kept
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import platform
+import time
 from pathlib import Path
 
 from fp8ref import console
@@ -57,7 +58,7 @@ class Lock:
                 f"{out} cannot be written ({error.strerror}). Make it writable, or name another directory with --run.out."
             ) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except BlockingIOError as error:
             owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             os.close(descriptor)
@@ -78,6 +79,16 @@ class Lock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file, or raise as flock; wait for a report that looks at the lock (``killed``), a moment at most."""
+    for wait in (0.01, 0.05, 0.2):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(wait)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def killed(out: Path) -> bool:
@@ -135,7 +146,8 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
         return True
     mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
     different = changed(mine, manifest)
-    longer = "config.run.steps" in different and lengthens(config, manifest)
+    taken = int(checkpoint.saved(out)[0].name.removeprefix(checkpoint.PREFIX)) if saved else 0
+    longer = "config.run.steps" in different and lengthens(config, manifest, taken)
     if longer:
         del different["config.run.steps"]
     if different:
@@ -178,7 +190,7 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
         return None
     mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
     for key, (here, there) in changed(mine, found.manifest).items():
-        if key == "config.run.steps" and lengthens(config, found.manifest):
+        if key == "config.run.steps" and lengthens(config, found.manifest, found.step):
             continue
         raise ConfigError(
             f"{found.path} is from another run: its {key} is {there!r}; this run has {here!r}. Put the run's own checkpoints back."
@@ -202,15 +214,15 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
     return found
 
 
-def lengthens(config: Config, manifest: dict) -> bool:
-    """Whether a config has more steps than that of a manifest, and each step of that has the same learning rate and recipe."""
+def lengthens(config: Config, manifest: dict, taken: int) -> bool:
+    """Whether a config has more steps than that of a manifest, and the steps that were taken have the same learning rates and recipes."""
     before = configs.from_dict(manifest["config"])
     steps, entries = before.run.steps, config.numerics.schedule or ()
     return (
         config.run.steps > steps
         and all(
             config.optimizer.learning_rate_at(step, config.run.steps) == before.optimizer.learning_rate_at(step, steps)
-            for step in range(steps)
+            for step in range(taken)
         )
         and all(isinstance(begin, int) for begin, _ in entries)
     )

@@ -40,6 +40,11 @@ class Rates(Protocol):
         """The steps before the peak."""
         ...
 
+    @property
+    def decay(self) -> str:
+        """The shape of the decay; none: it stays at the peak."""
+        ...
+
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The rate of a step in a run of so many."""
         ...
@@ -163,6 +168,10 @@ def _first_below(rate: float, optimizer: Rates, steps: int) -> int | None:
         raise ValueError(
             f"a learning rate of numerics.schedule is above optimizer.min_learning_rate = {low} and at most optimizer.learning_rate = {high}, so "
             f"that the rate falls below it; got {rate}."
+        )
+    if optimizer.decay == "none":
+        raise ValueError(
+            f"a learning rate of numerics.schedule is one that the run's falls below; optimizer.decay is 'none', got {rate}. Name a step."
         )
     after_warmup = range(optimizer.warmup_steps, steps)
     index = bisect.bisect_left(after_warmup, True, key=lambda step: optimizer.learning_rate_at(step, steps) < rate)

@@ -1,5 +1,6 @@
 """What stops a run between steps: SIGTERM, which clusters send before they take a machine, and Ctrl-C."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -62,7 +63,8 @@ def deferring_ctrl_c() -> Iterator[Callable[[], bool]]:
     def handler(*_) -> None:
         came.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, SAID)  # not print: the signal may have come in the middle of one
+        with contextlib.suppress(OSError):  # whoever reads standard error may have ended of the same Ctrl-C
+            os.write(2, SAID)  # not print: the signal may have come in the middle of one
 
     signal.signal(signal.SIGINT, handler)
     try:

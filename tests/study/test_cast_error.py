@@ -64,6 +64,16 @@ def test_kept_rows_have_the_codes_that_they_have_in_the_whole_tensor(kind):
         assert found[gemm, "input"].sqnr == pytest.approx(10 * math.log10(signal / (error**2).sum()), abs=1e-9)
 
 
+@pytest.mark.parametrize("policy", ["flax_bf16", "qwix_bf16"])
+def test_a_policy_that_divides_in_bfloat16_sees_bfloat16(policy):  # S-13
+    x = tensors()["weight"]
+    one = Recording(framework="torch")
+    one.operands["a/weight"] = Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=len(x))
+    row = study.judge(one, {policy: CastSpec(fmt=E4M3FN, policy=POLICIES[policy])}).rows[0]
+    q = scaling.quantize(x, E4M3FN, policy=policy)
+    assert row.sqnr == float(stats.statistics(x, q).sqnr)
+
+
 def test_a_block_that_is_cut_short_has_the_scale_of_its_own_elements():
     x = np.random.default_rng(1).standard_normal((100, 130)).astype(np.float32)
     one = Recording(framework="torch")

@@ -4,15 +4,23 @@ import pytest
 from fp8ref.recipe import trained_recipes
 from fp8ref.study import depth_error
 from fp8ref.study.depth_error import Seen
+from fp8ref.study.recording import Operand
 
 X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
-FIRST = Seen({"a": X, "b": 2 * X}, X, 0)
+
+
+def seen(inputs, result, in_fp8=0, rows=2):
+    made = {name: Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=rows) for name, x in inputs.items()}
+    return Seen(made, result, in_fp8)
+
+
+FIRST = seen({"a": X, "b": 2 * X}, X)
 
 
 def test_errors_and_divergence_by_hand():
     other = X.copy()
     other[0] = [2.0, 1.0]
-    found = depth_error.compare(FIRST, FIRST, lambda recipe: Seen({"a": X, "b": X}, other, 1), ["tensorwise"])
+    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X, "b": X}, other, 1), ["tensorwise"])
     one = found.outcomes["tensorwise"]
     assert one.inputs == {"a": 0.0, "b": 0.5}
     assert one.in_fp8 == 1
@@ -39,10 +47,40 @@ def test_refusals_of_recipes_that_nobody_named_are_kept():
 
 def test_the_best_result_is_first():
     errors = {"tensorwise": 0.3, "rowwise": 0.1}
-    found = depth_error.compare(FIRST, FIRST, lambda recipe: Seen({}, X * (1 + errors[recipe.name]), 1), list(errors))
+    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({}, X * (1 + errors[recipe.name]), 1), list(errors))
     assert list(found.outcomes) == ["rowwise", "tensorwise"]
+
+
+def test_a_result_that_is_no_number_is_last():
+    errors = {"tensorwise": np.nan, "rowwise": 0.3, "mxfp8": 0.1}
+    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({}, X * np.float32(1 + errors[recipe.name]), 1), list(errors))
+    assert list(found.outcomes) == ["mxfp8", "rowwise", "tensorwise"]
+
+
+def test_layers_with_other_tokens_are_left_out():
+    """As experts, to which a router in FP8 sends others."""
+    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X[:1], "b": 2 * X}, X, 2), ["rowwise"])
+    assert found.outcomes["rowwise"].inputs == {"b": 0.0}
+    other = seen({"a": X}, X, rows=300)  # as many rows are kept
+    assert depth_error.compare(FIRST, FIRST, lambda recipe: other, ["rowwise"]).outcomes["rowwise"].inputs == {}
+
+
+def test_masked_logits_count_nothing():
+    masked = np.array([[1.0, -np.inf], [0.0, 1.0]], np.float32)
+    first = seen({"a": X}, masked)
+    one = depth_error.compare(first, first, lambda recipe: seen({"a": X}, masked + np.float32(1), 1), ["rowwise"]).outcomes["rowwise"]
+    assert one.divergence == pytest.approx(0, abs=1e-15)
+    assert one.output == pytest.approx(np.sqrt(3 / 2))
+    assert one.agreement == 1
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="got a scalar"):
+        depth_error.compare(seen({"a": X}, np.float32(1)), FIRST, lambda recipe: FIRST, ["rowwise"])
+    with pytest.raises(ValueError, match="no linear of it was called"):
+        depth_error.compare(seen({}, X), FIRST, lambda recipe: FIRST, ["rowwise"])
 
 
 def test_a_pass_that_changes_is_refused():
     with pytest.raises(ValueError, match="run gives the same result each time; two runs differed"):
-        depth_error.compare(FIRST, Seen({}, X + 1, 0), lambda recipe: FIRST, ["tensorwise"])
+        depth_error.compare(FIRST, seen({}, X + 1), lambda recipe: FIRST, ["tensorwise"])

@@ -72,6 +72,28 @@ def test_operands_are_rows_and_no_bit_changes(net, x, jit):
     np.testing.assert_array_equal(found.operands["up/weight"].kept, kernel.T)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_of_a_layer_that_is_called_twice_all_is_of_the_first_call(jit):
+    layer = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    step = nnx.value_and_grad(lambda layer: (layer(layer(x)) ** 2).sum())
+    with study.record(layer) as found:
+        (nnx.jit(step) if jit else step)(layer)
+    w = np.asarray(layer.kernel.get_value(), np.float64)
+    first = np.asarray(x, np.float64)
+    np.testing.assert_array_equal(found.operands["Linear/input"].kept, np.asarray(x))
+    # the gradient of the first call's result: 2 y w^T; float32 sums of 8 products, twice, and a result
+    expected = 2 * (first @ w @ w) @ w.T
+    np.testing.assert_allclose(found.operands["Linear/grad_output"].kept, expected, rtol=2**-18, atol=2**-18 * np.abs(expected).max())
+
+
+def test_an_einsum_that_sums_a_letter_of_one_operand_is_no_linear():
+    layer = nnx.Einsum("ab,bc->c", (8, 4), rngs=nnx.Rngs(0))
+    with study.record(layer) as found:
+        layer(jnp.ones((3, 8)))
+    assert found.uncalled == ["Einsum"]
+
+
 def test_the_gradient_of_a_result_in_another_order_has_the_rows_of_the_input(net, x):
     """dW = dY^T X, in float64, of all rows, against autodiff's."""
     with study.record(net, rows=256) as found:

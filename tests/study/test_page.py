@@ -22,12 +22,14 @@ def judged():
 @pytest.fixture(scope="module")
 def depth():
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    first = Seen({"first": x, "<last>": x}, x, 0)
+    operand = Operand(kept=x, amax=x.max(), columns=x.max(axis=0), rows=2)
+    first = Seen({"first": operand, "<last>": operand}, x, 0)
 
     def under(recipe):
         if recipe.in_blocks:
             raise ValueError("no blocks here")
-        return Seen({"first": x, "<last>": 1.01 * x}, 1.01 * x, 2)
+        other = Operand(kept=1.01 * x, amax=x.max(), columns=x.max(axis=0), rows=2)
+        return Seen({"first": operand, "<last>": other}, 1.01 * x, 2)
 
     return depth_error.compare(first, first, under, None)
 

@@ -46,6 +46,12 @@ def test_another_file_is_refused(tmp_path):
         recording.read(tmp_path / "other.npz")
 
 
+def test_one_array_is_refused(tmp_path):
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(ValueError, match=r"one\.npy is not a recording"):
+        recording.read(tmp_path / "one.npy")
+
+
 def test_what_is_chosen_is_checked():
     assert recording.chosen(["a.x", "a.y", "b"], "a.*", 128) == ["a.x", "a.y"]
     with pytest.raises(ValueError, match=r"layers matches the name of a linear of the model; got 'c\*' for a, b"):

@@ -77,6 +77,38 @@ def test_a_checkpointed_block_is_recorded_once(net, x):
         np.testing.assert_array_equal(found.operands[name].kept, operand.kept, err_msg=name)
 
 
+def test_a_reentrant_checkpoint_has_gradients_too(net, x):
+    """Its first pass is without gradients; the same call runs again with them."""
+    with study.record(net, rows=256) as plain:
+        loss(net, x).backward()
+    with study.record(net, rows=256) as found:
+        torch.utils.checkpoint.checkpoint(net, x.requires_grad_(), use_reentrant=True).float().square().mean().backward()
+    for name, operand in plain.operands.items():
+        np.testing.assert_array_equal(found.operands[name].kept, operand.kept, err_msg=name)
+
+
+def test_an_input_by_keyword_is_recorded(net, x):
+    with study.record(net, layers="up") as found:
+        net.up(input=x)
+    assert found.operands["up/input"].rows == 320
+
+
+def test_another_conv1d_is_none_of_transformers():
+    class Conv1D(nn.Conv1d):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Conv1D(3, 3, 1))
+    with study.record(model) as found:
+        model(torch.ones(2, 3, 4))
+    assert found.layers == ["0"]
+
+
+def test_a_compiled_model_is_refused(net):
+    net.up.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"runs eagerly; up is compiled"), study.record(net):
+        pass
+
+
 def test_conv1d_of_transformers_has_the_weight_of_a_linear():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 5)
     with study.record(nn.Sequential(conv1d)) as found:

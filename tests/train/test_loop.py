@@ -77,6 +77,18 @@ def test_a_finished_run_without_decay_is_extended(tmp_path, small, fake):  # K-2
     assert (manifest["status"], manifest["starts"], manifest["config"]["run"]["steps"]) == ("finished", [0, 3], 5)
 
 
+def test_a_stopped_run_is_extended_before_its_decay(tmp_path, small, fake):  # T-3
+    """Warm-up, stable, decay: the steps that were taken are at the peak either way."""
+    config = small.replace(optimizer={"warmup_steps": 0, "decay": "linear", "decay_steps": 2}, run={"steps": 6}, checkpoint={"every": 3})
+    fake({4: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(config, "jax", tmp_path / "run")
+    fake()
+    lines = loop.train(config.replace(run={"steps": 8}), "jax", tmp_path / "run", resume=True)
+    assert [line["step"] for line in lines] == list(range(8))
+    assert log.read_manifest(tmp_path / "run")["starts"] == [0, 3]
+
+
 @pytest.mark.parametrize(
     ("keys", "steps"), [({}, 5), ({"decay": "linear", "decay_steps": 2}, 5), ({"decay": "none"}, 2)], ids=["cosine", "decayed", "shorter"]
 )

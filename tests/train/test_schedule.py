@@ -105,6 +105,11 @@ def test_meshes_that_cannot_switch_are_refused_before_anything_is_made(small, ke
 # ---- which step runs in which recipe ----
 
 
+def test_a_learning_rate_that_never_falls_begins_nothing(small):  # T-9
+    with pytest.raises(ValueError, match=r"optimizer\.decay is 'none'"):
+        small.replace(numerics={"schedule": [[0, "tensorwise"], ["learning_rate < 5e-4", "rowwise"]]}, optimizer={"decay": "none"})
+
+
 def test_a_learning_rate_begins_where_it_first_is_lower(small):  # T-9, T-3
     config = scheduled(small, (0, "tensorwise"), ("learning_rate < 3e-4", "rowwise"), (190, "bf16"), run={"steps": 200})
     rates = [config.optimizer.learning_rate_at(step, 200) for step in range(200)]

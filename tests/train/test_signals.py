@@ -58,6 +58,18 @@ def test_the_first_ctrl_c_is_remembered_and_the_second_ends_it(capfd):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_is_remembered_though_nobody_reads_what_it_says(monkeypatch):
+    """Whoever reads standard error, such as tee, has ended of the same Ctrl-C."""
+
+    def broken(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(signals.os, "write", broken)
+    with signals.deferring_ctrl_c() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked()
+
+
 def test_another_handler_of_ctrl_c_is_left_alone():
     """As in a shell's background job, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
