@@ -411,9 +411,11 @@ def test_sigterm_saves_and_exits_with_5(config, fake, run):  # K-8
 
 
 def test_ctrl_c_saves_and_exits_with_130(config, fake, run):  # K-8
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     command = ("train", config, "--backend", "jax", "--run.out", "here", "--checkpoint.every", "0")
     fake({3: lambda: os.kill(os.getpid(), signal.SIGINT)})
     code, out, err = run(*command)
+    signal.signal(signal.SIGINT, before)
     assert (code, out) == (130, "")
     assert "fp8ref: interrupted after 4 steps, which are saved; --resume continues." in err
     assert log.read_manifest(config.parent / "here")["status"] == "interrupted"

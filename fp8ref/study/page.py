@@ -3,18 +3,24 @@
 import importlib.resources
 from pathlib import Path
 
-import jinja2
-import markupsafe
-import matplotlib
 import numpy as np
 
 import fp8ref
+from fp8ref import extras
 from fp8ref.plots import study as plots
 from fp8ref.plots import style
 from fp8ref.recipe import ROLES
 from fp8ref.study.cast_error import Judged
 from fp8ref.study.depth_error import Depth
 from fp8ref.train.report import svg
+
+try:
+    import jinja2
+    import markupsafe
+    import matplotlib
+except ImportError:
+    extras.require("train", "a page of fp8ref.study", "jinja2", "matplotlib")
+    raise
 
 
 def write(out: Path, judged: Judged, depth: Depth | None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torchao.float8 import float8_training_tensor, float8_utils
 
 from fp8ref.crosscheck.one_device import crosscheck
+from fp8ref.formats import FP8_FORMATS
 from fp8ref.jax import cast as jax_cast
 from fp8ref.jax import linear as jax_linear
 from fp8ref.jax import scales as jax_scales
@@ -109,7 +110,7 @@ def torch_scale_one_ulp_down(monkeypatch):
 
 def torch_rounds_to_odd(monkeypatch):
     def fault(x, dtype):
-        fmt = next(f for f in sim_cast.FP8_FORMATS.values() if torch_cast.DTYPES[f.name] == dtype)
+        fmt = next(f for f in FP8_FORMATS.values() if torch_cast.DTYPES[f.name] == dtype)
         codes = sim_cast.encode(x.detach().numpy(), fmt, rounding="to_odd")
         return torch.from_numpy(codes).view(dtype)
 

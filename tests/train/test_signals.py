@@ -47,7 +47,15 @@ def test_a_thread_leaves_it_alone():
     assert found == [(False, signal.getsignal(signal.SIGTERM))]
 
 
-def test_the_first_ctrl_c_is_remembered_and_the_second_ends_it(capfd):
+@pytest.fixture
+def foreground():
+    """A shell's background jobs ignore Ctrl-C, and Python with them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_ctrl_c_is_remembered_and_the_second_ends_it(capfd, foreground):
     with signals.deferring_ctrl_c() as asked:
         assert not asked()
         os.kill(os.getpid(), signal.SIGINT)
@@ -58,7 +66,7 @@ def test_the_first_ctrl_c_is_remembered_and_the_second_ends_it(capfd):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_is_remembered_though_nobody_reads_what_it_says(monkeypatch):
+def test_ctrl_c_is_remembered_though_nobody_reads_what_it_says(monkeypatch, foreground):
     """Whoever reads standard error, such as tee, has ended of the same Ctrl-C."""
 
     def broken(*_):

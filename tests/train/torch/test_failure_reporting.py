@@ -64,12 +64,16 @@ def test_a_process_that_stands_still_ends_the_others_of_every_axis(tmp_path, end
             assert "Traceback" not in said
 
 
-def test_ctrl_c_in_one_process_ends_all(tmp_path, endless):
+def test_ctrl_c_in_one_process_saves_on_all_after_the_same_step(tmp_path, endless):  # K-8
     with Forked(2, tmp_path, endless) as started:
         started.signal(1, signal.SIGINT)
-        assert started.codes(0, 1) == [cli.LOST, cli.INTERRUPTED]
-        assert "process 1 ended: Ctrl-C" in started.outputs()[0]
-        assert "interrupted; files written so far are kept" in started.outputs()[1]
+        assert started.codes(0, 1) == [cli.INTERRUPTED] * 2
+        for said in started.outputs():
+            assert "fp8ref: interrupted after" in said
+        assert "The run stops after this step" in started.outputs()[1]
+    steps = len(log.read_metrics(tmp_path / "run"))
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == f"step-{steps:08d}"
 
 
 # ---- without processes: several ranks' stores in one store, asked one after the other ----
