@@ -45,7 +45,7 @@ def operand(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_within_the_bound(name, mask, operand):

@@ -104,6 +104,7 @@ def test_the_gradient_of_a_result_in_another_order_has_the_rows_of_the_input(net
     np.testing.assert_allclose(by_hand, given, rtol=2**-7, atol=2**-8 * np.abs(given).max())
 
 
+@pytest.mark.slow
 def test_depth_is_the_error_of_the_converted_model(net, x):
     found = study.depth(net, lambda net: net(x), ["tensorwise"])
     plain, fp8 = (np.asarray(model(x), np.float64) for model in (net, fj.convert(nnx.clone(net), "tensorwise")))

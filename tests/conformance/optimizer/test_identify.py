@@ -124,6 +124,7 @@ def test_layouts_with_masters_are_named(name):  # O-14, O-15
     assert (hidden.ok, hidden.layout, hidden.exact, hidden.shown) == (True, name, True, False)
 
 
+@pytest.mark.slow
 def test_a_layout_with_another_master_is_not_the_named_one():  # O-14
     exact = dataclasses.replace(LAYOUTS["sqrt_e5m2"], name="mine", master=WITH_MASTERS["msamp_o2"].master)
     found = identify_optimizer(of_torch(exact))

@@ -134,6 +134,7 @@ def test_bf16_runs_alone_have_no_verdict(seeds, write):
     assert "No run here has a linear in FP8." in shown.text
 
 
+@pytest.mark.slow
 def test_figures_lie_beside_the_page(seeds, fp8, write, tmp_path):
     write([*seeds, fp8(statistics=statistics())], pictures=True)
     names = {path.name.removeprefix("report-g0-") for path in (tmp_path / "out").glob("*.png")}
