@@ -336,7 +336,7 @@ def test_parity_on_a_gpu_is_reported(tmp_path):
     for name in names:
         assert f"| {name} | 10 steps, loss " in table
     for name in ("torch-tensorwise", "jax-tensorwise"):
-        assert f"{name}: within noise" in table
+        assert re.search(rf"{name}: (equivalent|worse|better|cannot tell): [-+]", table)
     assert not list((out / "runs").rglob("checkpoints"))
     assert "<html" in (out / "report.html").read_text()[:200]
     (out / "runs" / "jax-tensorwise" / "finished").unlink()
