@@ -23,14 +23,16 @@ from jax import lax
 
 from fp8ref import attention as data
 from fp8ref.attention import FULL, Arithmetic, Mask, Variant
+from fp8ref.hardware import Multiply
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_operands as operands
+from fp8ref.jax import attention_observer, attention_stats, derivatives, elementary, hardware, head_scaling, moments, online_softmax, probability_value, sharding
 from fp8ref.jax import attention_real as real
-from fp8ref.jax import attention_stats, derivatives, elementary, head_scaling, moments, online_softmax, probability_value, sharding
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_kept import Kept
 from fp8ref.jax.attention_operands import Parts
 from fp8ref.jax.head_scaling import Heads
 
@@ -47,6 +49,8 @@ class Result(NamedTuple):
                    own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
+    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is
+                   not seen; None unless asked for.
     """
 
     o: jax.Array
@@ -57,6 +61,7 @@ class Result(NamedTuple):
     p_codes: jax.Array | None
     scale_p: jax.Array
     scale_inv_p: jax.Array
+    scores: jax.Array | None = None
 
 
 def apply(
@@ -73,6 +78,7 @@ def apply(
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
     name: str = "",
+    multiply: Multiply | None = None,
 ) -> jax.Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
 
@@ -90,6 +96,7 @@ def apply(
     over         mesh axes, inside shard_map, that cut batch and heads: amaxes of whole tensors are taken along
                  them too.
     name         of the layer, by which ``proof`` knows its products.
+    multiply     simulated hardware, which multiplies codes in place of XLA's dots (spec G-19).
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
               bfloat16. The output has q's shape and dtype.
     Order:    as ``forward``; of gradients A-14 to A-16.
@@ -100,7 +107,7 @@ def apply(
               mode, a second derivative, shard_map without check_vma; a name with '/', '(' or ')'.
     """
     how: dict = {"variant": variant, "mask": mask, "scale": scale, "documents": documents, "scales": scales, "seed": seed}
-    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None)[0]
+    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None, multiply=multiply)[0]
 
 
 def apply_with_stats(
@@ -118,6 +125,7 @@ def apply_with_stats(
     over: tuple[str, ...] = (),
     name: str = "",
     tap: jax.Array | None,
+    multiply: Multiply | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-13). Raises as apply.
 
@@ -132,7 +140,9 @@ def apply_with_stats(
         raise ValueError(f"attention's name has no '/', '(' or ')', which part the names of scopes; got {name!r}. Write dots.")
     if tap is not None and use.variant.fmt.bits != 8:
         raise ValueError(f"statistics are of FP8 operands; variant {use.variant.name!r} has {use.variant.fmt}. Give no tap.")
-    use = dataclasses.replace(use, layer=name, measures=tap is not None)
+    use = dataclasses.replace(use, layer=name, measures=tap is not None, watcher=attention_observer.watcher(), multiply=multiply)
+    if multiply is not None:
+        _check_simulated(use, given)
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
     tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
@@ -151,6 +161,7 @@ def forward(
     scales=None,
     seed: int = 0,
     keep_p: bool = False,
+    keep_s: bool = False,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
 ) -> Result:
@@ -158,6 +169,7 @@ def forward(
 
     keep_p       return the codes of the probabilities, which are not linear in the lengths. Other arguments
                  are those of ``apply``; scales of roles q, k, v, s, o.
+    keep_s       return the scores, likewise.
     Shapes:   as ``apply``; see ``Result``.
     Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11. fast: A-18.
     Specials: as ``apply``.
@@ -170,7 +182,9 @@ def forward(
     known = inputs.check_scales(scales, use.variant, data.ROLES)
     if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. Leave it out.")
-    return _forward(given, known, use, keep_p=keep_p, observe=True)
+    if keep_s and use.variant.real:
+        raise ValueError(f"keep_s keeps scores in float32; variant {use.variant.name!r} has real numbers. Leave it out.")
+    return _forward(given, known, use, keep_p=keep_p, keep_s=keep_s, observe=True)
 
 
 def backward(
@@ -187,11 +201,13 @@ def backward(
     scales=None,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
+    keep: bool = False,
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with all that was quantized on the way.
 
     result       of ``forward``, with the same other arguments.
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
+    keep         return the matrices of the pass, which are not linear in the lengths (``Gradients.matrices``).
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
     Order:    stated: A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
     Specials: a row that sees no key has no gradient.
@@ -207,14 +223,14 @@ def backward(
     if do.shape != given.q.shape:
         raise ValueError(f"do has the shape of o, {given.q.shape}; got {do.shape}.")
     known = inputs.check_scales(scales, use.variant, ("s", *data.GRADIENT_ROLES))
-    return _backward(inputs.like(do, given.q), given, result, known, use)
+    return _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, tap: jax.Array | None, use: Use):
     """(o in q's dtype, tap); differentiable by ``_saved`` and ``_gradients``."""
     given = Inputs(q, k, v, documents)
-    result = _forward(given, _of_roles(scales, data.ROLES), use)
+    result = _watched(given, _of_roles(scales, data.ROLES), use)
     return result.o.astype(q.dtype), _measured(tap, given, result, use)
 
 
@@ -233,7 +249,7 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, ta
             "not be summed. Use jax.shard_map(..., check_vma=True)."
         )
     q, k, v = (derivatives.not_again(x, use.name, "attention") for x in (q, k, v))
-    result = _forward(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use)
+    result = _watched(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use)
     o = result.o.astype(q.dtype)
     # An output in FP8 is among the tensors. In bfloat16 it is o itself, if q is.
     variant, kept = use.variant, result._replace(o=o)
@@ -254,13 +270,26 @@ def _gradients(use: Use, saved, cotangents):
     q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
     do = derivatives.not_again(do, use.name, "attention")
     known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
-    found = _backward(do, Inputs(q, k, v, documents), result, known, use)
+    found = _backward(do, Inputs(q, k, v, documents), result, known, use, keep=use.watcher is not None)
+    if use.watcher is not None:
+        attention_observer.show(use, "backward", attention_observer.of_backward(do, found))
     if tap is not None:
         tap = tap + attention_stats.rows(attention_stats.of_backward(do, Inputs(q, k, v, documents), found.tensors["do"], use))
     return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), tap
 
 
 _attention.defvjp(_saved, _gradients)
+
+
+def _check_simulated(use: Use, given: Inputs) -> None:
+    """ValueError where simulated hardware cannot multiply: MX blocks, numbers above 8 bits, devices other than CPUs."""
+    if use.variant.fmt.bits != 8 or use.variant.granularity == "mx_1x32":
+        raise ValueError(
+            f"{use.name}: simulated hardware multiplies FP8 codes, and MX blocks are multiplied dequantized. Use variant 'cudnn', or leave "
+            "multiply out."
+        )
+    mesh = jax.typeof(given.q).sharding.mesh
+    hardware.check_devices(mesh.size or 1, mapped=bool(getattr(mesh, "manual_axes", ())), platform=jax.default_backend())
 
 
 def _of_roles(scales: dict, roles: tuple[str, ...]) -> dict:
@@ -273,15 +302,24 @@ def _check_differentiable(use: Use) -> None:
         raise ValueError(f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}.")
 
 
-def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use) -> Gradients:
+def _watched(given: Inputs, scales: dict, use: Use) -> Result:
+    """``_forward``, shown to whoever watches; without the matrices that are shown alone."""
+    if use.watcher is None:
+        return _forward(given, scales, use)
+    result = _forward(given, scales, use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real)
+    attention_observer.show(use, "forward", attention_observer.of_forward(given, result))
+    return result._replace(p_codes=None, scores=None)
+
+
+def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use, *, keep: bool = False) -> Gradients:
     if use.variant.backward == "exact":
         return real.backward(do, given, use)
     if use.variant.granularity == "mx_1x32":
-        return gradients_mx.backward(do, given, result, use)
-    return gradients.backward(do, given, result, scales, use)
+        return gradients_mx.backward(do, given, result, use, keep=keep)
+    return gradients.backward(do, given, result, scales, use, keep=keep)
 
 
-def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, observe: bool = False) -> Result:
+def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
     """One pass over all blocks and tiles.
 
     observe   also count clipped probabilities, and take amaxes of what has no scale by them.
@@ -300,13 +338,14 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
     rows = online_softmax.start(parts.zeros(b, n, g, t), order)
     largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
-    codes = parts.zeros(b, n, g, t, grid.length * grid.tiles, dtype=jnp.uint8) if keep_p else None
+    kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)  # type: ignore[list-item]
 
     def body(carry, block, tile):
-        rows, o, largest, lost, codes = carry
+        rows, o, largest, lost, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
         s = parts.scores(block, tile)
+        matrices = kept.put(matrices, "scores", block, tile, lambda: jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
         if use.fast:
             p, c, own = online_softmax.step_fast(s, own, seen, variant)
         else:
@@ -315,14 +354,13 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
         if observe:
             largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
         cast = operands.narrow(scaled, variant)
-        if codes is not None:
-            kept = lax.bitcast_convert_type(operands.fp8(cast, variant), jnp.uint8)
-            codes = parts.put_block(codes, parts.put_tile(parts.block(codes, block), kept, tile, axis=4), block)
+        matrices = kept.put(matrices, "p_codes", block, tile, lambda: operands.fp8(cast, variant))
         of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
         rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
-        return rows, parts.put_block(o, of_block, block), largest, lost, codes
+        return rows, parts.put_block(o, of_block, block), largest, lost, matrices
 
-    rows, o, largest, lost, codes = operands.loop(body, (rows, parts.zeros(b, n, g, t, d), largest, lost, codes), grid)
+    start = rows, parts.zeros(b, n, g, t, d), largest, lost, kept.start
+    rows, o, largest, lost, matrices = operands.loop(body, start, grid)
     total = online_softmax.total(rows, order)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
     lse = (
@@ -337,9 +375,14 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
         lost = lax.psum(lost, use.over) if use.over else lost
     if variant.out.bits == 8:
         tensors["o"] = rounded
-    if codes is not None:
-        codes = parts.ungrouped(codes)[..., : parts.shape_k[2]]
-    return Result(_values(rounded, variant), lse, tensors, amaxes, lost, codes, p_scale, p_scale_inv)
+    found = kept.whole(matrices)
+    of_p = found.get("p_codes"), p_scale, p_scale_inv
+    return Result(_values(rounded, variant), lse, tensors, amaxes, lost, *of_p, found.get("scores"))
+
+
+def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Scores with all factors: raw ones have theirs in the exponent."""
+    return s if factor is None else moments.product(s, factor)
 
 
 def _rounded(out: jax.Array, given: Inputs, scales: dict, use: Use) -> Heads:

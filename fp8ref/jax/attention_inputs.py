@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from jax import lax
 from fp8ref import attention
 from fp8ref.attention import ARITHMETIC, Arithmetic, Mask, Variant
 from fp8ref.attention_products import Product
+from fp8ref.hardware import Multiply
 from fp8ref.jax import head_scaling, sharding
 from fp8ref.jax.head_scaling import MX
 
@@ -29,6 +30,8 @@ class Use:
     over         mesh axes, inside shard_map, along which amaxes of whole tensors are taken too.
     layer        whose attention this is, by which ``proof`` knows its products; "" if it was not named.
     measures     whether operands are measured (Q-13).
+    watcher      told what both passes made (``attention_observer``); None: nobody watches.
+    multiply     simulated hardware for products of codes (G-19); None: XLA's dots.
     """
 
     variant: Variant
@@ -39,6 +42,8 @@ class Use:
     over: tuple[str, ...]
     layer: str = ""
     measures: bool = False
+    watcher: Callable | None = None
+    multiply: Multiply | None = None
 
     @property
     def name(self) -> str:

@@ -15,12 +15,12 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref import policy as policies
-from fp8ref.attention import Mask, Variant
+from fp8ref.attention import Mask, Variant, by_name
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 from fp8ref.hardware import Factor, Multiply
 from fp8ref.recipe import CastSpec, Recipe
 from fp8ref.sim import attention as variants
-from fp8ref.sim import cast, delayed, scales, scaling
+from fp8ref.sim import cast, delayed, hardware, scales, scaling
 from fp8ref.sim.scales import Scales
 
 _TOO_LARGE = 2.0**128 - 2.0**103  # rounds to infinity in float32, as all above
@@ -105,8 +105,8 @@ def forward(
 
     seed     of stochastic rounding at every site; None: to nearest even.
     states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
-    multiply hardware that sums and scales FP8 GEMMs (G-19); None: exact sums. Either way the result
-    is rounded at M-3's site.
+    multiply hardware that sums and scales FP8 GEMMs (G-19), and sums products of an attention in FP8; None: exact sums.
+    Either way the result is rounded at M-3's site.
     watch    called with every value of the pass, in its order.
     attention
              the variant of ``fp8ref.attention`` that attends; None: M-3's attention.
@@ -165,7 +165,8 @@ def forward(
             return report(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
 
         q, k = rotated("query", q), rotated("key", k)
-        o = _attention(q, k, v, rounding, functools.partial(report, name), attention)
+        variant = None if attention is None else hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
+        o = _attention(q, k, v, rounding, functools.partial(report, name), variant)
         return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(x.shape))
 
     def mlp(name: str, x: np.ndarray) -> np.ndarray:

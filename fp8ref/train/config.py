@@ -144,14 +144,6 @@ class Config:
                 "--numerics.schedule None, and name one by --recipe."
             )
 
-    def require_own_attention(self, who: str) -> None:
-        """ConfigError for attention by a variant, which ``who`` does not take."""
-        if self.numerics.attention is not None:
-            raise ConfigError(
-                f"{who} takes the framework's own attention; got numerics.attention {self.numerics.attention!r}. Leave it out, on the "
-                "command line by --numerics.attention None."
-            )
-
     @property
     def attention_variant(self) -> Variant | None:
         """The variant of numerics.attention; None for the framework's own attention."""

@@ -137,9 +137,9 @@ class NumericsConfig:
                 "framework's own attention.",
             )
             require(
-                not self.simulates,
-                f"numerics.accumulate simulates the GEMMs of linears alone; got {self.accumulate!r} with numerics.attention "
-                f"{self.attention!r}. Leave one of them out.",
+                not self.simulates or attention.by_name(self.attention).granularity != "mx_1x32",
+                f"numerics.accumulate multiplies FP8 codes, and attention multiplies MX blocks dequantized; got {self.accumulate!r} with "
+                f"numerics.attention {self.attention!r}. Leave one of them out, or use variant 'cudnn'.",
             )
 
     def unattended(self, head_dim: int) -> list[str]:

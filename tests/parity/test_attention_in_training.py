@@ -5,11 +5,10 @@ import pytest
 
 from fp8ref import llama
 from fp8ref.crosscheck import one_device
-from fp8ref.errors import ConfigError
 from fp8ref.jax import attention as attention_jax
 from fp8ref.sim import llama as simulated
 from fp8ref.torch import attention as attention_torch
-from fp8ref.train import failed_step, loop
+from fp8ref.train import failed_step, hardware, loop
 from fp8ref.train.data import loader
 from fp8ref.train.processes import Alone
 
@@ -91,7 +90,7 @@ REFUSED = [
     ({"attention": "flash"}, r"numerics.attention is one of .*; got 'flash'"),
     ({"attention": "cudnn", "attention_arithmetic": "exact"}, r"attention_arithmetic is one of fast, stated; got 'exact'"),
     ({"attention": None, "attention_arithmetic": "stated"}, r"is of numerics.attention, which is left out; got 'stated'"),
-    ({"attention": "cudnn", "accumulate": "hopper"}, r"simulates the GEMMs of linears alone; got 'hopper' with numerics.attention 'cudnn'"),
+    ({"attention": "mxfp8", "accumulate": "hopper"}, r"attention multiplies MX blocks dequantized; got 'hopper' with .* 'mxfp8'"),
 ]
 
 
@@ -143,8 +142,20 @@ def test_the_stated_arithmetic_is_a_choice_by_name(backend, config, monkeypatch)
     assert found[0] == pytest.approx(found[1], rel=2**-10)  # a code in a thousand is a neighbor, averaged over tokens
 
 
-def test_what_knows_only_the_frameworks_attention_says_so(config):
-    from fp8ref.crosscheck.divergence import live
-
-    with pytest.raises(ConfigError, match=r"--first-divergence, of this config, takes the framework's own attention"):
-        live.check_alone(config, "this config")
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_simulated_hardware_multiplies_its_products(backend, config):  # G-19, B-12, B-15
+    """The simulator has the logits of the same plan, but for roundings of norms and rotations: more than of exact sums."""
+    config = config.replace(model={"num_key_value_heads": 1}, numerics={"attention_arithmetic": "stated", "accumulate": "hopper"})
+    weights = {name: 4 * w for name, w in llama.initial_weights(config.model, seed=0).items()}
+    trainer, tokens = loop.trainer(backend, config, weights), loader.open_batches(config).step(0)
+    found = trainer.logits(tokens[:, :-1])
+    equal = [
+        float((simulated.forward(tokens[:, :-1], weights, config.model, {}, attention="cudnn", multiply=plan) == found).mean())
+        for plan in (hardware.of(config), None)
+    ]
+    assert equal[0] > 0.95
+    assert equal[1] < equal[0] - 0.02
+    proven = trainer.prove(tokens)
+    assert {(gemm["plan"], gemm["accumulate"]) for gemm in proven["attention"]["gemms"]} == {("hopper", "slow")}
+    assert len(proven["attention"]["gemms"]) == 6
+    assert proven["missing"] == []

@@ -75,7 +75,6 @@ def check_alone(config: Config, whose: str) -> None:
     Raises:   ConfigError: several devices; a schedule.
     """
     config.require_one_recipe(f"--first-divergence, of {whose},")
-    config.require_own_attention(f"--first-divergence, of {whose},")
     if config.parallel.devices > 1:
         raise ConfigError(
             f"--first-divergence trains on one device; {whose} has parallel.* for "

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
-from fp8ref.attention import Arithmetic, Mask
+from fp8ref.attention import Arithmetic, Mask, by_name
 from fp8ref.hardware import Multiply
 from fp8ref.jax import attention, delayed, linear
 from fp8ref.jax.scaling import Quantized
@@ -75,6 +75,7 @@ class Pass:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
+            how["multiply"] = self.multiply if by_name(self.variant).fmt.bits == 8 else None
             y, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
             if tap is not None:
                 self.taps[name] = tap
