@@ -70,7 +70,9 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
             states = initial_states(recipes)
             for step in range(steps + 1):
                 if step in (0, steps) or states:  # a state depends on the amaxes of every step before it
-                    observations = check_operands(report, trainer, batches.step(step), recipes, quantizers, states, multiply)
+                    observations = check_operands(
+                        report, trainer, batches.step(step), recipes, quantizers, states, multiply, config.attention_variant
+                    )
                     states = states_after(states, recipes, amaxes(observations))
                 if step in (0, steps):
                     advance(f"{name}: operands after {step} steps")

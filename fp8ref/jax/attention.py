@@ -27,8 +27,19 @@ from fp8ref.hardware import Multiply
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
+from fp8ref.jax import (
+    attention_observer,
+    attention_stats,
+    derivatives,
+    elementary,
+    hardware,
+    head_scaling,
+    moments,
+    online_softmax,
+    probability_value,
+    sharding,
+)
 from fp8ref.jax import attention_operands as operands
-from fp8ref.jax import attention_observer, attention_stats, derivatives, elementary, hardware, head_scaling, moments, online_softmax, probability_value, sharding
 from fp8ref.jax import attention_real as real
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use

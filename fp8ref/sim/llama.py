@@ -232,8 +232,11 @@ def _attention(
 ) -> np.ndarray:
     """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q."""
     if variant is not None:
-        # A variant takes finite numbers alone; of others, which were reported, nothing is known.
-        finite = all(np.isfinite(x).all() for x in (q, k, v))
+        # A variant takes finite numbers alone, and has finite scores; of others nothing is known. Quantizing changes a score by less
+        # than a factor of 2 of the largest that its magnitudes allow.
+        with np.errstate(over="ignore", invalid="ignore"):
+            sizes = np.abs(q) @ np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
+        finite = all(np.isfinite(x).all() for x in (q, k, v)) and bool((2 * sizes < _TOO_LARGE).all())
         given = (x.astype(np.float32) for x in (q, k, v))
         o = variants.forward(*given, variant=variant, mask=Mask(causal=True)).o if finite else np.full(q.shape, np.nan)
         out = rounding(o.astype(np.float64))

@@ -155,7 +155,9 @@ def check_kept(keep: Collection[str], variant: Variant) -> None:
     known = kept_of(variant)
     for name in keep:
         if name not in known:
-            raise ValueError(f"a backward pass of variant {variant.name!r} keeps {', '.join(known) or 'nothing'}; got {name!r}. Leave it out.")
+            raise ValueError(
+                f"a backward pass of variant {variant.name!r} keeps {', '.join(known) or 'nothing'}; got {name!r}. Leave it out."
+            )
 
 
 def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:

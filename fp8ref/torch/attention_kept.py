@@ -23,9 +23,7 @@ class Kept:
     """
 
     def __init__(self, names: Iterable[Matrix], size: tuple[int, ...], device: torch.device) -> None:
-        self._found = {
-            name: torch.full(size, -torch.inf if name == "scores" else 0, dtype=_DTYPES[name], device=device) for name in names
-        }
+        self._found = {name: torch.full(size, -torch.inf if name == "scores" else 0, dtype=_DTYPES[name], device=device) for name in names}
 
     def put(self, name: Matrix, at: tuple, make: Callable[[], Tensor]) -> None:
         """Keep one part of a matrix, which ``make`` computes."""

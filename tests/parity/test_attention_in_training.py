@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref import llama
-from fp8ref.crosscheck import one_device
+from fp8ref.crosscheck import one_device, rerun
 from fp8ref.jax import attention as attention_jax
 from fp8ref.sim import llama as simulated
 from fp8ref.torch import attention as attention_torch
@@ -68,8 +68,6 @@ def test_a_mesh_takes_the_scales_of_whole_tensors_in_jax(parallel, config):  # A
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatch):
-    from fp8ref.crosscheck import rerun
-
     weights = llama.initial_weights(config.model, seed=0)
     weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3e38)
     trainer = loop.trainer(backend, config, weights)
@@ -83,6 +81,20 @@ def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatc
     found = rerun.rerun(path / written)
     assert asked == ["cudnn"]
     assert found.reproduced
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_failed_step_names_the_scores(backend, config, tmp_path):  # K-9
+    """q and k of 1e20 are finite, and so are their scales: their scores are not."""
+    weights = llama.initial_weights(config.model, seed=0)
+    for role in "qk":
+        weights[f"model.layers.0.self_attn.{role}_proj.weight"] *= np.float32(1e21)
+    trainer, tokens = loop.trainer(backend, config, weights), loader.open_batches(config).step(0)
+    written = failed_step.write(tmp_path, trainer, config, tokens, {"step": 0, **trainer.step(tokens)}, Alone())
+    found = rerun.rerun(tmp_path / written)
+    assert (found.first.layer, found.first.role, found.first.found_by) == ("model.layers.0.self_attn", "S", backend)
+    assert found.first.why == "q, k and their scales are finite: their product left float32's range"
+    assert (found.operands, found.faithful) == (3, True)  # q, k and v; dO is not finite
 
 
 REFUSED = [

@@ -89,7 +89,7 @@ def parts_of(*configs: Config) -> list[str]:
     if all(config.data.microbatches == 1 for config in configs):
         return []
     return [
-        "operands of GEMMs and logits are not observed with data.microbatches above 1: only "
+        "operands of GEMMs, attention and logits are not observed with data.microbatches above 1: only "
         "the batch, loss, gradients and states were compared"
     ]
 
@@ -169,9 +169,12 @@ def _first_in_step(a: Side, b: Side, tokens: np.ndarray, step: int, report: Repo
         outputs=outputs,
         unobserved=unobserved,
         multiply=(hardware.of(a.config), hardware.of(b.config)),
+        numerics=(a.config.numerics, b.config.numerics),
     )
     other = {w.key: w for w in sequences[1]}.get(v.key)
     if other is None or v.key not in {w.key for w in sequences[0]}:
+        if v.passes:
+            return located(step, v, d, REASONS["attention"])
         # only one backend has this GEMM: report the GEMM, not the operand that is its first value
         return located(step, dataclasses.replace(v, role=v.gemm or v.role, observation=None), d, REASONS["absent"])
     return located(step, v, d, explain(v, other, d, context))
@@ -185,7 +188,7 @@ def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, rep
     """
     ours, others = list(mine), list(theirs)
     keys = [{v.key for v in values} for values in (ours, others)]
-    ours, others = ([v for v in values if v.gemm or v.key in there] for values, there in ((ours, keys[1]), (others, keys[0])))
+    ours, others = ([v for v in values if v.gemm or v.passes or v.key in there] for values, there in ((ours, keys[1]), (others, keys[0])))
     suffix = f"{b}-{a}"
     for v, w in itertools.zip_longest(ours, others):
         if v is None or w is None or v.key != w.key:

@@ -17,9 +17,7 @@ def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.dev
     return arithmetic == "stated" or attention_fast_operands.takes_codes(torch.empty(0, device=device), variant)
 
 
-def missing_products(
-    trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool, plan: str | None = None
-) -> list[str]:
+def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool, plan: str | None = None) -> list[str]:
     """A line for each product of these layers' attention that did not run, or ever ran otherwise than planned.
 
     codes       ``multiplies_codes``: types and accumulation are compared. Without, a product must have run.
@@ -42,7 +40,8 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
     return {
         "variant": variant.name,
         "gemms": [
-            {"gemm": one.name, "a": one.a, "b": one.b, "accumulate": one.accumulate, "fp8": one.fp8} | ({"plan": one.plan} if one.plan else {})
+            {"gemm": one.name, "a": one.a, "b": one.b, "accumulate": one.accumulate, "fp8": one.fp8}
+            | ({"plan": one.plan} if one.plan else {})
             for one in dict.fromkeys(trace.products)
             if one.layer in layers
         ],
