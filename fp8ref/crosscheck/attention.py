@@ -6,7 +6,7 @@ far all else is from the exact result of equal operands, in units of A-18's boun
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,9 @@ from fp8ref.attention_products import PARTS, SHOWN, Phase
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.formats import Format
-from fp8ref.sim import cast, head_scaling
-from fp8ref.sim.attention_operands import probability_scale
+from fp8ref.sim import cast, delayed, head_scaling
 from fp8ref.sim.head_scaling import Heads
+from fp8ref.train.config import Config
 
 QUANTIZED = ("q", "k", "v", "do")
 """What is quantized of tensors that exist whole: scales and codes are defined bit for bit (A-2, A-15)."""
@@ -106,6 +106,16 @@ def check_codes(
     return count
 
 
+def first_states(config: Config) -> dict[str, delayed.DelayedState]:
+    """The states of attention's delayed scales before the first step, by ``<layer>/<role>``; {} without any."""
+    return {f"{layer}/{role}": delayed.init(how) for layer, casts in config.attention_casts.items() for role, (_, how) in casts.items()}
+
+
+def delayed_scales(states: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The scales of a trainer's ``fp8_states``, by ``<layer>/<role>``."""
+    return {name: np.float32(state[0]) for name, state in states.items()}
+
+
 class Exact(NamedTuple):
     """The exact result of a pass's own operands, and A-18's bound on each element of what a backend has."""
 
@@ -139,7 +149,7 @@ def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, var
         behind = np.concatenate(
             [np.repeat((m - maxima[-1])[..., None], min(length, keys - n * length), -1) for n, m in enumerate(maxima)], -1
         )
-        p = _decoded("p", forward.arrays["p/codes"], variant) * _scale_inv_p(variant) * np.exp(behind) / sums
+        p = _decoded("p", forward.arrays["p/codes"], variant) * _scale_inv_p(forward) * np.exp(behind) / sums
         near = (np.exp(2 * e) - 1 + gamma(3 * keys + 8)) * (p @ np.abs(wide_v))
         return Exact(p @ wide_v, near + _unit(forward, "o", variant))
     if backward is None or variant.granularity == "mx_1x32":
@@ -154,7 +164,7 @@ def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, var
         sizes = scale * (of_dp + of_rows)
         # A probability below float32's normal numbers may be flushed to zero, and so may the products with it.
         return Exact(found, of_p * np.abs(found) + 2 * gamma(features + 8) * weights * sizes + 2.0**-125 * (sizes + 1))
-    p = _decoded("p", arrays["p/codes"], variant) * _scale_inv_p(variant)
+    p = _decoded("p", arrays["p/codes"], variant) * _scale_inv_p(backward)
     ds = _decoded("ds", arrays["ds/codes"], variant) / np.asarray(arrays["ds/scale"], np.float64)
     a, b = {"dv": (p.swapaxes(-1, -2), do), "dk": (ds.swapaxes(-1, -2), q), "dq": (ds, wide_k)}[what]
     found, size = a @ b, np.abs(a) @ np.abs(b)
@@ -189,8 +199,8 @@ def _decoded(what: str, codes: np.ndarray, variant: Variant) -> np.ndarray:
     return cast.decode(np.asarray(codes), format_of(what, variant)).astype(np.float64)
 
 
-def _scale_inv_p(variant: Variant) -> float:
-    return float(probability_scale(variant, {})[1])
+def _scale_inv_p(one: AttentionPass) -> float:
+    return float(np.float32(1) / np.float32(one.arrays["p/scale"]))
 
 
 def _over_heads(x: np.ndarray, group: int) -> np.ndarray:

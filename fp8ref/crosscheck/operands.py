@@ -19,7 +19,7 @@ from fp8ref.attention import Variant
 from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.conformance.libraries import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
 from fp8ref.crosscheck import bounds
-from fp8ref.crosscheck.attention import AttentionPass, check_codes, recorder
+from fp8ref.crosscheck.attention import AttentionPass, check_codes, delayed_scales, recorder
 from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import BFLOAT16, FORMATS, Format
 from fp8ref.hardware import Factor, Multiply
@@ -128,7 +128,7 @@ def check_operands(
     """
     passes: list[AttentionPass] = []
     observations = observe(trainer, tokens, None if variant is None else passes)
-    check_codes(report, passes, variant)
+    check_codes(report, passes, variant, delayed_scales(trainer.fp8_states()))
     planned = {(layer, which) for layer, recipe in recipes.items() for which, spec in recipe.gemms.items() if spec.fp8}
     ran = {(o.layer, o.gemm) for o in observations}
     for layer, which in sorted(planned ^ ran):

@@ -62,6 +62,7 @@ def rerun(path: Path) -> "RerunReport":
     recipes = {d.path: d.recipe for d in config.decisions()}
     kept = trainer.fp8_states()  # of a schedule also those of other recipes, which wait
     used = {f"{path}/{role}" for path, recipe in recipes.items() for role in delayed_casts(recipe)}
+    used |= {f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts}
     states = {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
     report = Report()
     with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):  # infinities are expected
@@ -70,7 +71,9 @@ def rerun(path: Path) -> "RerunReport":
         variant = config.attention_variant
         passes: list[AttentionPass] = []
         observations = in_pass_order(observe(trainer, tokens, None if variant is None else passes), config)
-        operands = check_codes(report, observations, recipes, states) + attention.check_codes(report, passes, variant)
+        operands = check_codes(report, observations, recipes, states) + attention.check_codes(
+            report, passes, variant, attention.delayed_scales(kept)
+        )
         advance("every FP8 GEMM and attention" if passes else "every FP8 GEMM")
         metrics = trainer.step(tokens)  # last: a finite step changes the weights
         advance("the step")

@@ -30,6 +30,7 @@ from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import (
     attention_observer,
     attention_stats,
+    delayed,
     derivatives,
     elementary,
     hardware,
@@ -137,14 +138,18 @@ def apply_with_stats(
     name: str = "",
     tap: jax.Array | None,
     multiply: Multiply | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """``apply``, and with a tap the quantization statistics of its operands (spec Q-13). Raises as apply.
+    seen: delayed.Seen | None = None,
+) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
+    """``apply``, and with a tap the quantization statistics of its operands (spec Q-13), with seen the amaxes that delayed
+    scales come from (A-12). Raises as apply.
 
     tap       float32 zeros [len(attention_products.ROWS), stats.LENGTH]; inside shard_map varying along all axes of
               its mesh. The variant is in FP8.
-    Returns:  (output, tap): the tap holds measurements of this device's part of q, k and v. Those of the backward
-              pass are the gradient by the tap, in other rows. An operand that another product has with the same
-              codes and scale is measured once, there.
+    seen      observations by role, ``delayed.unseen`` of ``attention_delayed.casts``.
+    Returns:  (output, seen, tap). seen is merged with this use's observations of q, k, v, s and o, and the gradient by
+              seen with those of the backward pass, as those of linears (H-4). The tap holds measurements of this device's
+              part of q, k and v. Those of the backward pass are the gradient by the tap, in other rows. An operand that
+              another product has with the same codes and scale is measured once, there.
     """
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
     if any(sign in name for sign in "/()"):
@@ -157,7 +162,9 @@ def apply_with_stats(
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
     tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
-    return _attention(*tensors, given.documents, known, tap, use)
+    if seen is not None:
+        inputs.check_seen(seen, use.variant)
+    return _attention(*tensors, given.documents, known, None if seen is None else dict(seen), tap, use)
 
 
 def forward(
@@ -237,12 +244,19 @@ def backward(
     return _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, tap: jax.Array | None, use: Use):
-    """(o in q's dtype, tap); differentiable by ``_saved`` and ``_gradients``."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
+    """(o in q's dtype, seen, tap); differentiable by ``_saved`` and ``_gradients``."""
     given = Inputs(q, k, v, documents)
-    result = _watched(given, _of_roles(scales, data.ROLES), use)
-    return result.o.astype(q.dtype), _measured(tap, given, result, use)
+    result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
+    return result.o.astype(q.dtype), _merged(seen, result.amaxes), _measured(tap, given, result, use)
+
+
+def _merged(seen: dict | None, amaxes: dict) -> dict | None:
+    """Observations merged with the amaxes of a pass (H-4)."""
+    if seen is None:
+        return None
+    return {role: delayed.larger(one, delayed.observe(amaxes[role])) if role in amaxes else one for role, one in seen.items()}
 
 
 def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) -> jax.Array | None:
@@ -250,7 +264,7 @@ def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) ->
     return None if tap is None else tap + attention_stats.rows(attention_stats.of_forward(given, result.tensors, use))
 
 
-def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, tap: jax.Array | None, use: Use):
+def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
     """o, and what the backward pass needs: codes, o and the log-sum-exp. q, k and v themselves where it quantizes
     them along other axes (A-16), or not at all (A-14)."""
     _check_differentiable(use)
@@ -260,7 +274,7 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, ta
             "not be summed. Use jax.shard_map(..., check_vma=True)."
         )
     q, k, v = (derivatives.not_again(x, use.name, "attention") for x in (q, k, v))
-    result = _watched(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use)
+    result = _watched(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use, observe=seen is not None)
     o = result.o.astype(q.dtype)
     # An output in FP8 is among the tensors. In bfloat16 it is o itself, if q is.
     variant, kept = use.variant, result._replace(o=o)
@@ -269,13 +283,14 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, ta
     if variant.granularity == "mx_1x32":
         kept = kept._replace(tensors={"v": result.tensors["v"]})
     whole = (q, k, v) if variant.real or variant.granularity == "mx_1x32" else None
-    return (o, _measured(tap, Inputs(q, k, v, documents), result, use)), (whole, documents, kept, scales)
+    out = o, _merged(seen, result.amaxes), _measured(tap, Inputs(q, k, v, documents), result, use)
+    return out, (whole, documents, kept._replace(amaxes={}), scales)
 
 
 def _gradients(use: Use, saved, cotangents):
-    """The gradients of q, k and v, in the order of ``_attention``'s arguments. The cotangent of the tap carries
-    measurements."""
-    do, tap = cotangents
+    """The gradients of q, k and v, in the order of ``_attention``'s arguments. The cotangents of seen and of the tap
+    carry observations and measurements, of the uses after this one."""
+    do, later, tap = cotangents
     whole, documents, result, scales = saved
     # Where codes are all that is needed, they also tell the shapes.
     q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
@@ -283,10 +298,10 @@ def _gradients(use: Use, saved, cotangents):
     known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
     found = _backward(do, Inputs(q, k, v, documents), result, known, use, keep=use.watcher is not None)
     if use.watcher is not None:
-        attention_observer.show(use, "backward", attention_observer.of_backward(do, found))
+        attention_observer.show(use, "backward", attention_observer.of_backward(do, found, _scale_of_p(result, use)))
     if tap is not None:
         tap = tap + attention_stats.rows(attention_stats.of_backward(do, Inputs(q, k, v, documents), found.tensors["do"], use))
-    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), tap
+    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), _merged(later, found.amaxes), tap
 
 
 _attention.defvjp(_saved, _gradients)
@@ -303,6 +318,11 @@ def _check_simulated(use: Use, given: Inputs) -> None:
     hardware.check_devices(mesh.size or 1, mapped=bool(getattr(mesh, "manual_axes", ())), platform=jax.default_backend())
 
 
+def _scale_of_p(result: Result, use: Use) -> jax.Array:
+    """What the backward pass multiplies probabilities by."""
+    return jnp.float32(gradients_mx.P_SCALE) if use.variant.granularity == "mx_1x32" else result.scale_p
+
+
 def _of_roles(scales: dict, roles: tuple[str, ...]) -> dict:
     return {role: x for role, x in scales.items() if role in roles}
 
@@ -313,11 +333,11 @@ def _check_differentiable(use: Use) -> None:
         raise ValueError(f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}.")
 
 
-def _watched(given: Inputs, scales: dict, use: Use) -> Result:
+def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
     """``_forward``, shown to whoever watches; without the matrices that are shown alone."""
     if use.watcher is None:
-        return _forward(given, scales, use)
-    result = _forward(given, scales, use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real)
+        return _forward(given, scales, use, observe=observe)
+    result = _forward(given, scales, use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real, observe=observe)
     attention_observer.show(use, "forward", attention_observer.of_forward(given, result))
     return result._replace(p_codes=None, scores=None)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8ref import attention
+from fp8ref import attention, attention_delayed
 from fp8ref.attention import ARITHMETIC, Arithmetic, Mask, Variant
 from fp8ref.attention_products import Product
 from fp8ref.hardware import Multiply
@@ -148,6 +148,16 @@ def check_scales(scales: Mapping | None, variant: Variant, roles: tuple[str, ...
         if role not in known:
             raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
     return given
+
+
+def check_seen(seen: Mapping, variant: Variant) -> None:
+    """ValueError for observations of other roles than those that have a state, or of another shape."""
+    known = attention_delayed.roles(variant)
+    for role, x in seen.items():
+        if role not in known:
+            raise ValueError(f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+        if jnp.shape(x) != (3,):
+            raise ValueError(f"an observation is float32 [3], as delayed.unseen makes it; got {jnp.shape(x)} of {role}.")
 
 
 def _has_scale(variant: Variant, role: str) -> bool:

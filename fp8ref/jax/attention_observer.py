@@ -43,14 +43,19 @@ def show(use: Use, phase: Phase, arrays: dict[str, jax.Array]) -> None:
 def of_forward(given: Inputs, result) -> dict[str, jax.Array]:
     """What a forward pass made."""
     found = {f"{role}/value": x.astype(jnp.float32) for role, x in zip(("q", "k", "v"), given[:3], strict=True)}
-    found |= {"s/value": result.scores, "p/codes": result.p_codes, "o/value": result.o.astype(given.q.dtype).astype(jnp.float32)}
+    found |= {
+        "s/value": result.scores,
+        "p/scale": result.scale_p,
+        "p/codes": result.p_codes,
+        "o/value": result.o.astype(given.q.dtype).astype(jnp.float32),
+    }
     return _present(found) | _quantized(result.tensors)
 
 
-def of_backward(do: jax.Array, found) -> dict[str, jax.Array]:
-    """What a backward pass made."""
+def of_backward(do: jax.Array, found, scale_p: jax.Array) -> dict[str, jax.Array]:
+    """What a backward pass made; scale_p: of its probabilities."""
     matrices = found.matrices
-    shown = {"do/value": do.astype(jnp.float32), "p/codes": matrices.get("p_codes"), "ds/value": matrices.get("ds")}
+    shown = {"do/value": do.astype(jnp.float32), "p/scale": scale_p, "p/codes": matrices.get("p_codes"), "ds/value": matrices.get("ds")}
     if "ds_codes" in matrices:
         shown |= {"ds/codes": matrices["ds_codes"], "ds/scale": found.scale_ds.scale}
     values = {"dq/value": found.dq, "dk/value": found.dk, "dv/value": found.dv}

@@ -120,7 +120,15 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
     result = run(tensors, spec, shape, at, given, report=report, keep=keep)
     o = result.o.to(q.dtype)
     if watched:
-        shown = {"q/value": q, "k/value": k, "v/value": v, "s/value": result.scores, "p/codes": result.p_codes, "o/value": o}
+        shown = {
+            "q/value": q,
+            "k/value": k,
+            "v/value": v,
+            "s/value": result.scores,
+            "p/scale": result.scale_p,
+            "p/codes": result.p_codes,
+            "o/value": o,
+        }
         attention_observer.show(ctx.layer, "forward", shown, result.tensors)
     _observe(ctx.seen, result.amaxes)
     if variant.backward is None:
@@ -164,7 +172,14 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
         found = gradients[:3]
         if keep:
             matrices, values = gradients.matrices, {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)}
-            shown = {"do/value": do, "p/codes": matrices.get("p_codes"), "ds/value": matrices["ds"], "ds/codes": matrices.get("ds_codes")}
+            of_p = torch.full((), attention_gradients_mx.P_SCALE) if spec.variant.granularity == "mx_1x32" else kept.scale_p
+            shown = {
+                "do/value": do,
+                "p/scale": of_p,
+                "p/codes": matrices.get("p_codes"),
+                "ds/value": matrices["ds"],
+                "ds/codes": matrices.get("ds_codes"),
+            }
             if "ds_codes" in matrices:
                 shown["ds/scale"] = gradients.scale_ds.scale
             attention_observer.show(ctx.layer, "backward", shown | values, gradients.tensors)

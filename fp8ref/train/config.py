@@ -17,7 +17,7 @@ from pathlib import Path
 import pydantic
 import tyro
 
-from fp8ref import attention, linear_rules, linear_selection, llama
+from fp8ref import attention, attention_delayed, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
 from fp8ref.attention import Variant
 from fp8ref.errors import ConfigError
@@ -76,6 +76,11 @@ class Config:
             self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
             f"{self.parallel.compile!r}. Set it to none, or the arithmetic to fast.",
+        )
+        require(
+            self.numerics.attention_scaling == "current" or self.parallel.compile == "none",
+            "numerics.attention_scaling 'delayed' observes amaxes inside attention, which is traced eagerly alone; got parallel.compile "
+            f"{self.parallel.compile!r}. Set it to none.",
         )
         size = self.model.vocab_size
         require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
@@ -148,6 +153,13 @@ class Config:
     def attention_variant(self) -> Variant | None:
         """The variant of numerics.attention; None for the framework's own attention."""
         return None if self.numerics.attention is None else attention.by_name(self.numerics.attention)
+
+    @property
+    def attention_casts(self) -> dict[str, attention_delayed.Casts]:
+        """{name of a layer's attention: its roles with delayed scales, and how}; {} unless attention has delayed scales."""
+        if self.attention_variant is None or self.numerics.attention_scaling == "current":
+            return {}
+        return dict.fromkeys(self.attention_in_fp8, attention_delayed.casts(self.attention_variant))
 
     @property
     def attention_in_fp8(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 import tyro
 
-from fp8ref import attention, states
+from fp8ref import attention, attention_delayed, states
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
@@ -105,6 +105,10 @@ class NumericsConfig:
     """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
     stated order, rounded once, several times slower."""
 
+    attention_scaling: Literal["current", "delayed"] = "current"
+    """Where numerics.attention has its scales from: the tensors of the step itself; or, of cudnn alone, the amaxes of past steps (spec A-19), a state
+    for each of q, k, v, s, o, do, ds, dq, dk and dv of a layer."""
+
     def __post_init__(self) -> None:
         recipes.check_trained(self.recipe, "numerics.recipe")
         if self.schedule is not None:
@@ -128,6 +132,16 @@ class NumericsConfig:
             self.attention is not None or self.attention_arithmetic == "fast",
             f"numerics.attention_arithmetic is of numerics.attention, which is left out; got {self.attention_arithmetic!r}. Leave both out, or "
             "name a variant.",
+        )
+        require(
+            self.attention_scaling in ("current", "delayed"),
+            f"numerics.attention_scaling is current or delayed; got {self.attention_scaling!r}.",
+        )
+        require(
+            self.attention_scaling == "current"
+            or (self.attention in attention.VARIANTS and bool(attention_delayed.roles(attention.by_name(self.attention)))),
+            "numerics.attention_scaling 'delayed' is of attention with one FP8 scale for a tensor; got numerics.attention "
+            f"{self.attention!r}. Use variant 'cudnn', or leave it out.",
         )
         if self.attention is not None:
             trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]

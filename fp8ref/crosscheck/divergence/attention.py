@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from fp8ref.attention import Variant, by_name
+from fp8ref.attention import GRADIENT_ROLES, ROLES, Variant, by_name
 from fp8ref.crosscheck import attention
 from fp8ref.crosscheck.attention import MASK, SYMBOLS, AttentionPass
 from fp8ref.crosscheck.divergence.report import Reason
 from fp8ref.crosscheck.divergence.step_values import Value
+from fp8ref.crosscheck.operands import States
 from fp8ref.formats import BFLOAT16
 from fp8ref.hardware import Multiply
 from fp8ref.sim import attention as simulator
@@ -20,7 +21,12 @@ Pair = tuple[AttentionPass, AttentionPass | None]
 
 
 def explain(
-    a: Value, b: Value, names: tuple[str, str], numerics: tuple[NumericsConfig, NumericsConfig], multiply: tuple[Multiply | None, ...]
+    a: Value,
+    b: Value,
+    names: tuple[str, str],
+    numerics: tuple[NumericsConfig, NumericsConfig],
+    multiply: tuple[Multiply | None, ...],
+    states: States,
 ) -> Reason:
     """Why A's and B's value of attention differ.
 
@@ -28,16 +34,20 @@ def explain(
     that differs from the simulator is at fault. All else is held to the exact result of its own equal operands (A-18).
     """
     what, forms = WHAT.get(a.role, a.role), [one.attention_arithmetic for one in numerics]
-    if numerics[0].attention != numerics[1].attention:
-        return Reason(("A-1",), f"numerics.attention differs: {numerics[0].attention!r} and {numerics[1].attention!r}")
+    choices = [(one.attention, one.attention_scaling) for one in numerics]
+    if choices[0] != choices[1]:
+        a_has, b_has = (f"{variant!r} with {scaling} scales" for variant, scaling in choices)
+        return Reason(("A-1", "A-12"), f"numerics.attention and its scaling differ: {a_has}, and {b_has}")
     assert numerics[0].attention is not None
     variant = by_name(numerics[0].attention)
     if a.part == "value" and what in ("q", "k", "v", "do"):
         return _of_input(what)
     if what in attention.QUANTIZED:
-        return _of_cast(a, b, what, names, variant)
+        return _of_cast(a, b, what, names, variant, states)
+    if a.part == "scale" and (what == "p" or f"{a.layer}/{what}" in states):
+        return Reason((), f"no clause explains it: the scale of {a.role} is a state's or a constant (A-8, H-1): a fault")
     if forms == ["stated", "stated"] and None not in multiply and multiply[0] == multiply[1]:
-        return _of_bits(a, b, what, names, variant, multiply[0])
+        return _of_bits(a, b, what, names, variant, multiply[0], states)
     form = " and ".join(dict.fromkeys(forms))
     if what == "p":
         near = attention.neighbors(np.asarray(a.value), np.asarray(b.value))
@@ -81,11 +91,11 @@ def _of_input(what: str) -> Reason:
     )
 
 
-def _of_cast(a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant) -> Reason:
-    wrong = []
+def _of_cast(a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant, states: States) -> Reason:
+    wrong, state = [], states.get(f"{a.layer}/{what}")
     for name, v in zip(names, (a, b), strict=True):
         one = v.passes[-1]
-        right = attention.simulated(what, one, variant)
+        right = attention.simulated(what, one, variant, None if state is None else state.stored)
         of_sim = np.asarray(right.scale if a.part == "scale" else right.codes)
         off = int((of_sim != np.asarray(v.value).reshape(of_sim.shape)).sum())
         wrong += [f"{name}'s ({off} of {of_sim.size})"] if off else []
@@ -97,9 +107,9 @@ def _of_cast(a: Value, b: Value, what: str, names: tuple[str, str], variant: Var
     )
 
 
-def _of_bits(a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant, multiply) -> Reason:
+def _of_bits(a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant, multiply, states: States) -> Reason:
     """Of the stated form under simulated hardware every bit is defined."""
-    right = _simulated(a, what, hardware.attending(variant, multiply))
+    right = _simulated(a, what, hardware.attending(variant, multiply), states)
     off = [
         f"{name}'s ({int((np.asarray(v.value) != right).sum())} of {right.size})"
         for name, v in zip(names, (a, b), strict=True)
@@ -112,20 +122,23 @@ def _of_bits(a: Value, b: Value, what: str, names: tuple[str, str], variant: Var
     )
 
 
-def _simulated(v: Value, what: str, variant: Variant) -> np.ndarray:
+def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndarray:
     forward, backward = _pair(v.passes)
+    scales = {name.rpartition("/")[2]: state.stored for name, state in states.items() if name.startswith(f"{v.layer}/")}
+    of_forward = {role: scale for role, scale in scales.items() if role in ROLES}
+    of_backward = {role: scale for role, scale in scales.items() if role in GRADIENT_ROLES}
     q, k, of_v = (np.asarray(forward.arrays[f"{role}/value"], np.float32) for role in ("q", "k", "v"))
-    result = simulator.forward(q, k, of_v, variant=variant, mask=MASK, keep_p=True, keep_s=True)
+    result = simulator.forward(q, k, of_v, variant=variant, mask=MASK, keep_p=True, keep_s=True, scales=of_forward)
     if v.phase == "forward":
         assert result.scores is not None
         assert result.p_codes is not None
         o = result.tensors.get("o")
-        made = {"s/value": result.scores, "p/codes": result.p_codes, "o/value": _short(result.o)}
+        made = {"s/value": result.scores, "p/scale": result.scale_p, "p/codes": result.p_codes, "o/value": _short(result.o)}
         made |= {} if o is None else {"o/scale": o.scale, "o/codes": o.codes}
         return np.asarray(made[f"{what}/{v.part}"])
     assert backward is not None
     do = np.asarray(backward.arrays["do/value"], np.float32)
-    found = attention_gradients.backward(do, q, k, of_v, result, variant=variant, mask=MASK, keep=True)
+    found = attention_gradients.backward(do, q, k, of_v, result, variant=variant, mask=MASK, keep=True, scales=of_backward)
     matrices = found.matrices
     made = {"p/codes": matrices["p_codes"], "ds/value": matrices["ds"], "ds/scale": found.scale_ds.scale, "ds/codes": matrices["ds_codes"]}
     for role in ("dq", "dk", "dv"):

@@ -104,7 +104,7 @@ def explain(a: Value, b: Value, d: Difference, context: Context) -> Reason:
         return _of_gemm(a, b, d, context)
     if a.passes:
         assert context.numerics is not None
-        return attention.explain(a, b, context.names, context.numerics, context.multiply)
+        return attention.explain(a, b, context.names, context.numerics, context.multiply, context.states)
     if a.role == "weight's gradient":
         return _of_parameter(a, context)
     return REASONS[a.role]

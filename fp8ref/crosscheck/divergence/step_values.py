@@ -134,7 +134,9 @@ def of_state(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]
         for name in llama.parameter_shapes(config.model)
     ]
     states = trainer.fp8_states()
-    for name in [f"{layer}/{role}" for layer in llama.linear_shapes(config.model) for role in ROLES if f"{layer}/{role}" in states]:
+    attended = [f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts]
+    of_linears = [f"{layer}/{role}" for layer in llama.linear_shapes(config.model) for role in ROLES if f"{layer}/{role}" in states]
+    for name in of_linears + attended:
         (stored, history, _), (layer, _, role) = states[name], name.rpartition("/")
         values.append(Value(phase=phase, layer=layer, role=f"{role} amax history", value=np.asarray(history)))
         values.append(Value(phase=phase, layer=layer, role=f"{role} stored scale", value=np.asarray(stored)))

@@ -76,7 +76,11 @@ class Pass:
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
             how["multiply"] = self.multiply if by_name(self.variant).fmt.bits == 8 else None
-            y, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
+            if (state := self.state.get(name)) is not None:
+                how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
+            y, seen, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
+            if seen is not None:
+                self.seen[name] = seen
             if tap is not None:
                 self.taps[name] = tap
             y = y.swapaxes(1, 2)
