@@ -68,10 +68,16 @@ class Config:
         if faults := self.numerics.unattended(self.model.head_dim):
             require(False, faults[0])
         require(
-            self.numerics.attention is None or self.parallel.attention == "xla",
+            self.numerics.attention is None or self.parallel.attention in ("xla", "tiles", "kernel"),
             f"parallel.attention chooses among JAX's own attentions; numerics.attention {self.numerics.attention!r} is none of them; got "
             f"{self.parallel.attention!r}. Leave one of them out.",
         )
+        require(
+            self.numerics.attention is not None or self.parallel.attention not in ("tiles", "kernel"),
+            f"parallel.attention {self.parallel.attention!r} is of numerics.attention, which is left out. Name a variant, or leave it out.",
+        )
+        if self.parallel.attention == "kernel":
+            self._check_kernel()
         require(
             self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
@@ -148,6 +154,26 @@ class Config:
                 f"{who} takes one recipe; got numerics.schedule with {', '.join(self.recipes)}. Leave it out, on the command line by "
                 "--numerics.schedule None, and name one by --recipe."
             )
+
+    def _check_kernel(self) -> None:
+        """ValueError for a config that no library's FP8 kernel trains."""
+        keys, tiles = self.numerics, "Use parallel.attention 'tiles'."
+        require(
+            keys.attention == "cudnn" and keys.attention_scaling == "delayed",
+            "parallel.attention 'kernel' is cuDNN's FP8 attention, which casts with scales that are given: numerics.attention 'cudnn' with "
+            f"numerics.attention_scaling 'delayed'; got {keys.attention!r} with {keys.attention_scaling!r}. {tiles}",
+        )
+        length = self.data.sequence_length
+        require(
+            self.model.head_dim == 128 and length % 128 == 0,
+            f"parallel.attention 'kernel' takes heads of 128 features, and data.sequence_length in multiples of 128; got {self.model.head_dim} and "
+            f"{length}. {tiles}",
+        )
+        require(
+            self.parallel.devices == 1 and not keys.simulates and not self.statistics.every,
+            "parallel.attention 'kernel' is of one device, without numerics.accumulate and statistics.every, which look into the tiles; got "
+            f"{self.parallel.devices} devices, {keys.accumulate!r} and {self.statistics.every}. {tiles}",
+        )
 
     @property
     def attention_variant(self) -> Variant | None:

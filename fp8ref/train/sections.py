@@ -215,9 +215,10 @@ class ParallelConfig:
     """PyTorch: compute the scales of all weights gathered in FP8 with one all-reduce for each forward pass, not one for each weight."""
     reduction: Literal["native", "ordered"] = "native"
     """PyTorch: sum gradients over FSDP devices as the backend does (native) or in rank order (ordered)."""
-    attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
     """JAX: attention by XLA, which writes all scores (xla) or those of 512 queries at a time (chunked); or by cuDNN's fused kernel, which needs
-    an NVIDIA GPU."""
+    an NVIDIA GPU. Of numerics.attention, in either backend: tile by tile (tiles, its default), or a library's FP8 kernel (kernel): cuDNN's in JAX, of
+    cudnn with delayed scales."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing. Recompute nothing, everything except the outputs of linears and attention, or the whole layer. In JAX selective
     also recomputes attention's scores."""
@@ -291,7 +292,7 @@ class ParallelConfig:
         theirs = (
             (
                 "through",
-                "attention",
+                *(["attention"] if self.attention not in ("tiles", "kernel") else []),
                 "scan",
                 "reduce",
                 "accumulate_dtype",

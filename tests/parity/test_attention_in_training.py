@@ -5,6 +5,7 @@ import pytest
 
 from fp8ref import llama
 from fp8ref.crosscheck import one_device, rerun
+from fp8ref.errors import ConfigError
 from fp8ref.jax import attention as attention_jax
 from fp8ref.sim import llama as simulated
 from fp8ref.torch import attention as attention_torch
@@ -117,6 +118,43 @@ def test_heads_that_a_variant_does_not_take_are_refused(small):
         small.replace(numerics={"attention": "mxfp8"})
     with pytest.raises(ValueError, match=r"'cudnn' takes heads of at most 256 features; got 512"):
         small.replace(model={"hidden_size": 1024}, numerics={"attention": "cudnn"})
+
+
+KERNEL = {"parallel": {"attention": "kernel"}}
+REFUSED_KERNELS = [
+    (
+        {},
+        r"numerics.attention 'cudnn' with numerics.attention_scaling 'delayed'; got 'cudnn' with 'current'. Use parallel.attention 'tiles'",
+    ),
+    ({"numerics": {"attention_scaling": "delayed"}}, r"heads of 128 features, and data.sequence_length in multiples of 128; got 32 and 16"),
+    ({"numerics": {"attention": None}}, r"got None with 'current'|is of numerics.attention, which is left out"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), REFUSED_KERNELS)
+def test_a_kernel_that_cannot_train_is_refused(change, said, config):
+    with pytest.raises(ValueError, match=said):
+        config.replace(**KERNEL, **change)
+
+
+def test_a_kernel_is_never_replaced(small):
+    wide = small.replace(model={"hidden_size": 256}, data={"sequence_length": 128})
+    config = wide.replace(numerics={"attention": "cudnn", "attention_scaling": "delayed"}, **KERNEL)
+    with pytest.raises(ConfigError, match=r"'kernel' needs an NVIDIA GPU; jax runs on cpu. Set parallel.attention to tiles"):
+        loop.trainer("jax", config)
+    with pytest.raises(
+        ConfigError, match=r"no FP8 kernel of variant 'cudnn' with gradients.*Set parallel.attention to tiles, or train in JAX"
+    ):
+        loop.trainer("torch", config)
+    with pytest.raises(
+        ValueError, match=r"without numerics.accumulate and statistics.every, which look into the tiles; got 1 devices, 'hopper'"
+    ):
+        config.replace(numerics={"accumulate": "hopper"})
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_tiles_may_be_named(backend, config):
+    assert loop.trainer(backend, config.replace(parallel={"attention": "tiles"})).config.parallel.attention == "tiles"
 
 
 def test_two_choices_of_attention_are_refused(config):

@@ -1,11 +1,14 @@
 """The verdict on attention by a variant: which of its products a step runs, and in which types (spec B-15)."""
 
+import re
 from collections.abc import Sequence
 
 from fp8ref.attention import Variant
 from fp8ref.attention_products import Product, formats, products
 from fp8ref.jax import cast
+from fp8ref.jax.attention_kernel import CALLS
 from fp8ref.jax.attention_operands import FAST
+from fp8ref.jax.proof import hlo
 from fp8ref.jax.proof.verdict import Gemm, Program, gemms, hlo_name
 
 
@@ -44,6 +47,27 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
             f"{layer}/{product}" for layer in layers for product in products(variant) if _wanted(product, variant) is None
         ],
     }
+
+
+def kernel_calls(text: str) -> list[str]:
+    """The passes of attention that a library's kernel runs in optimized HLO's text, as ``<layer>: <call>``, in order (A-20)."""
+    found = []
+    for one in hlo.instructions(text):
+        call = next((call for call in CALLS.values() if f'custom_call_target="{call}"' in one.line), None)
+        scope = re.search(r"(?P<layer>[^/()]+)/attention:kernel_", one.path)
+        if call is not None:
+            found.append(f"{scope['layer'] if scope else 'no layer'}: {call}")
+    return found
+
+
+def missing_kernels(calls: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """The passes of these layers' attention that no kernel runs, a line for each."""
+    return [
+        f"{layer}/attention: planned the kernel {call}; found {', '.join(calls) or 'no such call'}"
+        for layer in layers
+        for call in CALLS.values()
+        if f"{layer}: {call}" not in calls
+    ]
 
 
 def _wanted(product: Product, variant: Variant) -> str | None:

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask, by_name
 from fp8ref.hardware import Multiply
-from fp8ref.jax import attention, delayed, linear
+from fp8ref.jax import attention, attention_kernel, delayed, linear
 from fp8ref.jax.scaling import Quantized
 from fp8ref.llama import STACK, LlamaConfig
 from fp8ref.recipe import Recipe
@@ -49,7 +49,7 @@ class Pass:
     taps       statistics accumulators by linear and by attention (``apply_with_stats``); each replaces its own.
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked": XLA's, of
                QUERIES queries at a time.
-    variant    of ``fp8ref.attention``, in place of ``attention``; None: none.
+    variant    of ``fp8ref.attention``, computed by "tiles", or cuDNN's "kernel" (spec A-20); None: none.
     arithmetic of the variant.
     checkpointing
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
@@ -62,7 +62,7 @@ class Pass:
     seen: dict[str, delayed.Seen] = field(default_factory=dict)
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
-    attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
     variant: str | None = None
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -71,7 +71,13 @@ class Pass:
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
         """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads."""
-        if self.variant is not None:
+        if self.variant is not None and self.attention == "kernel":
+            heads = (x.swapaxes(1, 2) for x in (q, k, v))
+            scales = {role: one.stored for role, one in self.state[name].items()}
+            by = {"scales": scales, "variant": self.variant, "mask": Mask(causal=True), "platform": "cuda", "name": name}
+            y, self.seen[name] = attention_kernel.apply(*heads, **by, seen=self.seen[name])
+            y = y.swapaxes(1, 2)
+        elif self.variant is not None:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}

@@ -281,9 +281,13 @@ class Trainer:
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(program, planned, placements, plan)
         attended = self._step.attention_in_program
-        if self._variant is not None:
+        by_kernel = self.config.parallel.attention == "kernel"
+        if self._variant is not None and not by_kernel:
             missing += proof.missing_products(program, attended, self._variant, plan)
-        compiled = proof.read_compiled(lowered.compile()) if self._layout.on_gpu else None
+        executable = lowered.compile() if self._layout.on_gpu else None
+        compiled = proof.read_compiled(executable) if executable else None
+        kernels = proof.kernel_calls(executable.as_text() or "") if executable and by_kernel else []
+        missing += proof.missing_kernels(kernels, attended) if by_kernel else []
         missing += proof.lost(compiled, program) if compiled else []
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
@@ -294,7 +298,10 @@ class Trainer:
         for key in ("gemms", "simulated", "on_dequantised_operands"):
             if key in found:
                 found[key] = [self._of_layer(one, i) for one in found[key] for i in self._layers_of(one)]
-        if self._variant is not None and attended:
+        if self._variant is not None and by_kernel:
+            of_layers = [str(self._of_layer(one, i)) for one in kernels for i in self._layers_of(one)]
+            found["attention"] = {"variant": self._variant.name, "gemms": [], "kernels": of_layers}
+        elif self._variant is not None and attended:
             found["attention"] = proof.manifest_of_products(program, attended, self._variant)
             for key in ("gemms", "on_dequantised_operands"):
                 found["attention"][key] = [self._of_layer(one, i) for one in found["attention"][key] for i in self._layers_of(one)]

@@ -50,6 +50,11 @@ class Trainer:
         self.config = config
         self._multiply = multiply
         config.numerics.check_multiply(multiply)
+        if config.parallel.attention == "kernel":
+            raise ConfigError(
+                f"PyTorch has no FP8 kernel of variant {config.numerics.attention!r} with gradients: FlashAttention-3's is forward alone. Set "
+                "parallel.attention to tiles, or train in JAX (--backend jax)."
+            )
         if multiply is not None and torch.cuda.is_available():
             raise ConfigError(
                 f"numerics.accumulate {config.numerics.accumulate!r}: simulated hardware multiplies on the host's CPU; torch has "
