@@ -113,7 +113,7 @@ def first_states(config: Config) -> dict[str, delayed.DelayedState]:
 
 def delayed_scales(states: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The scales of a trainer's ``fp8_states``, by ``<layer>/<role>``."""
-    return {name: np.float32(state[0]) for name, state in states.items()}
+    return {name: np.asarray(state[0], np.float32) for name, state in states.items()}
 
 
 class Exact(NamedTuple):

@@ -369,14 +369,15 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, kee
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
     rows = online_softmax.start(parts.zeros(b, n, g, t), order)
     largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
-    kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)  # type: ignore[list-item]
+    kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)
 
     def body(carry, block, tile):
         rows, o, largest, lost, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
         s = parts.scores(block, tile)
-        matrices = kept.put(matrices, "scores", block, tile, lambda: jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
+        if keep_s:
+            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
         if use.fast:
             p, c, own = online_softmax.step_fast(s, own, seen, variant)
         else:
@@ -385,7 +386,8 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, kee
         if observe:
             largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
         cast = operands.narrow(scaled, variant)
-        matrices = kept.put(matrices, "p_codes", block, tile, lambda: operands.fp8(cast, variant))
+        if keep_p:
+            matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
         of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
         rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
         return rows, parts.put_block(o, of_block, block), largest, lost, matrices

@@ -111,7 +111,7 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
         lost = lost + operands.clipped(scaled_p, variant.fmt) + operands.clipped(scaled_ds, fmt)
         p8, ds8 = operands.narrow(scaled_p, variant), operands.narrow(scaled_ds, variant, fmt)
         for name, x in (("p_codes", p8), ("ds", ds), ("ds_codes", ds8)):
-            matrices = kept.put(matrices, name, block, tile, lambda x=x: x)  # type: ignore[arg-type]
+            matrices = kept.put(matrices, name, block, tile, x)
         rows = parts.block(values_do, block), parts.block(parts.q, block)
         dq, dk, dv = added((dq, dk, dv), parts, (p8, ds8, ds8), (*rows, parts.tile(parts.k, tile)), block, tile)
         return dq, dk, dv, largest, lost, matrices

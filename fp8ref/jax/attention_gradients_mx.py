@@ -65,8 +65,8 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
         ds = times(times(dp - parts.block(d, block)[..., None], p, use.arithmetic), jnp.float32(use.scale), use.arithmetic)
         largest, lost = jnp.maximum(largest, jnp.max(jnp.abs(ds))), lost + operands.clipped(scaled, variant.fmt)
         p8 = operands.narrow(scaled, variant)
-        matrices = kept.put(matrices, "p_codes", block, tile, lambda: operands.fp8(p8, variant))
-        matrices = kept.put(matrices, "ds", block, tile, lambda: ds)
+        matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(p8, variant))
+        matrices = kept.put(matrices, "ds", block, tile, ds)
         of_scores = p8, blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
         others = parts.block(do_tokens, block), parts.block(q_tokens, block), parts.tile(k_tokens, tile)
         return *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile), largest, lost, matrices

@@ -1,8 +1,7 @@
 """The matrices of a pass of attention, [B, H, Tq, Tk], kept tile by tile for whoever asked: scores, codes of P, dS and
 its codes. Nothing else of attention is quadratic in the tokens."""
 
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ from jax import lax
 from fp8ref.attention import Variant
 from fp8ref.jax.attention_operands import Parts
 
-Matrix = Literal["scores", "p_codes", "ds", "ds_codes"]
-"""A matrix. Scores have all their factors, under the variant's base; dS is before its cast."""
+Matrix = str
+"""A matrix: scores, p_codes, ds or ds_codes. Scores have all their factors, under the variant's base; dS is before its cast."""
 
 
 def of_gradients(variant: Variant) -> list[Matrix]:
@@ -37,12 +36,11 @@ class Kept:
             for name in names
         }
 
-    def put(self, carried: dict, name: Matrix, block: jax.Array, tile: jax.Array, make: Callable[[], jax.Array]) -> dict:
-        """The matrices with one part of one replaced, which ``make`` computes if it is kept."""
+    def put(self, carried: dict, name: Matrix, block: jax.Array, tile: jax.Array, part: jax.Array) -> dict:
+        """The matrices with one part of one replaced, if that is kept."""
         if name not in carried:
             return carried
-        found = make()
-        found = lax.bitcast_convert_type(found, jnp.uint8) if name.endswith("codes") else found
+        found = lax.bitcast_convert_type(part, jnp.uint8) if name.endswith("codes") else part
         parts, x = self._parts, carried[name]
         return carried | {name: parts.put_block(x, parts.put_tile(parts.block(x, block), found, tile, axis=4), block)}
 

@@ -161,9 +161,8 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, kernel: Kern
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.CAUSAL if kernel.use.mask.causal else cudnn.MaskType.NO_MASK
-    return cudnn.dot_product_attention(
-        q, k, v, scale=kernel.use.scale, mask_type=mask, qkv_layout="BNTH", fp8_params=parameters, use_fp8=True
-    )
+    given: Any = parameters
+    return cudnn.dot_product_attention(q, k, v, scale=kernel.use.scale, mask_type=mask, qkv_layout="BNTH", fp8_params=given, use_fp8=True)
 
 
 def _parameters(of_tensors: dict[str, scales.Scales], scales_: dict) -> dict[str, jax.Array]:

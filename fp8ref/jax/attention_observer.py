@@ -67,7 +67,7 @@ def _present(arrays: dict) -> dict[str, jax.Array]:
 
 
 def _quantized(tensors: dict[str, Heads]) -> dict[str, jax.Array]:
-    found = {}
+    found: dict[str, jax.Array] = {}
     for role, x in tensors.items():
         if x.codes.dtype.itemsize == 1:
             found |= {f"{role}/scale": x.scale, f"{role}/codes": lax.bitcast_convert_type(x.codes, jnp.uint8)}

@@ -7,7 +7,7 @@ Probabilities are computed again from the log-sum-exp. A head at a time: the sim
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,7 +116,7 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
         dq[i, j] = ds @ k
         dk[i, g] += ds.T @ q
         dv[i, g] += p.T @ of_o
-    found = {"dq": dq.astype(np.float32), "dk": dk.astype(np.float32), "dv": dv.astype(np.float32)}
+    found: dict[str, Any] = {"dq": dq.astype(np.float32), "dk": dk.astype(np.float32), "dv": dv.astype(np.float32)}
     amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest)} | {role: np.abs(x).max()[()] for role, x in found.items()}
     one = np.ones((), np.float32)
     return Gradients(**found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one))

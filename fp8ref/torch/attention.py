@@ -145,7 +145,7 @@ def forward(
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {spec.variant.name!r} has none. Leave it out.")
     if keep_s and spec.variant.real:
         raise ValueError(f"keep_s keeps scores in float32; variant {spec.variant.name!r} has real numbers. Leave it out.")
-    keep: list[Matrix] = ["p_codes"] * keep_p + ["scores"] * keep_s  # type: ignore[list-item]
+    keep = ["p_codes"] * keep_p + ["scores"] * keep_s
     with _full_precision(q):
         if spec.variant.real:
             return _real(q, k, v, spec, shape, at)

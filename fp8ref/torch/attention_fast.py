@@ -55,7 +55,7 @@ def run(
         at, hidden = layout.at(tile), layout.hidden(tile, documents)
         for part in layout.parts(tile):
             s = layout.scores(part, tile, hidden)
-            kept.put("scores", (part, at, tile.keys), lambda s=s: s)
+            kept.put("scores", (part, at, tile.keys), s)
             old = maximum[part, at]
             new = _maximum(old, s.amax(-1), variant)
             shift = finite(new)
@@ -68,7 +68,8 @@ def run(
             if report == "all":
                 saturated = saturated + attention_forward.count_clipped(p, scale_p, variant)
             p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
-            kept.put("p_codes", (part, at, tile.keys), lambda p=p: cast.to_fp8(p, fmt))
+            if "p_codes" in kept:
+                kept.put("p_codes", (part, at, tile.keys), cast.to_fp8(p, fmt))
             p8, of_v, of_o = layout.narrow(p, fmt, part, tile), v[part, :, tile.keys], o[part, at].mul_(c[..., None])
             if not layout.codes:
                 with multiplying("values"):

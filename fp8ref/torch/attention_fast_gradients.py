@@ -139,18 +139,20 @@ class Pass:
             self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
         if self.variant.fmt.bits == 8 and self.variant.p_scale != 1:
             p = p.mul_(self.saved.scale_p)
-        self.kept.put("p_codes", (part, self.layout.at(tile), tile.keys), lambda: cast.to_fp8(p, self.variant.fmt))
+        if "p_codes" in self.kept:
+            self.kept.put("p_codes", (part, self.layout.at(tile), tile.keys), cast.to_fp8(p, self.variant.fmt))
         p8 = self.layout.narrow(p, self.variant.fmt, part, tile)
         self.dv[part, tile.keys] += self._over_rows("grad_v", p8, self.do_tokens, part, tile)
 
     def _add_others(self, ds: Tensor, scales: Scales, part: slice, tile: Tile) -> None:
         layout, at = self.layout, self.layout.at(tile)
-        self.kept.put("ds", (part, at, tile.keys), lambda: ds)
+        self.kept.put("ds", (part, at, tile.keys), ds)
         if self.fmt.bits == 8:
             ds = ds.mul_(scales.scale)
             if self.report == "all":
                 self.saturated = self.saturated + head_scaling.above_range(ds.abs(), self.fmt).sum()
-        self.kept.put("ds_codes", (part, at, tile.keys), lambda: cast.to_fp8(ds, self.fmt))
+        if "ds_codes" in self.kept:
+            self.kept.put("ds_codes", (part, at, tile.keys), cast.to_fp8(ds, self.fmt))
         ds8 = layout.narrow(ds, self.fmt, part, tile)
         with multiplying("grad_q"):
             of_q = batched_gemm.products(ds8, self.k_tokens[part, :, tile.keys], fast=layout.fast)

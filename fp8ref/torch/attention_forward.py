@@ -112,8 +112,9 @@ def run(
         if report == "all":
             saturated = saturated + count_clipped(p, scale_p, variant)
         at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
-        kept.put("scores", at, lambda s=s, f=factors, v=visible: _visible(online_softmax.scaled(s, f), v))
-        kept.put("p_codes", at, lambda p8=p8: p8)
+        if "scores" in kept:
+            kept.put("scores", at, _visible(online_softmax.scaled(s, factors), visible))
+        kept.put("p_codes", at, p8)
         low = p8 if of_p is None else p8.float() * of_p
         with multiplying("values"):
             found = operands.products(low.flatten(2, 3), v[:, :, :, tile.keys].contiguous(), variant).view(*s.shape[:-1], -1)
@@ -221,4 +222,5 @@ def result(out, lse, tensors, largest, saturated, kept: Kept, scales_p, spec: Sp
     if variant.out.bits == 8:
         tensors = {**tensors, "o": o}
     values = float_values.decode(o.codes).mul_(o.scale_inv) if variant.out.bits == 8 else o.codes.float()
-    return Result(values, lse, tensors, amaxes, saturated, kept.whole("p_codes", shape), *scales_p, kept.whole("scores", shape))
+    found = Result(values, lse, tensors, amaxes, saturated, kept.whole("p_codes", shape), *scales_p)
+    return found._replace(scores=kept.whole("scores", shape))

@@ -28,7 +28,6 @@ from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_gradients import Saved
 from fp8ref.torch.attention_inputs import Report, Spec
-from fp8ref.torch.attention_kept import Matrix
 from fp8ref.torch.head_scaling import DTYPES, Heads
 
 _PLAIN = tuple(f.name for f in dataclasses.fields(Variant) if f.name not in ("tiles", "fmt", "out", "gradient_fmt", "source"))
@@ -116,7 +115,7 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
             attention_observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
     run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
     watched = attention_observer.watched(ctx.layer) and not attention_observer.again()
-    keep: list[Matrix] = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)  # type: ignore[list-item]
+    keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
     result = run(tensors, spec, shape, at, given, report=report, keep=keep)
     o = result.o.to(q.dtype)
     if watched:
@@ -149,7 +148,7 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
     saved, shape = iter(ctx.saved_tensors), ctx.shape
-    keep: list[Matrix] = attention_inputs.kept_of(spec.variant) if attention_observer.watched(ctx.layer) else []  # type: ignore[assignment]
+    keep = attention_inputs.kept_of(spec.variant) if attention_observer.watched(ctx.layer) else []
     report: Report = "amaxes" if ctx.seen else "nothing"
     if spec.variant.real:
         q, k, v, *documents = saved

@@ -14,7 +14,7 @@ dq and dk. Nothing quadratic is kept. ``attention_gradients_mx`` has the operand
 
 import math
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -175,8 +175,8 @@ class Pass:
                 if self.report != "nothing":
                     self.largest = torch.maximum(self.largest, ds.abs().amax())
             ds8 = self._cast_ds(ds, scales.scale)
-            self.kept.put("ds", _at(tile), lambda ds=ds: ds)
-            self.kept.put("ds_codes", _at(tile), lambda ds8=ds8: ds8)
+            self.kept.put("ds", _at(tile), ds)
+            self.kept.put("ds_codes", _at(tile), ds8)
             with multiplying("grad_q"):
                 found = operands.products(ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys].contiguous(), self.variant)
             dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds8.shape[:-1], -1)
@@ -190,7 +190,7 @@ class Pass:
 
     def _add_dv(self, dv: Tensor, p: Tensor, do_tokens: Tensor, tile: Tile) -> None:
         p8 = forward.round_probabilities(p, self.saved.scale_p, self.variant)
-        self.kept.put("p_codes", _at(tile), lambda: p8)
+        self.kept.put("p_codes", _at(tile), p8)
         if self.report == "all":
             self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
         found = products_of_heads("grad_v", p8, do_tokens, tile, self.variant)
@@ -236,7 +236,8 @@ def rounded(
     """The gradients in the output's format, with their amaxes."""
     variant = spec.variant
     none = torch.zeros((), device=largest.device)
-    amaxes, found, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
+    found: dict[str, Any] = {}
+    amaxes, coded = {"do": do.amax, "ds": largest}, {"do": do}
     tensors = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
     low = variant.out.bits == 8
     needed = report != "nothing" or (low and not given.keys() >= tensors.keys())

@@ -82,8 +82,8 @@ def gradients(
             dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
         ds = (dp - d[:, :, tile.rows, :, None]) * p * spec.softmax_scale(shape.features)
         at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
-        kept.put("p_codes", at, lambda p8=p8: p8)
-        kept.put("ds", at, lambda ds=ds: ds)
+        kept.put("p_codes", at, p8)
+        kept.put("ds", at, ds)
         if report != "nothing":
             largest = torch.maximum(largest, ds.abs().amax())
         if report == "all":

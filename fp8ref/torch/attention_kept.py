@@ -1,16 +1,15 @@
 """The matrices of a pass of attention, [B, H, Tq, Tk], kept tile by tile for whoever asked: scores, codes of P, dS and
 its codes. Nothing else of attention is quadratic in the tokens."""
 
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from fp8ref.torch.attention_inputs import Shape
 
-Matrix = Literal["scores", "p_codes", "ds", "ds_codes"]
-"""A matrix. Scores have all their factors, under the variant's base; dS is before its cast."""
+Matrix = str
+"""A matrix: scores, p_codes, ds or ds_codes. Scores have all their factors, under the variant's base; dS is before its cast."""
 
 _DTYPES = {"scores": torch.float32, "p_codes": torch.uint8, "ds": torch.float32, "ds_codes": torch.uint8}
 
@@ -25,11 +24,13 @@ class Kept:
     def __init__(self, names: Iterable[Matrix], size: tuple[int, ...], device: torch.device) -> None:
         self._found = {name: torch.full(size, -torch.inf if name == "scores" else 0, dtype=_DTYPES[name], device=device) for name in names}
 
-    def put(self, name: Matrix, at: tuple, make: Callable[[], Tensor]) -> None:
-        """Keep one part of a matrix, which ``make`` computes."""
+    def __contains__(self, name: Matrix) -> bool:
+        return name in self._found
+
+    def put(self, name: Matrix, at: tuple, x: Tensor) -> None:
+        """Keep one part of a matrix, if the matrix is kept."""
         if name in self._found:
-            found = make()
-            self._found[name][at] = found.view(torch.uint8) if _DTYPES[name] == torch.uint8 else found
+            self._found[name][at] = x.view(torch.uint8) if _DTYPES[name] == torch.uint8 else x
 
     def whole(self, name: Matrix, shape: Shape) -> Tensor | None:
         """The matrix [B, H, Tq, Tk]; None if it is not kept."""

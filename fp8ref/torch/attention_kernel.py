@@ -6,6 +6,7 @@ q, k and v are quantized here, with the bits of A-2; the kernel does all else. `
 tiles. FlashAttention-4's interface (commit 0251105) takes no scales of FP8 operands.
 """
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -75,7 +76,7 @@ def library(device: torch.device) -> Callable:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
         raise ValueError(f"FlashAttention-3's FP8 kernel needs a Hopper GPU; the tensors are on {where}. {_INSTEAD}")
     try:
-        import flash_attn_interface
+        flash_attn_interface = importlib.import_module("flash_attn_interface")
     except ImportError as error:
         raise ImportError(
             "FlashAttention-3's kernel is in flash_attn_interface, which is not installed. Build hopper/ of Dao-AILab/flash-attention, or use "

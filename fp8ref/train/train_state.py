@@ -151,8 +151,9 @@ def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
     # linear under ``states``.
     module, scale, count = (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
     found: dict[str, Tensor] = {}
-    of_linears = [(d.path, delayed_casts(d.recipe)) for recipe in config.recipes for d in config.under(recipe).decisions()]
-    for path, casts in (*of_linears, *config.attention_casts.items()):
+    decisions = (d for recipe in config.recipes for d in config.under(recipe).decisions())
+    keepers: list[tuple[str, Mapping]] = [(d.path, delayed_casts(d.recipe)) for d in decisions]
+    for path, casts in keepers + list(config.attention_casts.items()):
         for role, (_, delayed) in casts.items():
             prefix = f"{FP8}.{path}{module}.{role}"
             found[f"{prefix}.{scale}"] = Tensor((), "float32")

@@ -64,6 +64,7 @@ def stand_in(q8, k8, v8, kernel, parameters):
     return call(q8, k8, v8, {key: x for key, x in parameters.items() if key.startswith("amax_")})
 
 
+@pytest.mark.slow  # JAX compiles for seconds
 def test_the_call_has_the_operands_and_scales_of_the_variant(monkeypatch):  # A-20, A-2, A-15
     """Around a stand-in that computes by tiles, o, gradients and amaxes are those of the tiles under the same scales: a wrong scale,
     descale or codes of any role would change them."""

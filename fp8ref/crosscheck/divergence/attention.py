@@ -1,5 +1,7 @@
 """Explain why two backends differ in a value of attention by a variant, all before it being equal (spec A, B-10)."""
 
+from typing import Any
+
 import numpy as np
 
 from fp8ref.attention import GRADIENT_ROLES, ROLES, Variant, by_name
@@ -66,7 +68,7 @@ def explain(
             ("A-18",),
             f"all before it is equal; {a.role} of variant {variant.name!r} has no bound here, since not all of its operands are shown",
         )
-    distances = [attention.distance(np.asarray(v.value), right) for v, right in zip((a, b), found, strict=True)]
+    distances = [attention.distance(np.asarray(v.value), right) for v, right in zip((a, b), found, strict=True) if right is not None]
     shown = " and ".join(f"{name} at {u:.2g}" for name, u in zip(names, distances, strict=True))
     operands = f"the operands of {a.role} are equal"
     if not max(distances) <= 1:
@@ -133,7 +135,7 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
         assert result.scores is not None
         assert result.p_codes is not None
         o = result.tensors.get("o")
-        made = {"s/value": result.scores, "p/scale": result.scale_p, "p/codes": result.p_codes, "o/value": _short(result.o)}
+        made: dict[str, Any] = {"s/value": result.scores, "p/scale": result.scale_p, "p/codes": result.p_codes, "o/value": _short(result.o)}
         made |= {} if o is None else {"o/scale": o.scale, "o/codes": o.codes}
         return np.asarray(made[f"{what}/{v.part}"])
     assert backward is not None

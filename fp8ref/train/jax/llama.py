@@ -74,9 +74,10 @@ class Pass:
         if self.variant is not None and self.attention == "kernel":
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             scales = {role: one.stored for role, one in self.state[name].items()}
-            by = {"scales": scales, "variant": self.variant, "mask": Mask(causal=True), "platform": "cuda", "name": name}
-            y, self.seen[name] = attention_kernel.apply(*heads, **by, seen=self.seen[name])
-            y = y.swapaxes(1, 2)
+            by: dict = {"scales": scales, "variant": self.variant, "mask": Mask(causal=True), "platform": "cuda", "name": name}
+            y, seen = attention_kernel.apply(*heads, **by, seen=self.seen[name])
+            assert seen is not None
+            y, self.seen[name] = y.swapaxes(1, 2), seen
         elif self.variant is not None:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
@@ -93,6 +94,7 @@ class Pass:
         elif self.attention == "chunked":
             y = _attended_in_chunks(q, k, v)
         else:
+            assert self.attention in ("xla", "cudnn")
             y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
         return checkpoint_name(y, "attention")
 

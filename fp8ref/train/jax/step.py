@@ -84,7 +84,7 @@ class Step:
         self._specs = self.optimizer.parameter_specs
         name = llama.stack_of if config.parallel.scan else str
         self.attention_casts = {name(path): casts for path, casts in config.attention_casts.items()}
-        self._keepers = {**self.linears, **self.attention_casts}
+        self._keepers: dict[str, Any] = {**self.linears, **self.attention_casts}
         self._copied = {name(path): recipe for path, recipe in device_shapes.copied(own, "jax").items()}
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
