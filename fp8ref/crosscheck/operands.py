@@ -53,9 +53,9 @@ def observe(trainer: loop.Trainer, tokens: np.ndarray, passes: list[AttentionPas
     passes   gets the passes of attention by a variant too, whose memory is quadratic.
     """
     observations: list[Observation] = []
-    watcher = None if passes is None else recorder(trainer.backend, passes)
+    more = {} if passes is None else {"attention": recorder(trainer.backend, passes)}
     trainer.observe(
-        tokens, lambda layer, which, a, b, out: observations.append(Observation(trainer.backend, layer, which, a, b, out)), watcher
+        tokens, lambda layer, which, a, b, out: observations.append(Observation(trainer.backend, layer, which, a, b, out)), **more
     )
     return observations
 

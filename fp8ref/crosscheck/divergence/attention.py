@@ -20,6 +20,7 @@ WHAT = {symbol: what for what, symbol in SYMBOLS.items()}
 """{symbol: its name in ``attention_products.SHOWN``}."""
 
 Pair = tuple[AttentionPass, AttentionPass | None]
+"""The forward pass of a layer, and its backward pass if it was reached."""
 
 
 def explain(
