@@ -15,7 +15,7 @@ from fp8ref import console, health, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.linear_selection import Decision
 from fp8ref.train import config as configs
-from fp8ref.train import coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
+from fp8ref.train import architecture, coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
 from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
@@ -129,11 +129,13 @@ def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | 
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
+    architecture.check_backend(config, backend)
     parallel, optimizer = config.parallel, config.optimizer
     if refused := optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + config.unswitched(backend):
         raise ConfigError(refused[0])
     multiply = hardware.of(config, backend)
-    return importlib.import_module(f"fp8ref.train.{backend}.trainer").Trainer(config, weights, multiply=multiply)
+    kind = "trainer" if config.architecture.kind == "llama" else "custom_trainer"
+    return importlib.import_module(f"fp8ref.train.{backend}.{kind}").Trainer(config, weights, multiply=multiply)
 
 
 def train(
@@ -214,7 +216,7 @@ def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: b
     """
     given = config.run.init_from if initial else None
     try:
-        model = trainer(backend, config, export.read(Path(given), config.model) if given else None)
+        model = trainer(backend, config, export.weights_of(Path(given), config) if given else None)
     except MemoryError as error:
         raise ConfigError(
             f"the model does not fit into memory: {error}. Lower the sizes of model.*; --dry-run shows the memory that they need."
@@ -336,7 +338,8 @@ class _Training:
             try:
                 about = {"step": step} | metrics
                 kept = failed_step.write(self.out, self.model, config, tokens, about, self.processes, recipe=self.recipe)
-                remedy = f"fp8ref crosscheck --replay {kept} names where it began."
+                replays = config.architecture.kind == "llama"
+                remedy = f"fp8ref crosscheck --replay {kept} names where it began." if replays else f"{kept} has the state and the batch."
             except Exception as error:  # a failure to save must not hide the non-finite loss
                 remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
             raise NonFiniteError(_explain(self.model, step, metrics, remedy))

@@ -23,6 +23,28 @@ def require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArchitectureConfig:
+    """What is trained: the trainer's own Llama of section model, or a model of yours (spec M-9)."""
+
+    kind: Literal["llama", "transformers", "torch", "nnx"] = "llama"
+    """llama: the trainer's own. transformers: a causal model of transformers (PyTorch). torch, nnx: what an import path makes, for PyTorch or JAX."""
+    source: str | None = None
+    """transformers: a directory with config.json, or the file. torch, nnx: module:function; called with vocab_size= (nnx: and rngs=), it makes a model
+    that takes tokens [B, T] and returns logits [B, T, V]."""
+
+    def __post_init__(self) -> None:
+        given = self.source is not None
+        require(
+            given == (self.kind != "llama"),
+            f"architecture.source is of a model of yours, which architecture.kind names; got kind {self.kind!r} and source {self.source!r}.",
+        )
+        require(
+            self.kind not in ("torch", "nnx") or ":" in (self.source or ""),
+            f"architecture.source is module:function of kind {self.kind!r}; got {self.source!r}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The training text, and how it is cut into batches (spec D)."""
 
