@@ -8,18 +8,32 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
-from fp8ref.train.sections import ArchitectureConfig
-
-if TYPE_CHECKING:
-    from fp8ref.train.config import Config
+from fp8ref.train.sections import ArchitectureConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
 
 BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
 """{kind of a user's model: the backend that trains it}."""
+
+
+class Sections(Protocol):
+    """The sections of a config that this module reads."""
+
+    @property
+    def architecture(self) -> ArchitectureConfig: ...
+    @property
+    def model(self) -> LlamaConfig: ...
+    @property
+    def parallel(self) -> ParallelConfig: ...
+    @property
+    def numerics(self) -> NumericsConfig: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def run(self) -> RunConfig: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +52,7 @@ class Shapes:
     heads: tuple[str, ...]
 
 
-def shapes(config: "Config") -> Shapes:
+def shapes(config: Sections) -> Shapes:
     """Of the model that a config trains.
 
     Raises:   ConfigError: a user's model that cannot be built, or that the trainer cannot train.
@@ -60,7 +74,7 @@ def _custom(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
     return library.shapes(keys, vocab_size)
 
 
-def faults(config: "Config") -> list[str]:
+def faults(config: Sections) -> list[str]:
     """The error messages for keys that a user's model does not take (M-9); none of the trainer's own."""
     keys = config.architecture
     if keys.kind == "llama":
@@ -87,14 +101,14 @@ def faults(config: "Config") -> list[str]:
     return [f"{what} {text}. Leave it out." for text, is_so in wrong.items() if is_so]
 
 
-def check_backend(config: "Config", backend: str) -> None:
+def check_backend(config: Sections, backend: str) -> None:
     """ConfigError unless a backend trains the config's model."""
     kind = config.architecture.kind
     if kind != "llama" and BACKEND[kind] != backend:
         raise ConfigError(f"architecture.kind {kind!r} is trained by --backend {BACKEND[kind]}; got {backend}.")
 
 
-def require_llama(config: "Config", who: str) -> None:
+def require_llama(config: Sections, who: str) -> None:
     """ConfigError for a user's model, which ``who`` does not take."""
     if config.architecture.kind != "llama":
         raise ConfigError(

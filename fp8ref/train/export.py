@@ -65,7 +65,9 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
 def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
     config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
     if config.architecture.kind in ("torch", "nnx"):
-        raise ConfigError(f"an export has the format of transformers, which a model of kind {config.architecture.kind!r} has not; read {found.state}.")
+        raise ConfigError(
+            f"an export has the format of transformers, which a model of kind {config.architecture.kind!r} has not; read {found.state}."
+        )
     used = config.data.tokenizer
     if tokenizer is None and used and Path(used).is_file():
         tokenizer = Path(used)

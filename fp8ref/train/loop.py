@@ -14,8 +14,8 @@ import numpy as np
 from fp8ref import console, health, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.linear_selection import Decision
-from fp8ref.train import config as configs
 from fp8ref.train import architecture, coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
+from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
@@ -238,7 +238,12 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
 
     data.source may differ, because the hash of the text is compared.
     """
-    told = processes.gather({"config": configs.to_dict(config.replace(data={"source": "stdlib"})), "text": batches.description["sha256"]})
+    told = processes.gather(
+        {
+            "config": configs.to_dict(config.replace(data={"source": "stdlib", "mixture": None, "evaluation": None})),
+            "text": batches.description["sha256"],
+        }
+    )
     for index, other in enumerate(told):
         for key, (theirs, first) in configs.differences(other, told[0]).items():
             raise ConfigError(
@@ -347,11 +352,22 @@ class _Training:
         every = config.run.eval_every
         if (every and (step + 1) % every == 0) or step + 1 == config.run.steps:
             with watch("evaluation"):
-                losses = [self.model.evaluate(self.batches.held_out(i)) for i in range(config.run.eval_batches)]
-            line["val_loss"] = float(np.mean(losses))
-            if not math.isfinite(line["val_loss"]):
-                raise NonFiniteError(f"after step {step}: validation loss {line['val_loss']}. Lower optimizer.learning_rate.")
+                line |= self.validated(step)
         return line
+
+    def validated(self, step: int) -> dict[str, float]:
+        """Validation losses after a step: ``val_loss``, and ``val_loss_<name>`` of each set of data.evaluation.
+
+        Raises:   NonFiniteError: one that is not finite.
+        """
+        sets: dict[str, Callable[[int], np.ndarray]] = {"val_loss": self.batches.held_out}
+        sets |= {f"val_loss_{name}": functools.partial(self.batches.of_set, name) for name in self.batches.evaluation}
+        found = {}
+        for key, batch in sets.items():
+            found[key] = float(np.mean([self.model.evaluate(batch(i)) for i in range(self.config.run.eval_batches)]))
+            if not math.isfinite(found[key]):
+                raise NonFiniteError(f"after step {step}: validation loss {found[key]} ({key}). Lower optimizer.learning_rate.")
+        return found
 
     def switch(self, step: int) -> None:
         """Go over to the recipe of a step, where its phase has another (T-9)."""

@@ -51,6 +51,10 @@ class DataConfig:
     source: str = "stdlib"
     """Training text: ``stdlib`` (sources of Python's standard library), a directory of text (``*.py``, ``*.md``, ``*.txt``), token shards (.bin,
     .npy) or documents (.parquet, .jsonl), as a file, directory or pattern. ``fp8ref data prepare`` also takes hf:org/name[:config]."""
+    mixture: tuple[tuple[str, float], ...] | None = None
+    """Sources and their weights, in place of source: [["books", 3.0], ["code", 1.0]] takes three sequences of books for each of code."""
+    evaluation: tuple[tuple[str, str], ...] | None = None
+    """Further sets to validate on, each a name and a source, of which all tokens are taken: [["code", "held-out/code"]] is val_loss_code."""
     tokenizer: str | None = None
     """Tokenizer: a tokenizer.json or tiktoken:NAME. Default: each byte is a token."""
     end_of_document: str | None = None
@@ -72,6 +76,19 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.source != "", "data.source is 'stdlib', a file, a directory or a pattern; got ''.")
+        if self.mixture is not None:
+            require(
+                self.source == "stdlib",
+                f"data.mixture names the sources in place of data.source; got {self.source!r} too. Leave one of them out.",
+            )
+            require(len(self.mixture) >= 1, "data.mixture has at least one source; got none. Leave it out.")
+            for name, weight in self.mixture:
+                require(name != "" and 0 < weight < math.inf, f"data.mixture has sources with weights above 0; got {[name, weight]}.")
+        names = [name for name, _ in self.evaluation or ()]
+        require(
+            len(set(names)) == len(names) and all(name.isidentifier() for name in names),
+            f"data.evaluation names each set once, by letters, digits and underscores; got {names}.",
+        )
         for key in ("tokenizer", "text_column"):
             require(getattr(self, key) != "", f"data.{key} is not empty; leave it out for its default.")
         require(self.sequence_length >= 1, f"data.sequence_length is at least 1; got {self.sequence_length}.")

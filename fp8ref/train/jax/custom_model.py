@@ -43,7 +43,11 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
 def shapes(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
     """As ``architecture.shapes``."""
     model = build(keys, vocab_size, seed=0)
-    linears = {row.path: row.shape for row in fj.report(model).rows if row.shape is not None and row.kind in ("Linear", "LinearGeneral", "Einsum")}
+    linears: dict[str, tuple[int, int]] = {
+        row.path: (row.shape[0], row.shape[1])
+        for row in fj.report(model).rows
+        if row.shape is not None and row.kind in ("Linear", "LinearGeneral", "Einsum")
+    }
     if not linears:
         raise ConfigError(f"architecture.source {keys.source!r} has no nnx.Linear, which is what a recipe converts.")
     return Shapes(
@@ -56,7 +60,10 @@ def shapes(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
 
 def parameters(tree) -> Mapping[str, Any]:
     """{dotted path: array} of a state of parameters, in its order."""
-    return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree)}
+    return {
+        name_of(path): value
+        for path, value in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree)
+    }
 
 
 def name_of(path) -> str:

@@ -84,30 +84,32 @@ class CustomStep:
     def merged(self, params: Mapping[str, jax.Array], fp8) -> nnx.Module:
         """The model on parameters rounded to bfloat16, with the hooks' states."""
         rounded = [params[name].astype(jnp.bfloat16) for name in self._names]
-        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, rounded), fp8, self._rest)
+        return self._copy_of(rounded, fp8)
 
     def states(self, fp8) -> dict[str, dict[str, Any]]:
         """{linear: {role: its state of delayed scaling}}."""
-        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, list(self._begin[0].values())), fp8, self._rest)
+        model = self._copy_of(list(self._begin[0].values()), fp8)
         return {hook.name: hook.state.get_value() for hook in nnx_hooks.hooks(model).values() if hook.state is not None}
 
     def tensors(self, state: State) -> dict[str, Any]:
         """The arrays of a state by the names of ``train_state``, nested."""
         found = self.optimizer.tensors(state.params, state.optimizer)
         if states := self.states(state.fp8):
-            found[train_state.FP8] = {
-                name: {role: one._asdict() for role, one in roles.items()} for name, roles in states.items()
-            }
+            found[train_state.FP8] = {name: {role: one._asdict() for role, one in roles.items()} for name, roles in states.items()}
         return found
 
     def restored(self, state: State, tensors: dict[str, Any]) -> State:
         """A state of the structure of this one, of arrays named as ``tensors`` names them."""
-        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, list(self._begin[0].values())), state.fp8, self._rest)
+        model = self._copy_of(list(self._begin[0].values()), state.fp8)
         for hook in nnx_hooks.hooks(model).values():
             if hook.state is not None:
                 saved = tensors[train_state.FP8][hook.name]
                 hook.state.set_value({role: type(one)(**saved[role]) for role, one in hook.state.get_value().items()})
         return State(*self.optimizer.restored(state.params, state.optimizer, tensors), nnx.state(model, fj.Fp8State))
+
+    def _copy_of(self, values: list[jax.Array], fp8) -> nnx.Module:
+        """The model on other parameters and states, none of which an update of the model changes."""
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, values), fp8, self._rest, copy=True)
 
     def _differentiated(self, params, fp8, parts: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], Observed]:
         """(loss, gradients, observations) of a batch's parts; gradients are summed in float32 (T-7)."""
@@ -116,10 +118,10 @@ class CustomStep:
         for part in parts:
             loss, grads, seen = fj.value_and_grad(self._loss)(model, part)
             wide = {_name(path): g.astype(jnp.float32) for path, g in jax.tree_util.tree_leaves_with_path(grads)}
-            if total is None:
-                total = loss, wide, seen
-            else:
-                total = total[0] + loss, jax.tree.map(jnp.add, total[1], wide), merge(total[2], seen)
+            before = total
+            total = (
+                (loss, wide, seen) if before is None else (before[0] + loss, jax.tree.map(jnp.add, before[1], wide), merge(before[2], seen))
+            )
         assert total is not None
         share = np.float32(1 / len(parts))
         return total[0] * share, {name: g * share for name, g in total[1].items()}, total[2]

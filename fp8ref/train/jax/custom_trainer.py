@@ -12,7 +12,8 @@ from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.health import recorded
 from fp8ref.jax import hardware, health, linear, proof
-from fp8ref.stats import FIELDS, merged, planned
+from fp8ref.recipe import Gemm
+from fp8ref.stats import merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax import operand_statistics
@@ -45,9 +46,7 @@ class Trainer:
         self._state = self._step.begin(weights)
         compiled = functools.partial(jax.jit, compiler_options=compiler_options(self._layout.devices[0].platform))
         self._train = compiled(self._step.train, donate_argnums=0)
-        self._gradients, self._loss, self._logits = (
-            compiled(f) for f in (self._step.gradients, self._step.mean_loss, self._step.logits)
-        )
+        self._gradients, self._loss, self._logits = (compiled(f) for f in (self._step.gradients, self._step.mean_loss, self._step.logits))
         self._health = compiled(lambda grads, state: self._step.optimizer.health(grads, state.params, state.optimizer))
         self._observer: Callable
         # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
@@ -126,15 +125,14 @@ class Trainer:
         found: dict[str, list[np.ndarray]] = {operand.name: [] for operand in operands}
         casts = {operand.name: operand for operand in operands}
 
-        def keep(layer: str, gemm: str, a, b, out) -> None:
+        def keep(layer: str, gemm: Gemm, a, b, out) -> None:
             for name, numbers in operand_statistics.measured(casts, layer, gemm, a, b):
                 found[name].append(numbers)
 
         if operands:
             self.observe(tokens, keep)
-        unused = np.zeros((1, len(FIELDS)))
         called = [operand for operand in operands if found[operand.name]]
-        return merged(called, [np.stack(found[operand.name]) if found[operand.name] else unused for operand in called])
+        return merged(called, [np.stack(found[operand.name]) for operand in called])
 
     def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
         """``step`` and ``statistics`` of one batch, and the health of the states that the step makes (spec Q-12)."""

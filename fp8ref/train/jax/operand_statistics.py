@@ -24,10 +24,14 @@ def measured(planned: Mapping[str, Operand], layer: str, gemm: Gemm, a, b) -> It
         hp, codes, kind = hp.astype(np.float32).reshape(codes.shape), codes.view(np.uint8), operand.cast.granularity
         # Flax keeps a weight as [K, N], so that the reduced axis may be the other one: its scales show it.
         axes = [axis % 2, 1 - axis % 2] if codes.ndim == 2 else [axis % codes.ndim]
-        fits = [one for one in (reversed(axes) if role == "weight" else axes) if granularity.scale_shape(kind, codes.shape, one) == scale.shape]
+        fits = [
+            one for one in (reversed(axes) if role == "weight" else axes) if granularity.scale_shape(kind, codes.shape, one) == scale.shape
+        ]
         of = scaling.Quantized(codes, scale.astype(np.float32), _inverse(scale), operand.cast.fmt, kind, fits[0])
         found = stats.statistics(hp, of)
-        numbers = {name: float(getattr(found, name)) for name in ("count", "non_finite", "underflows", "saturated", "overflows", "signal", "noise")}
+        numbers = {
+            name: float(getattr(found, name)) for name in ("count", "non_finite", "underflows", "saturated", "overflows", "signal", "noise")
+        }
         numbers |= {"amax": float(np.max(np.abs(hp))), "scale_min": float(scale.min()), "scale_max": float(scale.max())}
         yield operand.name, np.array([numbers[field] for field in FIELDS])
 

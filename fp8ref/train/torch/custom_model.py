@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import fp8ref.torch  # noqa: F401  # before transformers, which loads torchao: its warnings are hidden there
 from fp8ref.errors import ConfigError
 from fp8ref.train import architecture
 from fp8ref.train.architecture import Shapes
@@ -96,7 +97,9 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
             raise ConfigError(f"{name} has dropout ({path}, {module.p}), and a step has no random numbers. Set it to 0.")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(f"{name} has a batch norm ({path}), whose statistics are no parameters. Use another norm.")
-    rates = {key: value for key, value in vars(own).items() if key.endswith(("dropout", "pdrop")) and isinstance(value, float)} if own else {}
+    rates = (
+        {key: value for key, value in vars(own).items() if key.endswith(("dropout", "pdrop")) and isinstance(value, float)} if own else {}
+    )
     if random := [key for key, value in rates.items() if value > 0]:
         raise ConfigError(f"{name} has {random[0]} = {rates[random[0]]}, and a step has no random numbers. Set it to 0.")
 

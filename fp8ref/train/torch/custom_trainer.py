@@ -26,9 +26,7 @@ class CustomStep(Step):
     In a pass every parameter is rounded to bfloat16, tied ones once; buffers stay as they are.
     """
 
-    def __init__(
-        self, config: Config, weights: Mapping[str, llama.Weight] | None, device: torch.device, multiply: Multiply | None
-    ) -> None:
+    def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None, device: torch.device, multiply: Multiply | None) -> None:
         self.config, self.mesh, self.device, self.multiply = config, None, device, multiply
         self._keeps_masters, self.copies, self._uncast = False, None, False
         self._copied = ((), torch.empty(0))
@@ -39,7 +37,9 @@ class CustomStep(Step):
         self.model = self._converted(model, config.numerics.recipe, config).to(device)
         self.params = dict(self.model.named_parameters())
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)
-        self.switch = Switch(self.model, config.numerics.recipe, {name: self._converted(twin, name, config) for name, twin in twins.items()})
+        self.switch = Switch(
+            self.model, config.numerics.recipe, {name: self._converted(twin, name, config) for name, twin in twins.items()}
+        )
 
     def _converted(self, model: nn.Module, recipe: str, config: Config) -> nn.Module:
         keys = config.numerics
@@ -63,7 +63,7 @@ class CustomStep(Step):
         rounded = {id(p): p.to(torch.bfloat16) for _, _, p in places}
         try:
             for module, key, p in places:
-                module._parameters[key] = rounded[id(p)]  # type: ignore[assignment]
+                module._parameters[key] = rounded[id(p)]
             yield
         finally:
             for module, key, p in places:
@@ -84,7 +84,7 @@ class Trainer(trainers.Trainer):
             raise ConfigError("numerics.accumulate multiplies on the host's CPU, and torch has a GPU. Hide it with CUDA_VISIBLE_DEVICES=.")
         self.recipe, self.decisions = config.numerics.recipe, config.decisions()
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._step: CustomStep = CustomStep(config, weights, self._device, multiply)  # type: ignore[assignment]
+        self._step: CustomStep = CustomStep(config, weights, self._device, multiply)
         self.model, self._params, self._optimizer = self._step.model, self._step.params, self._step.optimizer
         self._count, self._store = 0, Store()
         self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
