@@ -1,4 +1,4 @@
-"""What a config trains: the trainer's own Llama, or a model of the user's (spec M-9).
+"""What a config trains: the trainer's own Llama, or a model of the user's (spec T-10).
 
 A user's model is built by its framework, ``{jax,torch}/custom_model.py``. This module says what all of
 the trainer needs to know of it: the names and shapes of its parameters and linears.
@@ -23,17 +23,34 @@ class Sections(Protocol):
     """The sections of a config that this module reads."""
 
     @property
-    def architecture(self) -> ArchitectureConfig: ...
+    def architecture(self) -> ArchitectureConfig:
+        """What is trained."""
+        ...
+
     @property
-    def model(self) -> LlamaConfig: ...
+    def model(self) -> LlamaConfig:
+        """The trainer's own model, and the vocabulary of any."""
+        ...
+
     @property
-    def parallel(self) -> ParallelConfig: ...
+    def parallel(self) -> ParallelConfig:
+        """The mesh."""
+        ...
+
     @property
-    def numerics(self) -> NumericsConfig: ...
+    def numerics(self) -> NumericsConfig:
+        """Recipes and rules."""
+        ...
+
     @property
-    def optimizer(self) -> OptimizerConfig: ...
+    def optimizer(self) -> OptimizerConfig:
+        """The optimizer."""
+        ...
+
     @property
-    def run(self) -> RunConfig: ...
+    def run(self) -> RunConfig:
+        """Length, seed and initial weights."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +92,7 @@ def _custom(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
 
 
 def faults(config: Sections) -> list[str]:
-    """The error messages for keys that a user's model does not take (M-9); none of the trainer's own."""
+    """The error messages for keys that a user's model does not take (T-10); none of the trainer's own."""
     keys = config.architecture
     if keys.kind == "llama":
         return []

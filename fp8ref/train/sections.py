@@ -24,7 +24,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureConfig:
-    """What is trained: the trainer's own Llama of section model, or a model of yours (spec M-9)."""
+    """What is trained: the trainer's own Llama of section model, or a model of yours (spec T-10)."""
 
     kind: Literal["llama", "transformers", "torch", "nnx"] = "llama"
     """llama: the trainer's own. transformers: a causal model of transformers (PyTorch). torch, nnx: what an import path makes, for PyTorch or JAX."""

@@ -1,4 +1,4 @@
-"""Build a user's Flax NNX model by an import path (spec M-9)."""
+"""Build a user's Flax NNX model by an import path (spec T-10)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,10 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
 
 
 def shapes(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
-    """As ``architecture.shapes``."""
+    """As ``architecture.shapes``.
+
+    Raises:   ConfigError: as ``build``; a model without linears.
+    """
     model = build(keys, vocab_size, seed=0)
     linears: dict[str, tuple[int, int]] = {
         row.path: (row.shape[0], row.shape[1])

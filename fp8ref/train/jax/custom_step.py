@@ -1,4 +1,4 @@
-"""The training step of a user's Flax NNX model (spec M-9, T): float32 masters, bfloat16 compute, AdamW."""
+"""The training step of a user's Flax NNX model (spec T-10, T): float32 masters, bfloat16 compute, AdamW."""
 
 from collections.abc import Mapping
 from typing import Any

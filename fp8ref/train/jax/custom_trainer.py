@@ -1,4 +1,4 @@
-"""Train a user's Flax NNX model on one device: what ``trainer.Trainer`` offers, by ``custom_step`` (spec M-9)."""
+"""Train a user's Flax NNX model on one device: what ``trainer.Trainer`` offers, by ``custom_step`` (spec T-10)."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ class Trainer:
         self._count, self._store, self.device = 0, Store(), self._layout.description
 
     def switch(self, recipe: str) -> None:
-        """There is one recipe (M-9).
+        """There is one recipe (T-10).
 
         Raises:   ValueError: another.
         """

@@ -1,4 +1,4 @@
-"""Build a user's PyTorch model: a causal model of transformers, or what an import path makes (spec M-9)."""
+"""Build a user's PyTorch model: a causal model of transformers, or what an import path makes (spec T-10)."""
 
 import copy
 import json
@@ -37,7 +37,10 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
 
 
 def shapes(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
-    """As ``architecture.shapes``."""
+    """As ``architecture.shapes``.
+
+    Raises:   ConfigError: as ``build``; a model without linears.
+    """
     model = build(keys, vocab_size, seed=0)
     linears = {name: (m.out_features, m.in_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:

@@ -1,4 +1,4 @@
-"""Train a user's PyTorch model by the step and the trainer of the trainer's own (spec M-9)."""
+"""Train a user's PyTorch model by the step and the trainer of the trainer's own (spec T-10)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -26,7 +26,7 @@ def made(config: Config) -> CustomStep:
 
 
 @pytest.mark.slow
-def test_gradients_are_jax_s_through_the_rounded_weights():  # M-9
+def test_gradients_are_jax_s_through_the_rounded_weights():  # T-10
     config = of(numerics={"recipe": "bf16"})
     step, model = made(config), custom_model.build(of().architecture, 256, seed=0)
     graph, params = nnx.split(model)

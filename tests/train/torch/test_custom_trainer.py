@@ -27,7 +27,7 @@ def config(text):
 
 
 def test_a_step_is_autograd_s_through_the_rounded_weights_and_adamw_s(config):
-    """T-1 to T-3 and M-9 in bf16, written out: tied weights are rounded once, buffers are not."""
+    """T-1 to T-3 and T-10 in bf16, written out: tied weights are rounded once, buffers are not."""
     config = config.replace(numerics={"recipe": "bf16"})
     trainer = Trainer(config)
     model = custom_model.build(config.architecture, 256, seed=0)
