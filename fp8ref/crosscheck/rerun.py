@@ -27,7 +27,7 @@ from fp8ref.result import Result
 from fp8ref.sim import delayed
 from fp8ref.sim import llama as model
 from fp8ref.sim.llama import Site
-from fp8ref.train import failed_step, hardware, loop
+from fp8ref.train import architecture, failed_step, hardware, loop
 from fp8ref.train.config import Config
 from fp8ref.train.failed_step import Failure
 from fp8ref.train.sections import ParallelConfig
@@ -49,6 +49,7 @@ def rerun(path: Path) -> "RerunReport":
             f"process cannot replay a step of {failed.config.parallel.devices}. Train with "
             "optimizer.kind 'adamw' to replay failed steps."
         )
+    architecture.require_llama(failed.config, "a replay")
     config = dataclasses.replace(failed.config, parallel=ParallelConfig()).replace(data={"microbatches": 1})
     tokens = failed.tokens
     console.say(

@@ -25,9 +25,11 @@ from fp8ref.linear_rules import Rule
 from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.train import architecture as architectures
 from fp8ref.train import schedule as schedules
 from fp8ref.train.schedule import Phase, Schedule
 from fp8ref.train.sections import (
+    ArchitectureConfig,
     CheckpointConfig,
     DataConfig,
     LogConfig,
@@ -45,6 +47,7 @@ class Config:
     """The full run configuration, shared by both backends."""  # --help prints this line
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
+    architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     data: DataConfig = field(default_factory=DataConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -65,7 +68,7 @@ class Config:
             self.numerics.rules is None or self.parallel.devices == 1,
             f"numerics.rules are for one device; parallel has {self.parallel.devices}. Leave one of them out.",
         )
-        if faults := self.numerics.unattended(self.model.head_dim):
+        if faults := architectures.faults(self) + self.numerics.unattended(self.model.head_dim):
             require(False, faults[0])
         require(
             self.numerics.attention is None or self.parallel.attention in ("xla", "tiles", "kernel"),
@@ -195,12 +198,19 @@ class Config:
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:
-        """numerics.filter_fqns, plus lm_head.
+        """numerics.filter_fqns, plus lm_head, or what makes the logits of a user's model.
 
         It stays in high precision unless fp8_fqns names it (spec R-2).
         """
-        head = () if self.model.tie_word_embeddings or "lm_head" in self.numerics.filter_fqns else ("lm_head",)
-        return (*self.numerics.filter_fqns, *head)
+        return (*self.numerics.filter_fqns, *(head for head in self.shapes.heads if head not in self.numerics.filter_fqns))
+
+    @property
+    def shapes(self) -> architectures.Shapes:
+        """The names and shapes of the model's parameters and linears; a user's model is built for them once.
+
+        Raises as ``architecture.shapes``.
+        """
+        return architectures.shapes(self)
 
     def decisions(self) -> list[Decision]:
         """For every linear of the model, its recipe and the reason (spec R-2).
@@ -208,7 +218,7 @@ class Config:
         Raises as ``linear_selection.select`` and ``linear_rules.apply``.
         """
         chosen = linear_selection.select(
-            llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
+            self.shapes.linears, self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
         return linear_rules.apply(self.numerics.rules or (), chosen)
 
@@ -236,6 +246,7 @@ class Config:
 
 for _section in (
     LlamaConfig,
+    ArchitectureConfig,
     DataConfig,
     NumericsConfig,
     Rule,

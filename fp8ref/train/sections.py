@@ -23,12 +23,38 @@ def require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArchitectureConfig:
+    """What is trained: the trainer's own Llama of section model, or a model of yours (spec T-10)."""
+
+    kind: Literal["llama", "transformers", "torch", "nnx"] = "llama"
+    """llama: the trainer's own. transformers: a causal model of transformers (PyTorch). torch, nnx: what an import path makes, for PyTorch or JAX."""
+    source: str | None = None
+    """transformers: a directory with config.json, or the file. torch, nnx: module:function; called with vocab_size= (nnx: and rngs=), it makes a model
+    that takes tokens [B, T] and returns logits [B, T, V]."""
+
+    def __post_init__(self) -> None:
+        given = self.source is not None
+        require(
+            given == (self.kind != "llama"),
+            f"architecture.source is of a model of yours, which architecture.kind names; got kind {self.kind!r} and source {self.source!r}.",
+        )
+        require(
+            self.kind not in ("torch", "nnx") or ":" in (self.source or ""),
+            f"architecture.source is module:function of kind {self.kind!r}; got {self.source!r}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The training text, and how it is cut into batches (spec D)."""
 
     source: str = "stdlib"
     """Training text: ``stdlib`` (sources of Python's standard library), a directory of text (``*.py``, ``*.md``, ``*.txt``), token shards (.bin,
     .npy) or documents (.parquet, .jsonl), as a file, directory or pattern. ``fp8ref data prepare`` also takes hf:org/name[:config]."""
+    mixture: tuple[tuple[str, float], ...] | None = None
+    """Sources and their weights, in place of source: [["books", 3.0], ["code", 1.0]] takes three sequences of books for each of code."""
+    evaluation: tuple[tuple[str, str], ...] | None = None
+    """Further sets to validate on, each a name and a source, of which all tokens are taken: [["code", "held-out/code"]] is val_loss_code."""
     tokenizer: str | None = None
     """Tokenizer: a tokenizer.json or tiktoken:NAME. Default: each byte is a token."""
     end_of_document: str | None = None
@@ -50,6 +76,19 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.source != "", "data.source is 'stdlib', a file, a directory or a pattern; got ''.")
+        if self.mixture is not None:
+            require(
+                self.source == "stdlib",
+                f"data.mixture names the sources in place of data.source; got {self.source!r} too. Leave one of them out.",
+            )
+            require(len(self.mixture) >= 1, "data.mixture has at least one source; got none. Leave it out.")
+            for name, weight in self.mixture:
+                require(name != "" and 0 < weight < math.inf, f"data.mixture has sources with weights above 0; got {[name, weight]}.")
+        names = [name for name, _ in self.evaluation or ()]
+        require(
+            len(set(names)) == len(names) and all(name.isidentifier() for name in names),
+            f"data.evaluation names each set once, by letters, digits and underscores; got {names}.",
+        )
         for key in ("tokenizer", "text_column"):
             require(getattr(self, key) != "", f"data.{key} is not empty; leave it out for its default.")
         require(self.sequence_length >= 1, f"data.sequence_length is at least 1; got {self.sequence_length}.")

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import llama
 from fp8ref.recipe import delayed_casts
 from fp8ref.states import Moment
 from fp8ref.train.config import Config
@@ -109,7 +108,7 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for one in PER_PARAMETER:
-        for name, shape in llama.parameter_shapes(config.model).items():
+        for name, shape in config.shapes.parameters.items():
             stored = one.stored(config.optimizer, math.prod(shape))
             if stored is None:
                 found[f"{one.name}.{name}"] = Tensor(shape, "float32")

@@ -28,7 +28,7 @@ from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Re
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.errors import ConfigError
 from fp8ref.sim import delayed
-from fp8ref.train import hardware, loop
+from fp8ref.train import architecture, hardware, loop
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.data.loader import Batches
@@ -72,8 +72,9 @@ def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS
 def check_alone(config: Config, whose: str) -> None:
     """Check that the training was on one device and in one recipe: one device cannot repeat the sums of several.
 
-    Raises:   ConfigError: several devices; a schedule.
+    Raises:   ConfigError: several devices; a schedule; a user's model.
     """
+    architecture.require_llama(config, f"--first-divergence of {whose}")
     config.require_one_recipe(f"--first-divergence, of {whose},")
     if config.parallel.devices > 1:
         raise ConfigError(
