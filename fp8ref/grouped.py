@@ -72,6 +72,11 @@ GROUPED_RECIPES = {
 """The grouped recipes by name: those of R-1, of which ``rowwise`` is torchao's for experts (X-8)."""
 
 
+def of_linears(recipe: Recipe) -> GroupedRecipe:
+    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its ``rowwise``."""
+    return GROUPED_RECIPES[recipe.name] if RECIPES.get(recipe.name) == recipe and recipe.name in GROUPED_RECIPES else by_name(recipe)
+
+
 def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
     """The grouped recipe of that name; a GroupedRecipe is itself, and a Recipe that of each group;
     ValueError for anything else."""

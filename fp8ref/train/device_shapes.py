@@ -72,7 +72,7 @@ def copied(config: Config, backend: str) -> dict[str, Recipe]:
     possible = keys.gather == "fp8" if sharded(config, backend) else keys.compile == "none"
     if backend == "torch" and not (possible and len(config.recipes) == 1):
         return {}
-    return {d.path: d.recipe for d in config.decisions() if recipes.casts_weight_once(d.recipe)}
+    return {d.path: d.recipe for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe)}
 
 
 def kinds(config: Config) -> dict[str, int]:
