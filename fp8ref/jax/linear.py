@@ -144,6 +144,11 @@ def observing(observer: Callable):
         _observer.reset(token)
 
 
+def observer() -> Callable | None:
+    """The observer of ``observing``, if a function is traced in its context."""
+    return _observer.get()
+
+
 def contract(
     x: jax.Array,
     w: jax.Array,
