@@ -158,7 +158,9 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = shape if experts is None else (experts, *shape)
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        shapes |= dict.fromkeys((f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight") * config.qk_norm, (config.head_dim,))
+        shapes |= dict.fromkeys(
+            (f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight") * config.qk_norm, (config.head_dim,)
+        )
         shapes |= dict.fromkeys((f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"), (config.hidden_size,))
     return shapes | {"model.norm.weight": (config.hidden_size,)}
 

@@ -130,9 +130,7 @@ def rows_by_weights(a: Quantized | Segmented, b: Quantized, spec: GemmSpec, grou
     return groups.only(out)
 
 
-def rows_by_rows(
-    a: Quantized | Segmented, b: Quantized | Segmented, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str
-) -> jax.Array:
+def rows_by_rows(a: Quantized | Segmented, b: Quantized | Segmented, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str) -> jax.Array:
     """grad_output [M, N] x input [M, K], each group's rows reduced, -> [E, K, N] of out_dtype; +0 of a group without rows (X-2,
     X-4). scope as in ``rows_by_weights``."""
     assert spec.accumulate is not None

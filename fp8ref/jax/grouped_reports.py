@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref.granularity import by_name
-from fp8ref.jax import cast, scales, scaling, stats
+from fp8ref.jax import scales, scaling, stats
 from fp8ref.jax.grouped_operands import Groups, Segmented
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Gemm

@@ -23,7 +23,6 @@ from fp8ref.torch import grouped_operands as operands
 from fp8ref.torch.grouped_operands import Groups
 from fp8ref.torch.scaling import Quantized
 
-
 observers: list[Callable[[Gemm, tuple[torch.Tensor, torch.Tensor], tuple[Quantized, Quantized], Groups, torch.Tensor], None]] = []
 """Functions that are called with (which, tensors, operands, groups, out) of every grouped FP8 GEMM that runs eagerly.
 

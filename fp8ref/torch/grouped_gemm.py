@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from torch.nn import functional
 
 from fp8ref.formats import FORMATS
 from fp8ref.granularity import by_name

@@ -295,7 +295,9 @@ class Step:
         )
         return nnx.merge(self._graph, nnx.State(compute))
 
-    def _loss_of(self, params, seen, copies, fp8_state, tokens: jax.Array, *, trains: bool = True) -> tuple[jax.Array, dict[str, delayed.Seen]]:
+    def _loss_of(
+        self, params, seen, copies, fp8_state, tokens: jax.Array, *, trains: bool = True
+    ) -> tuple[jax.Array, dict[str, delayed.Seen]]:
         """(mean loss of the whole batch, amax observations of this device's forward pass). trains: with what a step
         adds to it, the load-balancing loss of experts times its factor (M-8)."""
         run = self._pass(fp8_state, dict(seen), copies)

@@ -190,7 +190,6 @@ class Llama(nn.Module):
             return self.lm_head(h)
         return functional.linear(h, self.model.embed_tokens.weight.to(dtype))
 
-
     def balancing_loss(self) -> torch.Tensor:
         """The load-balancing loss of the last forward pass (M-8), float32 (); of a model with experts."""
         found = [module.balance for module in self.modules() if isinstance(module, MixtureMLP) and module.balance is not None]
