@@ -197,6 +197,8 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
     try:
         found = json.loads((path / "config.json").read_text(encoding="utf-8"))
         found.setdefault("rope_theta", (found.get("rope_parameters") or {}).get("rope_theta"))
+        if "num_local_experts" in found:  # as transformers 5 writes it
+            found.setdefault("num_experts", found["num_local_experts"])
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that fp8ref export wrote."
