@@ -125,8 +125,8 @@ def of_group(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quan
     """
     one = q.granularity == "tensorwise"
     if q.codes.ndim == 3:
-        of_expert = (s if s.ndim == 0 else s[e].reshape(()) if one else s[e] for s in (q.scale, q.scale_inv))
-        return Quantized(q.codes[e], *of_expert, q.fmt, q.granularity, q.axis + 2)
+        scale, scale_inv = (s if s.ndim == 0 else s[e].reshape(()) if one else s[e] for s in (q.scale, q.scale_inv))
+        return Quantized(q.codes[e], scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
     codes, size = q.codes[begin:end], by_name(q.granularity).reduced
     if q.axis == -1:
         lines = slice(begin, end)
@@ -136,8 +136,8 @@ def of_group(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quan
         count = -(-len(codes) // size)
         codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, count * size - len(codes))).view(codes.dtype)
         lines = slice(first, first + count)
-    of_rows = (s if s.ndim == 0 else s[e] if one else s[lines] for s in (q.scale, q.scale_inv))
-    return Quantized(codes, *of_rows, q.fmt, q.granularity, q.axis + 2)
+    scale, scale_inv = (s if s.ndim == 0 else s[e] if one else s[lines] for s in (q.scale, q.scale_inv))
+    return Quantized(codes, scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
 
 
 def parts_of(q: Quantized, ends: Sequence[int]) -> Iterator[tuple[int, int, int, Quantized]]:

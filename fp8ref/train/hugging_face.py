@@ -52,7 +52,7 @@ def apart(weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.n
         if not dot:
             yield name, value
             continue
-        yield from ((f"{mlp}{EXPERTS}.{e}.{projection}", of_expert) for e, of_expert in enumerate(value))
+        yield from ((f"{mlp}{EXPERTS}.{e}.{projection}", value[e]) for e in range(len(value)))
 
 
 def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
@@ -87,4 +87,5 @@ class ExpertsWeight:
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices; ... is the whole."""
         experts, *others = index if isinstance(index, tuple) else (slice(None),)
-        return np.stack([one[tuple(others) if others else ...] for one in self.of_each[experts]])
+        rows = tuple(others) if others else ...
+        return np.stack([self.of_each[e][rows] for e in range(len(self.of_each))[experts]])
