@@ -14,7 +14,9 @@ def test_it_routes_as_torch_does_ties_included(rng):  # M-8
     x = rng.integers(-2, 3, (64, 16)).astype(np.float32)
     weight = rng.integers(-1, 2, (8, 16)).astype(np.float32)
     weight[5] = weight[2]  # equal logits for every token
-    router = of_torch.Router(LlamaConfig(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, num_experts=8, num_experts_per_tok=3))
+    router = of_torch.Router(
+        LlamaConfig(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, num_experts=8, num_experts_per_tok=3)
+    )
     with torch.no_grad():
         router.weight.copy_(torch.from_numpy(weight))
         expected = [v.numpy() for v in router(torch.from_numpy(x))]
