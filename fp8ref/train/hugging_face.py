@@ -86,6 +86,5 @@ class ExpertsWeight:
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices; ... is the whole."""
-        experts, *others = index if isinstance(index, tuple) else (slice(None),)
-        rows = tuple(others) if others else ...
-        return np.stack([self.of_each[e][rows] for e in range(len(self.of_each))[experts]])
+        experts, rows = (index[0], index[1:]) if isinstance(index, tuple) else (slice(None), ())
+        return np.stack([one[rows or ...] for one in np.array([*self.of_each, None], object)[:-1][experts]])
