@@ -80,8 +80,8 @@ def backward(config: llama.LlamaConfig) -> list[str]:
 
 
 def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
-    """[tokens, ...] as [sequence, position, ...]; weights and their gradients unchanged."""
-    if role in ("weight", "grad_weight"):
+    """[tokens, ...] as [sequence, position, ...]; weights, their gradients and an expert's rows unchanged."""
+    if role in ("weight", "grad_weight") or len(value) != batch[0] * (batch[1] - 1):
         return value
     return value.reshape(batch[0], batch[1] - 1, -1)
 

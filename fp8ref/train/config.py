@@ -180,6 +180,11 @@ class Config:
                 "command line by --numerics.attention None."
             )
 
+    def require_no_experts(self, who: str) -> None:
+        """ConfigError for a model with experts, which ``who`` does not take."""
+        if self.model.num_experts:
+            raise ConfigError(f"{who} takes no experts; got model.num_experts {self.model.num_experts}. Leave them out.")
+
     @property
     def attention_variant(self) -> Variant | None:
         """The variant of numerics.attention; None for the framework's own attention."""
