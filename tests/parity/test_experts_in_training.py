@@ -199,3 +199,25 @@ def test_what_experts_do_not_take_is_refused_by_name(sections, said, mixture):  
 def test_keys_that_do_not_fit_say_so(keys, said):
     with pytest.raises(ValueError, match=said):
         LlamaConfig(**keys)
+
+
+def test_what_takes_no_experts_says_so_and_a_dry_run_counts_them(mixture, capsys):
+    from rich.console import Console
+
+    from fp8ref.crosscheck.divergence import live
+    from fp8ref.errors import ConfigError
+    from fp8ref.estimate import dry_run, report
+    from fp8ref.estimate.gpu_rates import PUBLISHED
+    from fp8ref.train import device_shapes
+
+    config = mixture("rowwise")
+    with pytest.raises(ConfigError, match=r"--first-divergence, of the config, takes no experts; got model\.num_experts 4"):
+        live.check_alone(config, "the config")
+    with pytest.raises(ConfigError, match="no rates of grouped GEMMs"):
+        report.of(config, "torch", PUBLISHED["h100"])
+    dry_run.show(config, "torch", Console(width=200))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "parameters: experts │ 6,144" in shown  # 4 experts, 3 projections [16, 32]
+    assert "│ gate_proj │ [4, 16, 32] │ 1 │ yes" in shown
+    assert "an expert has 64 rows on average" in shown  # 128 tokens, two of four experts each
+    assert device_shapes.kinds(config)["all"] == sum(v for k, v in device_shapes.kinds(config).items() if k != "all")
