@@ -120,11 +120,12 @@ def quantize_operand(
     which: Gemm, role: Role, tensor: jax.Array, groups: Groups, recipe: GroupedRecipe, scale: jax.Array | None = None
 ) -> Quantized | Segmented | jax.Array:
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
-    K, N]; itself in high precision. scale is that of a delayed state."""
+    K, N]; itself in high precision. scale is that of a delayed state, for a cast that has one."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
     cast = (spec.a, spec.b)[at]
     if cast is None:
         return tensor
+    scale = scale if cast.delayed else None
     if role == "weight":  # [E, K, N]: K is reduced by the output, N by grad_input
         return operands.quantize_weights(tensor, cast, -2 if which == "output" else -1, recipe.amax, scale)
     return operands.quantize_rows(tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale)
@@ -184,10 +185,13 @@ def _gemm(
     out_dtype = gemm.output_dtype(spec, dtype)
     scope = f"{use.name}/{which}"
     with jax.named_scope(scope):
-        a, b = (
-            quantize_operand(which, role, tensors[role], groups, use.recipe, state_scales.get(role) if spec.fp8 else None) for role in roles
-        )
-        if isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        a, b = (quantize_operand(which, role, tensors[role], groups, use.recipe, state_scales.get(role)) for role in roles)
+        if isinstance(a, jax.Array) or isinstance(b, jax.Array):
+            # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
+            a, b = (
+                v if isinstance(v, jax.Array) else operands.dequantized(v).astype(tensors[role].dtype)
+                for role, v in zip(roles, (a, b), strict=True)
+            )
             if which == "grad_weight":
                 return operands.rows_by_rows_hp(a, b, groups, dtype, scope=scope), {}
             return operands.rows_by_weights_hp(a, b, groups, which == "grad_input", dtype, scope=scope), {}

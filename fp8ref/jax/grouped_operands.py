@@ -144,6 +144,14 @@ def rows_by_rows(a: Quantized | Segmented, b: Quantized | Segmented, spec: GemmS
     return jnp.where((groups.sizes > 0)[:, None, None], out, jnp.zeros((), out_dtype))
 
 
+def dequantized(q: Quantized | Segmented) -> jax.Array:
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape, of rows or weights."""
+    if isinstance(q, Segmented):
+        return cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv)
+    each = q.codes.ndim == 3 and q.scale_inv.ndim > 0 and q.scale_inv.shape[0] == len(q.codes)
+    return (jax.vmap(scaling.dequantize) if each else scaling.dequantize)(q)
+
+
 def rows_by_weights_hp(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, out_dtype, *, scope: str) -> jax.Array:
     """``rows_by_weights`` in high precision (G-9)."""
     return groups.only(_rows_by_weights(x, w, groups, turned, lax.Precision.DEFAULT, scope).astype(out_dtype))

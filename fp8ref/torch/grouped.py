@@ -115,6 +115,7 @@ def quantize_operand(
     how = (spec.a, spec.b)[at]
     if how is None:
         return tensor
+    scale = scale if how.delayed else None
     if role == "weight":  # [E, N, K]: K is reduced by the output, N by grad_input
         return operands.quantize_weights(tensor, how, -1 if which == "output" else -2, recipe.amax, scale)
     return operands.quantize_rows(tensor, how, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale)
@@ -176,14 +177,14 @@ def _gemm(
     """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the dtype of the operands."""
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
     dtype = tensors[roles[0]].dtype
-    a, b = (quantize_operand(which, role, tensors[role], groups, recipe, scales[ROLES.index(role)] if spec.fp8 else None) for role in roles)
+    a, b = (quantize_operand(which, role, tensors[role], groups, recipe, scales[ROLES.index(role)]) for role in roles)
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         out = grouped_gemm.multiply(which, a, b, groups, spec, gemm.output_dtype(spec, dtype))
         for observer in observers:
             observer(which, (tensors[roles[0]], tensors[roles[1]]), (a, b), groups, out)
         return out.to(dtype)
-    assert isinstance(a, torch.Tensor)
-    assert isinstance(b, torch.Tensor)
+    # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
+    a, b = (operands.dequantized(v, groups).to(dtype) if isinstance(v, Quantized) else v for v in (a, b))
     return grouped_gemm.multiply_hp(which, a, b, groups)
 
 

@@ -21,7 +21,7 @@ from fp8ref import granularity as granularities
 from fp8ref.granularity import by_name
 from fp8ref.grouped import Amax
 from fp8ref.recipe import CastSpec
-from fp8ref.torch import scales, scaling
+from fp8ref.torch import cast, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 
@@ -115,6 +115,21 @@ def exact_values(q: Quantized, groups: Groups) -> torch.Tensor:
         segment, _, count = blocks_of(groups, kind.reduced)
         scale = q.scale_inv[segment.clamp(max=count - 1)]
     return q.codes.to(torch.bfloat16) * scale.to(torch.bfloat16)
+
+
+def dequantized(q: Quantized, groups: Groups) -> torch.Tensor:
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape, of rows or weights."""
+    shape, kind, scale = q.codes.shape, by_name(q.granularity), q.scale_inv
+    if q.codes.ndim == 3:
+        sizes = (1, *granularities.blocks(q.granularity, tuple(shape[1:]), q.axis))
+        scale = _spread(scale, sizes, shape) if scale.ndim else scale
+    elif scale.ndim and q.axis == -1 and kind.other is not None:
+        scale = _spread(scale, (1, kind.reduced or shape[1]), shape)
+    elif scale.ndim:
+        line = groups.group if kind.reduced is None else blocks_of(groups, kind.reduced)[0]
+        scale = scale[line.clamp(max=len(scale) - 1)]
+        scale = scale[:, None] if scale.ndim == 1 else scale
+    return cast.decode(q.codes, q.fmt) * scale
 
 
 def of_group(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quantized:

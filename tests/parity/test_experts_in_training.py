@@ -9,7 +9,7 @@ from fp8ref import stats
 from fp8ref.crosscheck.one_device import crosscheck
 from fp8ref.linear_rules import Rule
 from fp8ref.llama import LlamaConfig
-from fp8ref.train import loop
+from fp8ref.train import ablate, loop
 from fp8ref.train.data import loader
 
 MODEL = LlamaConfig(
@@ -221,3 +221,11 @@ def test_what_takes_no_experts_says_so_and_a_dry_run_counts_them(mixture, capsys
     assert "│ gate_proj │ [4, 16, 32] │ 1 │ yes" in shown
     assert "an expert has 64 rows on average" in shown  # 128 tokens, two of four experts each
     assert device_shapes.kinds(config)["all"] == sum(v for k, v in device_shapes.kinds(config).items() if k != "all")
+
+
+def test_an_ablation_casts_one_operand_of_experts_alone(mixture, tmp_path):  # E-8, L-4
+    loop.train(mixture("rowwise", run={"steps": 2, "eval_every": 0}), "torch", tmp_path / "run")
+    found = ablate.ablate(tmp_path / "run", base="bf16", by="linear", layers=["experts.down_proj"], batches=2)
+    operands = {(row.operand.gemm, row.operand.role): row for row in found.rows}
+    assert operands.keys() == {("output", "input"), ("output", "weight")}  # what forward passes have
+    assert all(row.cost != 0 for row in operands.values())
