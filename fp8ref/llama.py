@@ -144,7 +144,7 @@ def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
 
 def experts_of(linear: str, config: LlamaConfig) -> int | None:
     """How many weights a linear has, if it is a projection of experts; None of any other."""
-    return config.num_experts if f"{EXPERTS}." in linear else None
+    return config.num_experts if config.num_experts and f"{EXPERTS}." in linear else None
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

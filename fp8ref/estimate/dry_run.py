@@ -1,5 +1,7 @@
 """``fp8ref train --dry-run``: tables of sizes, memory, GEMMs, communication and break-even."""
 
+import math
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -7,7 +9,7 @@ from rich.text import Text
 from fp8ref import console as consoles
 from fp8ref.estimate import kernels, memory, roofline, traffic
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
-from fp8ref.train import device_shapes, hardware
+from fp8ref.train import architecture, coverage, device_shapes, hardware, train_state
 from fp8ref.train.config import Config
 
 
@@ -16,6 +18,10 @@ def show(config: Config, backend: str, console: Console) -> None:
 
     Raises:   ConfigError: the backend would refuse the config on any devices.
     """
+    architecture.check_backend(config, backend)
+    if config.architecture.kind != "llama":
+        _show_custom(config, backend, console)
+        return
     device_shapes.check(config, backend)
     for made in (_sizes, _memory):
         _print(made(config, backend), console)
@@ -24,6 +30,22 @@ def show(config: Config, backend: str, console: Console) -> None:
             console.print(Text(f"Recipe {recipe!r}, one of the schedule", style="bold"), "", sep="\n")
         for made in (_linears, _gemms, _traffic, _break_even):
             _print(made(config.under(recipe), backend), console)
+
+
+def _show_custom(config: Config, backend: str, console: Console) -> None:
+    """What is known of a user's model: its parameters and linears, and the bytes of a checkpoint."""
+    shapes, data = config.shapes, config.data
+    table = consoles.table("what", ">size", "how", title=f"The run, with {backend}")
+    table.add_row("parameters", f"{sum(map(math.prod, shapes.parameters.values())):,}", shapes.kind)
+    tokens = data.batch_size * data.sequence_length
+    table.add_row("tokens a step", f"{tokens:,}", f"{data.batch_size:,} sequences of {data.sequence_length:,}")
+    table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
+    table.add_row("a checkpoint", f"{_gib(train_state.disk_bytes(config, backend))} GiB", "on the disk")
+    table.caption = "Memory, traffic and speed are not estimated: the layers of a user's model are not known."
+    _print(table, console)
+    for recipe in config.recipes:
+        _print(_linears(config.under(recipe), backend), console)
+        console.print(Text(coverage.of(config.under(recipe), config.under(recipe).decisions())["summary"]), "", sep="\n")
 
 
 def _print(table: Table, console: Console) -> None:
@@ -87,7 +109,7 @@ def _linears(config: Config, backend: str) -> Table:
         groups[key] = groups.get(key, 0) + 1
     for (name, shape, fp8, why), count in groups.items():
         table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
-    if config.model.tie_word_embeddings:
+    if config.model.tie_word_embeddings and config.architecture.kind == "llama":
         table.add_row("lm_head", f"{[config.model.vocab_size, config.model.hidden_size]}", "1", "no", "tied to the embedding (R-2)")
     return table
 

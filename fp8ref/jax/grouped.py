@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fp8ref import grouped as recipes
 from fp8ref.granularity import by_name
 from fp8ref.grouped import GroupedRecipe
-from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, grouped_reports, linear, sharding, stats
+from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, gemm_observer, grouped_reports, linear, sharding, stats
 from fp8ref.jax import grouped_operands as operands
 from fp8ref.jax.grouped_operands import Groups, Segmented
 from fp8ref.jax.scaling import Quantized
@@ -87,7 +87,7 @@ def apply_with_stats(
     recipe = check_recipe(recipe, name)
     _check_arrays(x, w, group_sizes, recipe, name)
     delayed.check(state, seen, recipe.recipe, name)
-    observer = linear.observer()
+    observer = gemm_observer.current()
     use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), observer=observer, measures=tap is not None)
     if not len(x) or not len(w):
         # The output depends on nothing. Copies, as what a layer gives back unchanged could seem lost.

@@ -15,12 +15,12 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref import policy as policies
-from fp8ref.attention import Mask, Variant
+from fp8ref.attention import ROLES, Mask, Variant, by_name
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 from fp8ref.hardware import Factor, Multiply
 from fp8ref.recipe import CastSpec, Recipe
 from fp8ref.sim import attention as variants
-from fp8ref.sim import cast, delayed, scales, scaling
+from fp8ref.sim import cast, delayed, hardware, scales, scaling
 from fp8ref.sim.scales import Scales
 
 _TOO_LARGE = 2.0**128 - 2.0**103  # rounds to infinity in float32, as all above
@@ -104,9 +104,10 @@ def forward(
     """Logits of a batch, by the trainer's Llama.
 
     seed     of stochastic rounding at every site; None: to nearest even.
-    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
-    multiply hardware that sums and scales FP8 GEMMs (G-19); None: exact sums. Either way the result
-    is rounded at M-3's site.
+    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step. Attention has delayed scales if it has
+             states, "<layer>.self_attn/<role>".
+    multiply hardware that sums and scales FP8 GEMMs (G-19), and sums products of an attention in FP8; None: exact sums.
+    Either way the result is rounded at M-3's site.
     watch    called with every value of the pass, in its order.
     attention
              the variant of ``fp8ref.attention`` that attends; None: M-3's attention.
@@ -170,7 +171,9 @@ def forward(
             return report(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
 
         q, k = rotated("query", q), rotated("key", k)
-        o = _attention(q, k, v, rounding, functools.partial(report, name), attention)
+        variant = None if attention is None else hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
+        given = {role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states} if states else {}
+        o = _attention(q, k, v, rounding, functools.partial(report, name), variant, given)
         return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
 
     def mlp(name: str, x: np.ndarray, expert: int | None = None) -> np.ndarray:
@@ -260,14 +263,23 @@ def _rotate_half(x: np.ndarray) -> np.ndarray:
 
 
 def _attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, report: Callable, variant: str | Variant | None = None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    rounding: Rounding,
+    report: Callable,
+    variant: str | Variant | None = None,
+    scales: Mapping[str, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q."""
     if variant is not None:
-        # A variant takes finite numbers alone; of others, which were reported, nothing is known.
-        finite = all(np.isfinite(x).all() for x in (q, k, v))
+        # A variant takes finite numbers alone, and has finite scores; of others nothing is known. Quantizing changes a score by less
+        # than a factor of 2 of the largest that its magnitudes allow.
+        with np.errstate(over="ignore", invalid="ignore"):
+            sizes = np.abs(q) @ np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
+        finite = all(np.isfinite(x).all() for x in (q, k, v)) and bool((2 * sizes < _TOO_LARGE).all())
         given = (x.astype(np.float32) for x in (q, k, v))
-        o = variants.forward(*given, variant=variant, mask=Mask(causal=True)).o if finite else np.full(q.shape, np.nan)
+        o = variants.forward(*given, variant=variant, mask=Mask(causal=True), scales=scales).o if finite else np.full(q.shape, np.nan)
         out = rounding(o.astype(np.float64))
         report("attention output", out)
         return out

@@ -66,16 +66,22 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
 
 def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
     config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
+    if config.architecture.kind in ("torch", "nnx"):
+        raise ConfigError(
+            f"an export has the format of transformers, which a model of kind {config.architecture.kind!r} has not; read {found.state}."
+        )
     used = config.data.tokenizer
     if tokenizer is None and used and Path(used).is_file():
         tokenizer = Path(used)
     beside = [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
     library = importlib.import_module(f"fp8ref.train.{found.manifest['backend']}.checkpoint")
-    hugging_face.kind(config.model)  # refuses a model that transformers has not
+    if config.architecture.kind == "llama":
+        hugging_face.kind(config.model)  # refuses a model that transformers has not
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
     try:
         checkpoint.make_empty(unfinished)
-        _write(unfinished, config, hugging_face.apart(library.weights(found.state, llama.parameter_shapes(config.model))))
+        weights = library.weights(found.state, config.shapes.parameters)
+        _write(unfinished, config, hugging_face.apart(weights) if config.architecture.kind == "llama" else weights)
         for file in beside:
             shutil.copyfile(file, unfinished / file.name)
         if out.exists():
@@ -120,6 +126,27 @@ def read(path: Path, model: LlamaConfig) -> dict[str, llama.Weight]:
               missing or damaged; weights of other names, shapes or dtypes.
     """
     _check_config(path, model)
+    weights = stored(path)
+    if model.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    try:
+        weights = hugging_face.together(weights)
+        llama.check_weights(weights, model)
+    except ValueError as error:
+        raise ConfigError(f"run.init_from {path}: {error}") from error
+    return weights
+
+
+def weights_of(path: Path, config: Config) -> dict[str, llama.Weight]:
+    """The weights of a directory for the model that a config trains; those of a user's model are compared with it when it is filled."""
+    return read(path, config.model) if config.architecture.kind == "llama" else stored(path)
+
+
+def stored(path: Path) -> dict[str, llama.Weight]:
+    """The weights in the safetensors of a directory, each read where it is used.
+
+    Raises:   ConfigError: none, or damaged ones; other dtypes than float32, float16 and bfloat16.
+    """
     index = path / INDEX
     try:
         names = (
@@ -134,13 +161,6 @@ def read(path: Path, model: LlamaConfig) -> dict[str, llama.Weight]:
             weights |= _stored(path / name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ConfigError(f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are never read.") from error
-    if model.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    try:
-        weights = hugging_face.together(weights)
-        llama.check_weights(weights, model)
-    except ValueError as error:
-        raise ConfigError(f"run.init_from {path}: {error}") from error
     return weights
 
 
@@ -177,6 +197,9 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
 
 def _hugging_face(config: Config) -> dict[str, Any]:
     """The content of config.json."""
+    if config.architecture.kind == "transformers":
+        source = Path(config.architecture.source or "")
+        return json.loads((source / "config.json" if source.is_dir() else source).read_text(encoding="utf-8"))
     theta = config.model.rope_theta
     return {
         **hugging_face.described(config.model),

@@ -97,13 +97,18 @@ class GemmRecord:
 
 @dataclass(frozen=True)
 class ProductRecord:
-    """One product of attention, as it ran (B-15). accumulate: None of one in high precision."""
+    """One product of attention, as it ran (B-15).
+
+    accumulate   None of one in high precision.
+    plan         the simulated hardware that it ran under (G-19); None if the framework multiplied.
+    """
 
     layer: str
     product: Product
     a: str
     b: str
     accumulate: str | None
+    plan: str | None = None
 
     @property
     def name(self) -> str:
@@ -116,7 +121,7 @@ class ProductRecord:
         return self.a.startswith("f8") and self.b.startswith("f8")
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate)))
+        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.plan and f"under {self.plan}")))
 
 
 @dataclass
@@ -172,14 +177,14 @@ def granularity(*scales: torch.Tensor) -> str:
 
 def of_product(layer: str, product: Product, func: Any, types: tuple[str, str], args: tuple, kwargs: dict) -> ProductRecord:
     """The record of a product of attention by an operator of PRODUCTS_AT."""
-    accumulate = None
+    accumulate = plan = None
     if func is SCALED_MM:
         accumulate = "fast" if arguments(func, args, kwargs).get("use_fast_accum") else "slow"
     elif func is SCALED_MMS:
         accumulate = "fast" if args[3] else "slow"
     elif func is SIMULATED:
-        accumulate = str(args[6])
-    return ProductRecord(layer, product, *types, accumulate)
+        accumulate, _, plan = of_simulated(args)
+    return ProductRecord(layer, product, *types, accumulate, plan)
 
 
 def of_blocks(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[str, str]:

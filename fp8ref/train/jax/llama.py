@@ -17,9 +17,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
-from fp8ref.attention import Arithmetic, Mask
+from fp8ref.attention import Arithmetic, Mask, by_name
 from fp8ref.hardware import Multiply
-from fp8ref.jax import attention, delayed, grouped, linear
+from fp8ref.jax import attention, attention_kernel, delayed, grouped, linear
 from fp8ref.jax.scaling import Quantized
 from fp8ref.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig
 from fp8ref.recipe import Recipe
@@ -51,7 +51,7 @@ class Pass:
     taps       statistics accumulators by linear and by attention (``apply_with_stats``); each replaces its own.
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked": XLA's, of
                QUERIES queries at a time.
-    variant    of ``fp8ref.attention``, in place of ``attention``; None: none.
+    variant    of ``fp8ref.attention``, computed by "tiles", or cuDNN's "kernel" (spec A-20); None: none.
     arithmetic of the variant.
     checkpointing
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
@@ -65,7 +65,7 @@ class Pass:
     seen: dict[str, delayed.Seen] = field(default_factory=dict)
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
-    attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
     variant: str | None = None
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -75,17 +75,30 @@ class Pass:
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
         """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads."""
-        if self.variant is not None:
+        if self.variant is not None and self.attention == "kernel":
+            heads = (x.swapaxes(1, 2) for x in (q, k, v))
+            scales = {role: one.stored for role, one in self.state[name].items()}
+            by: dict = {"scales": scales, "variant": self.variant, "mask": Mask(causal=True), "platform": "cuda", "name": name}
+            y, seen = attention_kernel.apply(*heads, **by, seen=self.seen[name])
+            assert seen is not None
+            y, self.seen[name] = y.swapaxes(1, 2), seen
+        elif self.variant is not None:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
-            y, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
+            how["multiply"] = self.multiply if by_name(self.variant).fmt.bits == 8 else None
+            if (state := self.state.get(name)) is not None:
+                how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
+            y, seen, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
+            if seen is not None:
+                self.seen[name] = seen
             if tap is not None:
                 self.taps[name] = tap
             y = y.swapaxes(1, 2)
         elif self.attention == "chunked":
             y = _attended_in_chunks(q, k, v)
         else:
+            assert self.attention in ("xla", "cudnn")
             y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
         return checkpoint_name(y, "attention")
 

@@ -84,6 +84,8 @@ class Step:
         self.optimizer = Optimizer(config.optimizer, layout, self.stacks, self._params)
         self._specs = self.optimizer.parameter_specs
         name = llama.stack_of if config.parallel.scan else str
+        self.attention_casts = {name(path): casts for path, casts in config.attention_casts.items()}
+        self._keepers: dict[str, Any] = {**self.linears, **self.attention_casts}
         self._copied = {name(path): recipe for path, recipe in device_shapes.copied(own, "jax").items()}
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
@@ -100,6 +102,7 @@ class Step:
         llama.check_weights(weights, config.model)
         planned = (item for recipe in config.recipes for item in config.under(recipe).program_linears().items())
         fp8 = {name: delayed.init(recipe, self.stacks.leading(name)) for name, recipe in planned if delayed.keeps_state(recipe)}
+        fp8 |= {name: delayed.init(casts, self.stacks.leading(name)) for name, casts in self.attention_casts.items()}
         specs = State(*self.optimizer.specs, jax.tree.map(lambda _: P(), fp8))
         if layout.abstract:
             return jax.tree.map(layout.put, State(*self.optimizer.shapes(), fp8), specs), specs
@@ -115,7 +118,7 @@ class Step:
         loss, grads, seen = self.gradients(state.params, state.fp8, tokens)
         params, optimizer, norm, finite = self.optimizer.update(state.params, state.optimizer, grads, loss, lr)
         # States of a recipe that this step does not use stay as they are (T-9).
-        fp8 = state.fp8 | {name: delayed.update(state.fp8[name], found, recipe=self.linears[name]) for name, found in seen.items()}
+        fp8 = state.fp8 | {name: delayed.update(state.fp8[name], found, recipe=self._keepers[name]) for name, found in seen.items()}
         return State(params, optimizer, new_if(finite, fp8, state.fp8)), loss, norm
 
     def tensors(self, state: State) -> dict[str, Any]:
@@ -285,7 +288,7 @@ class Step:
 
     def _unseen(self) -> dict[str, delayed.Seen]:
         return {
-            name: delayed.unseen(recipe, self.stacks.leading(name)) for name, recipe in self.linears.items() if delayed.keeps_state(recipe)
+            name: delayed.unseen(recipe, self.stacks.leading(name)) for name, recipe in self._keepers.items() if delayed.keeps_state(recipe)
         }
 
     def _model(self, params) -> Llama:

@@ -8,7 +8,7 @@ from torch.nn import functional
 from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import attention
+from fp8ref.torch import attention, attention_delayed
 from fp8ref.torch.tensor_parallel import TensorPlan
 from fp8ref.train.torch import experts
 from fp8ref.train.torch.experts import MixtureMLP
@@ -68,6 +68,7 @@ class Attention(nn.Module):
     variant     of ``fp8ref.attention``; None: torch's own attention.
     arithmetic  of the variant.
     amax_group  name of the process group whose ranks share the batch and heads.
+    states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
     variant: str | None = None
@@ -84,6 +85,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, hidden, bias=False)
         self.q_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
+        self.states = nn.ModuleDict()
+
+    def attend_by(self, variant: str | None, arithmetic: Arithmetic, amax_group: str | None, *, delays: bool) -> None:
+        """Attend by a variant from now on; delays: by delayed scales."""
+        self.variant, self.arithmetic, self.amax_group = variant, arithmetic, amax_group
+        if delays and variant is not None:
+            self.states = attention_delayed.states(variant, self.q_proj.weight.device, amax_group)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D]."""
@@ -96,7 +104,8 @@ class Attention(nn.Module):
         if self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            y = attention.apply(q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic, amax_group=self.amax_group)
+            how: dict = {"variant": self.variant, "mask": _CAUSAL, "arithmetic": self.arithmetic, "amax_group": self.amax_group}
+            y = attention_delayed.apply(q, k, v, states=self.states, **how) if self.states else attention.apply(q, k, v, **how)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 

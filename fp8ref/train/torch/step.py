@@ -103,8 +103,9 @@ class Step:
         group = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
         for module in model.modules():
             if isinstance(module, Attention):
-                module.variant, module.arithmetic = self.config.numerics.attention, self.config.numerics.attention_arithmetic
-                module.amax_group = None if group is None else group.group_name
+                keys = self.config.numerics
+                name = None if group is None else group.group_name
+                module.attend_by(keys.attention, keys.attention_arithmetic, name, delays=keys.attention_scaling == "delayed")
         return model
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
