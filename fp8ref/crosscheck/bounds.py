@@ -192,7 +192,7 @@ def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, 
         if "embed_tokens" in name:
             return value
         gain = np.sqrt(2) if any(part in name for part in ("q_proj", "k_proj", "gate_proj")) else 1
-        return value * gain / np.sqrt(shape[1])
+        return value * gain / np.sqrt(shape[-1])
 
     return {name: draw(name, value.shape).astype(np.float32) for name, value in weights.items()}
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from fp8ref import llama
 from fp8ref.attention import Variant
 from fp8ref.conformance.compare import Check
 from fp8ref.crosscheck.attention import SYMBOLS, AttentionPass, format_of
@@ -209,6 +210,8 @@ def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str
 def _before(linear: str, linears: Container[str]) -> str:
     """The operation that the backward pass runs just before a linear."""
     layer, _, name = linear.rpartition(".")
+    if name == "down_proj" and layer.endswith((llama.EXPERTS, llama.SHARED)):
+        return f"the sum of experts of {layer.rpartition('.')[0]}, and their weights"
     if name in ("gate_proj", "up_proj"):
         return f"silu(gate) * up of {layer}, after down_proj's grad_input"
     if name in ("q_proj", "k_proj", "v_proj"):
@@ -218,5 +221,6 @@ def _before(linear: str, linears: Container[str]) -> str:
     if name == "down_proj":
         block, _, index = layer.removesuffix(".mlp").rpartition(".")
         after = f"{block}.{int(index) + 1}"
-        return f"{after}.input_layernorm, or the residual next to it" if f"{after}.mlp.down_proj" in linears else "model.norm"
+        follows = any(f"{after}.mlp{part}.down_proj" in linears for part in ("", llama.EXPERTS))
+        return f"{after}.input_layernorm, or the residual next to it" if follows else "model.norm"
     return "the loss"

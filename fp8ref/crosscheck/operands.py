@@ -78,15 +78,18 @@ def backward(config: llama.LlamaConfig) -> list[str]:
     found = [llama.EMBEDDING.removesuffix(".weight")]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkvo")]
-        found += [f"{layer}.post_attention_layernorm", *(f"{layer}.mlp.{p}_proj" for p in ("gate", "up", "down"))]
+        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkv")]
+        found += [f"{layer}.self_attn.{p}_norm" for p in "qk" if config.qk_norm] + [f"{layer}.self_attn.o_proj"]
+        router = [f"{layer}.mlp{llama.ROUTER}"] if config.num_experts else []
+        mlps = [name for name in llama.linear_shapes(config) if name.startswith(f"{layer}.mlp.")]
+        found += [f"{layer}.post_attention_layernorm", *router, *mlps]
     found += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
     return found[::-1]
 
 
 def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
-    """[tokens, ...] as [sequence, position, ...]; weights and their gradients unchanged."""
-    if role in ("weight", "grad_weight"):
+    """[tokens, ...] as [sequence, position, ...]; weights, their gradients and an expert's rows unchanged."""
+    if role in ("weight", "grad_weight") or len(value) != batch[0] * (batch[1] - 1):
         return value
     return value.reshape(batch[0], batch[1] - 1, -1)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pydantic
 import tyro
 
-from fp8ref import attention, attention_delayed, linear_rules, linear_selection, llama
+from fp8ref import attention, attention_delayed, grouped, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
 from fp8ref.attention import Variant
 from fp8ref.errors import ConfigError
@@ -68,7 +68,7 @@ class Config:
             self.numerics.rules is None or self.parallel.devices == 1,
             f"numerics.rules are for one device; parallel has {self.parallel.devices}. Leave one of them out.",
         )
-        if faults := architectures.faults(self) + self.numerics.unattended(self.model.head_dim):
+        if faults := architectures.faults(self) + self.numerics.unattended(self.model.head_dim) + self.without_experts():
             require(False, faults[0])
         require(
             self.numerics.attention is None or self.parallel.attention in ("xla", "tiles", "kernel"),
@@ -105,6 +105,34 @@ class Config:
             "'update_error' in numerics.schedule is of states narrower than float32, by optimizer.kind 'adamw_states'; got kind "
             f"{self.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name such a layout, or begin at a step.",
         )
+
+    def without_experts(self) -> list[str]:
+        """The error messages for keys that a model with experts does not take (M-8)."""
+        if not self.model.num_experts:
+            return []
+        keys = self.parallel
+        return [
+            f"model.num_experts is for {what}. {remedy}"
+            for taken, what, remedy in (
+                (keys.devices == 1, f"one device; parallel has {keys.devices}", "Set parallel.* to 1, or leave out the experts."),
+                (
+                    keys.compile == "none",
+                    f"eager PyTorch, as the host reads each group's size; got parallel.compile {keys.compile!r}",
+                    "Set it to none.",
+                ),
+                (
+                    self.numerics.accumulate in (None, "native"),
+                    f"the framework's own GEMMs; got numerics.accumulate {self.numerics.accumulate!r}",
+                    "Leave it out.",
+                ),
+                (
+                    not self.optimizer.keeps_masters,
+                    f"float32 masters; optimizer.layout {self.optimizer.layout!r} stores narrower ones",
+                    "Name a layout of moments alone, such as sqrt_e4m3.",
+                ),
+            )
+            if not taken
+        ]
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -178,6 +206,11 @@ class Config:
             f"{self.parallel.devices} devices, {keys.accumulate!r} and {self.statistics.every}. {tiles}",
         )
 
+    def require_no_experts(self, who: str) -> None:
+        """ConfigError for a model with experts, which ``who`` does not take."""
+        if self.model.num_experts:
+            raise ConfigError(f"{who} takes no experts; got model.num_experts {self.model.num_experts}. Leave them out.")
+
     @property
     def attention_variant(self) -> Variant | None:
         """The variant of numerics.attention; None for the framework's own attention."""
@@ -220,7 +253,14 @@ class Config:
         chosen = linear_selection.select(
             self.shapes.linears, self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
-        return linear_rules.apply(self.numerics.rules or (), chosen)
+        return linear_rules.apply(self.numerics.rules or (), [self._of_experts(decision) for decision in chosen])
+
+    def _of_experts(self, decision: Decision) -> Decision:
+        """A decision with the number of its weights and the recipe of grouped linears (X-8), if it is of experts."""
+        experts = llama.experts_of(decision.path, self.model)
+        if experts is None:
+            return decision
+        return dataclasses.replace(decision, experts=experts, recipe=grouped.of_linears(decision.recipe).recipe)
 
     def program_linears(self) -> dict[str, Recipe]:
         """The recipe of each linear of JAX's program, by name: of each layer's, or under

@@ -72,10 +72,11 @@ def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS
 def check_alone(config: Config, whose: str) -> None:
     """Check that the training was on one device and in one recipe: one device cannot repeat the sums of several.
 
-    Raises:   ConfigError: several devices; a schedule; a user's model.
+    Raises:   ConfigError: several devices; a schedule; a user's model; experts, whose rows two sides may send elsewhere.
     """
     architecture.require_llama(config, f"--first-divergence of {whose}")
     config.require_one_recipe(f"--first-divergence, of {whose},")
+    config.require_no_experts(f"--first-divergence, of {whose},")
     if config.parallel.devices > 1:
         raise ConfigError(
             f"--first-divergence trains on one device; {whose} has parallel.* for "
