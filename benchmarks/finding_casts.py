@@ -1,8 +1,8 @@
 """Claims about casts, scales and sums, measured in the simulator (``findings``)."""
 
 import numpy as np
-from findings import Claim
 
+from findings import Claim
 from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.policy import POLICIES

@@ -5,8 +5,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from findings import Claim
 
+from findings import Claim
 from fp8ref.linear_rules import Rule
 from fp8ref.train import config as configs
 from fp8ref.train import loop

@@ -93,8 +93,9 @@ def page(found: list[dict], about: dict) -> str:
     lines = [
         "# Published findings, measured here",
         "",
-        "This page is written by `make findings`, which measures each claim and trains the tiny models that it takes. Every claim is a figure that is above a number if the",
-        f"claim holds; its interval is Student's, of 95 %. Measured on {about['machine']}, in {about['seconds'] / 60:.1f} minutes.",
+        "This page is written by `make findings`, which measures each claim and trains the tiny models that it takes. Every claim is a figure",
+        "that is above a number if the claim holds; its interval is Student's, of 95 %.",
+        f"Measured on {about['machine']}, in {about['seconds'] / 60:.1f} minutes.",
         "",
         "| claim | figure | measured | 95 % interval | the claim needs | verdict |",
         "|---|---|---|---|---|---|",
@@ -107,8 +108,8 @@ def page(found: list[dict], about: dict) -> str:
         )
     lines += [
         "",
-        "*Reproduced*: the whole interval is above the number and its margin. *Not reproduced*: none of it is. *Cannot tell*: both, at this size and with so many seeds. A claim about",
-        "large models that is not reproduced by a tiny one is not refuted.",
+        "*Reproduced*: the whole interval is above the number and its margin. *Not reproduced*: none of it is. *Cannot tell*: both, at this",
+        "size and with so many seeds. A claim about large models that is not reproduced by a tiny one is not refuted.",
         "",
     ]
     for one in found:

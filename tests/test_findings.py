@@ -3,10 +3,11 @@
 import json
 from dataclasses import asdict
 
+import pytest
+
 import finding_casts
 import finding_runs
 import findings
-import pytest
 
 RECORDED = json.loads(findings.RESULTS.read_text())
 

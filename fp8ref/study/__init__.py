@@ -6,6 +6,7 @@
         model(**batch).loss.backward()                    # one step, as you run it
     judged = study.judge(recording)                       # every operand, by the casts of every recipe
     depth = study.depth(model, lambda m: m(**batch).logits)   # the model again, under each recipe
+    study.judge_states(gradients)                         # layouts of optimizer states, on the gradients of some steps
     study.write_page("study.html", judged, depth)
 
 ``record`` and ``depth`` need the model's own framework and no other, ``judge`` needs NumPy, and
@@ -20,11 +21,12 @@ from fp8ref.study import framework
 from fp8ref.study.cast_error import Judged, judge
 from fp8ref.study.depth_error import Depth
 from fp8ref.study.recording import Recording, read
+from fp8ref.study.state_error import JudgedStates, judge_states
 
 if TYPE_CHECKING:
     from fp8ref.recipe import Recipe
 
-__all__ = ["Depth", "Judged", "Recording", "depth", "judge", "read", "record", "write_page"]
+__all__ = ["Depth", "Judged", "JudgedStates", "Recording", "depth", "judge", "judge_states", "read", "record", "write_page"]
 
 
 def record(model, *, rows: int = 512, layers: str = "*"):
