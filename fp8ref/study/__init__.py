@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8ref.study import framework
+from fp8ref.study import attention_error, framework
+from fp8ref.study.attention_error import JudgedAttention
 from fp8ref.study.cast_error import Judged, judge
 from fp8ref.study.depth_error import Depth
 from fp8ref.study.recording import Recording, read
@@ -26,7 +27,20 @@ from fp8ref.study.state_error import JudgedStates, judge_states
 if TYPE_CHECKING:
     from fp8ref.recipe import Recipe
 
-__all__ = ["Depth", "Judged", "JudgedStates", "Recording", "depth", "judge", "judge_states", "read", "record", "write_page"]
+__all__ = [
+    "Depth",
+    "Judged",
+    "JudgedAttention",
+    "JudgedStates",
+    "Recording",
+    "attention",
+    "depth",
+    "judge",
+    "judge_states",
+    "read",
+    "record",
+    "write_page",
+]
 
 
 def record(model, *, rows: int = 512, layers: str = "*"):
@@ -42,6 +56,24 @@ def record(model, *, rows: int = 512, layers: str = "*"):
               matches no linear.
     """
     return framework.of(model).record(model, rows=rows, layers=layers)
+
+
+def attention(model, run: Callable, variants: Sequence[str] | None = None, *, heads: int = 4, tokens: int = 512) -> JudgedAttention:
+    """Run a PyTorch model once, and its attention by each variant of ``fp8ref.attention`` on the q, k and v that it had.
+
+    run       run(model): one forward pass. Calls of scaled_dot_product_attention are seen, of each layer the first.
+    variants  names; None: all.
+    heads, tokens
+              the most query heads of the first sequence, with the keys and values that they read, and its first tokens.
+    Raises:   ValueError: a model of Flax, whose attention has no hook; no call of attention; an unknown variant.
+    """
+    library = framework.of(model)
+    if not hasattr(library, "attention"):
+        raise ValueError(f"attention is recorded of a torch.nn.Module, by its scaled_dot_product_attention; got {type(model).__name__}.")
+    calls, refused = library.attention(model, run, heads=heads, tokens=tokens)
+    if not calls and not refused:
+        raise ValueError("the pass calls scaled_dot_product_attention; got none. Choose attention 'sdpa' in transformers.")
+    return attention_error.judge(calls, variants, refused)
 
 
 def depth(model, run: Callable, recipes: Sequence["str | Recipe"] | None = None, *, rows: int = 512, **options) -> Depth:

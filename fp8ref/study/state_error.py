@@ -57,7 +57,9 @@ class JudgedStates(Result):
         for layout in order:
             whole, (name, one) = self.layouts[layout][""], self.worst(layout, 1)[0]
             shares = [f"{getattr(whole, key) / whole.count:.2%}" for key in COLUMNS]
-            table.add_row(layout, f"{whole.bytes_per_parameter:.3g}", f"{whole.update_error:.3%}", *shares, f"{name} {one.update_error:.3%}")
+            table.add_row(
+                layout, f"{whole.bytes_per_parameter:.3g}", f"{whole.update_error:.3%}", *shares, f"{name} {one.update_error:.3%}"
+            )
         console.print(table)
 
 
@@ -95,9 +97,7 @@ def judge_states(
             for name, g in arrays.items():
                 key = layout.name, name
                 before = now.get(key) or states.init(g.shape, layout)
-                _, now[key] = states.step(
-                    np.zeros(g.shape, np.float32), g, before, learning_rate=0.0, b1=b1, b2=b2, eps=eps, layout=layout
-                )
+                _, now[key] = states.step(np.zeros(g.shape, np.float32), g, before, learning_rate=0.0, b1=b1, b2=b2, eps=eps, layout=layout)
                 last[key] = health.numbers(g, before, now[key], b1=b1, b2=b2, eps=eps, layout=layout)
     if not steps or not first:
         raise ValueError("a study of states takes the gradients of at least one step and one parameter; got none.")
@@ -108,9 +108,7 @@ def _of_layout(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -> di
     mine = {name: numbers for (of, name), numbers in last.items() if of == layout.name}
     sizes = {name: int(numbers[0]) for name, numbers in mine.items()}
     taken = {name: layout.bytes_per_parameter(size) for name, size in sizes.items()}
-    whole = healths.of(
-        healths.total(np.stack(list(mine.values()))), sum(taken[n] * sizes[n] for n in mine) / sum(sizes.values())
-    )
+    whole = healths.of(healths.total(np.stack(list(mine.values()))), sum(taken[n] * sizes[n] for n in mine) / sum(sizes.values()))
     return {"": whole} | {name: healths.of(numbers, taken[name]) for name, numbers in mine.items()}
 
 
