@@ -1,34 +1,33 @@
 """One linear layer: three GEMMs (spec L), joined to JAX's autodiff by one custom_vjp.
 
-Read it from top to bottom. ``apply`` and ``contract`` check the arguments and collect what is
-static in a ``Use``; ``_forward`` casts input and weight, runs the output GEMM, and returns what the
-backward pass needs; ``_backward`` runs grad_input and grad_weight. All three GEMMs go through
-``_gemm``: cast an operand along the axis that is reduced, unless its codes are there already (a
-tensorwise operand is cast once, in ``_forward`` or ``_backward``, for both its GEMMs); gather in
-FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``, ``scales`` and ``cast``;
-``gemm`` multiplies; ``sharding`` says over which mesh axes.
+Read it from top to bottom. ``apply`` and ``contract`` have the arguments checked, and what is static
+of them collected in a ``Use`` (``linear_arguments``); ``_forward`` casts input and weight, runs the
+output GEMM, and returns what the backward pass needs; ``_backward`` runs grad_input and grad_weight.
+All three GEMMs go through ``_gemm``: cast an operand along the axis that is reduced, unless its
+codes are there already (a tensorwise operand is cast once, in ``_forward`` or ``_backward``, for
+both its GEMMs); gather in FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``,
+``scales`` and ``cast``; ``gemm`` multiplies; ``sharding`` says over which mesh axes;
+``gemm_observer`` reports each GEMM to whoever asked.
 """
 
 import functools
 import math
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8ref import recipe as recipes
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, hardware, operands, scales, sharding, stats
+from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, gemm_observer, linear_arguments, operands, sharding, stats
+from fp8ref.jax.gemm_observer import observing
+from fp8ref.jax.linear_arguments import check_recipe
 from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized, dequantize
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 
-_observer: ContextVar[Callable | None] = ContextVar("fp8ref_jax_observer", default=None)
+__all__ = ["apply", "apply_with_stats", "check_recipe", "contract", "observing"]
 
 
 def apply(
@@ -118,32 +117,6 @@ def apply_with_stats(
     return y, seen, tap
 
 
-def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
-    """The recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
-    try:
-        recipe = recipes.by_name(recipe)
-        recipes.check_gemms(recipe, gemm.EPILOGUES, scales.implemented)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    return recipe
-
-
-@contextmanager
-def observing(observer: Callable):
-    """While a function is traced in this context, every FP8 GEMM reports its operands and result,
-    from inside the compiled program.
-
-    observer(name, gemm, a, b, out) is called with NumPy values when it runs: a and b as (hp, codes
-    uint8, scale), hp and codes in the tensors' own layout (spec L-2's input [M, K], weight [N,
-    K], grad_output [M, N]; Flax's weights [K, N]).
-    """
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
-
-
 def contract(
     x: jax.Array,
     w: jax.Array,
@@ -168,40 +141,14 @@ def contract(
     layout    how XLA finds the operands, where ``explicit_sharding`` has read it from their types.
     Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
-    recipe = check_recipe(recipe, name)
-    out_dtype = _check_arrays(x, w, out_dtype, name)
-    delayed.check(state, seen, recipe, name)
-    mode = "jit" if layout else sharding.mode(x, w, placement, name)
-    if delayed.keeps_state(recipe) and placement and placement.scope == "local":
-        raise ValueError(f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'.")
-    if multiply is not None:
-        hardware.check(x, w, mode, name)
-    placement = placement or Placement()
-    if mode == "jit" and layout is None:
-        layout = sharding.layout(placement, {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}, turned=turned)
-    n, k = sharding.gemm_dims(w, placement, layout, turned=turned)
-    if recipe.fp8 and (n % 16 or k % 16):
-        _warn_of_padding(name, n, k)
-    use = Use(
-        recipe=recipe,
-        name=name,
-        placement=placement,
-        mode=mode,
-        layout=layout,
-        batched=w.ndim > 2,
-        turned=turned,
-        outer=math.prod(x.shape[:-2]),
-        dtypes=(out_dtype, x.dtype, w.dtype),
-        observer=_observer.get(),
-        measures=tap is not None,
-        multiply=multiply,
-    )
+    how: dict = {"out_dtype": out_dtype, "turned": turned, "layout": layout, "multiply": multiply}
+    use = linear_arguments.use(x, w, recipe, state, seen, placement, name, **how, measures=tap is not None)
     if 0 in x.shape[:-1]:
-        return _of_no_tokens(x, w, placement, seen, tap, use)
+        return _of_no_tokens(x, w, seen, tap, use)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
-    known: dict = dict(delayed.scales(state or {}, recipe))
+    known: dict = dict(delayed.scales(state or {}, use.recipe))
     if quantized is not None:
-        known["weight"] = _checked_copy(quantized, w, recipe, name)
+        known["weight"] = linear_arguments.checked_copy(quantized, w, use.recipe, name)
     y, after, tap = _linear(x, w, known, dict(seen or {}), tap, use)
     return y, None if seen is None else after, tap
 
@@ -307,12 +254,7 @@ def _gemm(
     how |= {"dequantized": use.turned and which == "output"}  # of a weight [K, N], codes in another order serve this GEMM
     out = gemm.matmul(qa, qb, **how, collective=collective, in_steps=in_steps, turned=turned, multiply=use.multiply)
     # 4. Report to whoever asked: the cross-check's observer, a run's statistics.
-    if use.observer is not None:
-        reported = [
-            (operands.flat(tensors[role], role, use), operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use), used.scale)
-            for role, q, used in zip(roles, own, (qa, qb), strict=True)
-        ]
-        jax.debug.callback(functools.partial(use.observer, use.name, which), *reported, out)
+    gemm_observer.report(which, tensors, own, (qa, qb), out, use)
     measured: stats.Measured = {}
     if use.measures:
         new = [role for role in roles if which == "output" or role not in quantized or (which, role) == ("grad_input", "grad_output")]
@@ -361,51 +303,9 @@ def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: U
     return merged
 
 
-def _of_no_tokens(x: jax.Array, w: jax.Array, placement: Placement, seen: delayed.Seen | None, tap: jax.Array | None, use: Use) -> tuple:
+def _of_no_tokens(x: jax.Array, w: jax.Array, seen: delayed.Seen | None, tap: jax.Array | None, use: Use) -> tuple:
     """The empty output of no tokens (L-9), which depends on nothing. Nothing is observed: copies,
     as what a layer gives back unchanged could seem lost."""
-    gathered = math.prod(map(lax.axis_size, placement.fsdp)) if use.mode == "shard_map" else 1
+    gathered = math.prod(map(lax.axis_size, use.placement.fsdp)) if use.mode == "shard_map" else 1
     y = jnp.zeros((*x.shape[:-1], w.shape[-1 if use.turned else -2] * gathered), use.dtypes[0])
     return y, jax.tree.map(jnp.copy, seen), tap
-
-
-def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
-    """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
-    do not fit."""
-    if set(name) & set("/()"):
-        raise ValueError(f"a layer's name has no '/', '(' or ')', because the proof uses them as separators; got {name!r}.")
-    if out_dtype is None and x.dtype != w.dtype:
-        raise ValueError(
-            f"{name}: x and w have one dtype, unless preferred_element_type sets that of the "
-            f"output; got {x.dtype} and {w.dtype}. Cast the weight first."
-        )
-    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    for dtype in (x.dtype, w.dtype, out_dtype):
-        if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise ValueError(f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. Cast it first.")
-    return out_dtype
-
-
-def _checked_copy(copy: Quantized, w: jax.Array, recipe: Recipe, name: str) -> Quantized:
-    """The FP8 copy of a weight, a constant; ValueError, naming the layer, unless it is one by this recipe's cast."""
-    try:
-        spec = recipes.weight_copy(recipe)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    if not isinstance(copy, Quantized) or (copy.fmt, copy.granularity, copy.codes.shape) != (spec.fmt, "tensorwise", w.shape):
-        has = f"{copy.fmt} {copy.granularity} {copy.codes.shape}" if isinstance(copy, Quantized) else type(copy).__name__
-        raise ValueError(
-            f"{name}: quantized is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}; got {has}. Use states.copies."
-        )
-    return jax.tree.map(lax.stop_gradient, copy)
-
-
-def _warn_of_padding(name: str, n: int, k: int) -> None:
-    """Warn, once for each layer, that XLA pads the weight to multiples of 16 for every GEMM."""
-    padded = [-(-size // 16) * 16 for size in (n, k)]
-    warnings.warn(
-        f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to "
-        f"{padded} for every GEMM: {padded[0] * padded[1] / (n * k):.2f} times the "
-        "multiplications, and extra copies. Pad the layer or use recipe 'bf16'.",
-        stacklevel=4,
-    )

@@ -16,18 +16,23 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     is named; under ``adamw_states`` the layout of the moments too, and of masters that are stored.
 
     parameters       the share of parameters that are multiplied in FP8.
-    multiplications  the share of a forward pass's: M N K of linears and of a tied head, and both
-                     products of attention, whole scores included.
+    multiplications  the share of a forward pass's: M N K of linears and of a tied head, of experts
+                     those that take a token, and both products of attention, whole scores included.
     """
     model, length = config.model, config.data.sequence_length
     fp8 = [d for d in decisions if d.fp8]
-    in_fp8 = sum(math.prod(d.shape) for d in fp8)
+    in_fp8 = sum(d.size for d in fp8)
     parameters = in_fp8 / sum(map(math.prod, config.shapes.parameters.values()))
-    linears = sum(math.prod(d.shape) for d in decisions) + model.tie_word_embeddings * model.vocab_size * model.hidden_size
+    linears, times = model.tie_word_embeddings * model.vocab_size * model.hidden_size, 0
+    for d in decisions:  # a token is multiplied by the weights of its own experts
+        of_token = math.prod(d.shape) * (1 if d.experts is None else model.num_experts_per_tok)
+        linears, times = linears + of_token, times + d.fp8 * of_token
+    linears += model.num_experts * model.hidden_size * model.num_hidden_layers  # routers
     custom = config.architecture.kind != "llama"  # of what is no linear nothing is known
-    attended, variant = (not custom) * 2 * length * model.hidden_size * model.num_hidden_layers, config.numerics.attention
+    attended = (not custom) * 2 * length * model.num_attention_heads * model.head_dim * model.num_hidden_layers
+    variant = config.numerics.attention
     attends = variant is not None and attention.by_name(variant).fmt.bits == 8
-    multiplications = (in_fp8 + attends * attended) / (linears + attended)
+    multiplications = (times + attends * attended) / (linears + attended)
     recipes = ", ".join(dict.fromkeys(d.recipe.name for d in fp8))
     line = f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, {f'and attention ({variant}), ' * attends}"
     line += f"{parameters:.1%} of the parameters and {multiplications:.1%} of the multiplications{' of linears' * custom}"

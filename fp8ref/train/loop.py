@@ -79,10 +79,11 @@ class Trainer(Protocol):
         """The gradients of a batch's mean loss, before clipping; no state changes."""
         ...
 
-    def observe(self, tokens: np.ndarray, observer) -> None:
+    def observe(self, tokens: np.ndarray, observer, attention=None) -> None:
         """Run one forward and backward pass.
 
-        Each FP8 GEMM calls observer(layer, gemm, a, b, out).
+        Each FP8 GEMM calls observer(layer, gemm, a, b, out); each pass of attention by a variant calls attention(layer, phase,
+        arrays), if given, with what it made (``attention_products.SHOWN``).
         """
         ...
 

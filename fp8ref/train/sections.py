@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 import tyro
 
-from fp8ref import attention, states
+from fp8ref import attention, attention_delayed, states
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
@@ -143,6 +143,10 @@ class NumericsConfig:
     """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
     stated order, rounded once, several times slower."""
 
+    attention_scaling: Literal["current", "delayed"] = "current"
+    """Where numerics.attention has its scales from: the tensors of the step itself; or, of cudnn alone, the amaxes of past steps (spec A-19), a state
+    for each of q, k, v, s, o, do, ds, dq, dk and dv of a layer."""
+
     def __post_init__(self) -> None:
         recipes.check_trained(self.recipe, "numerics.recipe")
         if self.schedule is not None:
@@ -167,6 +171,16 @@ class NumericsConfig:
             f"numerics.attention_arithmetic is of numerics.attention, which is left out; got {self.attention_arithmetic!r}. Leave both out, or "
             "name a variant.",
         )
+        require(
+            self.attention_scaling in ("current", "delayed"),
+            f"numerics.attention_scaling is current or delayed; got {self.attention_scaling!r}.",
+        )
+        require(
+            self.attention_scaling == "current"
+            or (self.attention in attention.VARIANTS and bool(attention_delayed.roles(attention.by_name(self.attention)))),
+            "numerics.attention_scaling 'delayed' is of attention with one FP8 scale for a tensor; got numerics.attention "
+            f"{self.attention!r}. Use variant 'cudnn', or leave it out.",
+        )
         if self.attention is not None:
             trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
             require(
@@ -175,9 +189,9 @@ class NumericsConfig:
                 "framework's own attention.",
             )
             require(
-                not self.simulates,
-                f"numerics.accumulate simulates the GEMMs of linears alone; got {self.accumulate!r} with numerics.attention "
-                f"{self.attention!r}. Leave one of them out.",
+                not self.simulates or attention.by_name(self.attention).granularity != "mx_1x32",
+                f"numerics.accumulate multiplies FP8 codes, and attention multiplies MX blocks dequantized; got {self.accumulate!r} with "
+                f"numerics.attention {self.attention!r}. Leave one of them out, or use variant 'cudnn'.",
             )
 
     def unattended(self, head_dim: int) -> list[str]:
@@ -239,9 +253,10 @@ class ParallelConfig:
     """PyTorch: compute the scales of all weights gathered in FP8 with one all-reduce for each forward pass, not one for each weight."""
     reduction: Literal["native", "ordered"] = "native"
     """PyTorch: sum gradients over FSDP devices as the backend does (native) or in rank order (ordered)."""
-    attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
     """JAX: attention by XLA, which writes all scores (xla) or those of 512 queries at a time (chunked); or by cuDNN's fused kernel, which needs
-    an NVIDIA GPU."""
+    an NVIDIA GPU. Of numerics.attention, in either backend: tile by tile (tiles, its default), or a library's FP8 kernel (kernel): cuDNN's in JAX, of
+    cudnn with delayed scales."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing. Recompute nothing, everything except the outputs of linears and attention, or the whole layer. In JAX selective
     also recomputes attention's scores."""
@@ -315,7 +330,7 @@ class ParallelConfig:
         theirs = (
             (
                 "through",
-                "attention",
+                *(["attention"] if self.attention not in ("tiles", "kernel") else []),
                 "scan",
                 "reduce",
                 "accumulate_dtype",
