@@ -1,4 +1,4 @@
-# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
+# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-data | bench-recording | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-data bench-recording bench-trainer bench-simulated compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-data bench-recording bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -119,6 +119,9 @@ bench-trainer: setup
 
 bench-simulated: setup
 	$(BIN)/python benchmarks/simulated_hardware.py --json benchmarks/results/simulated_hardware.json
+
+findings: setup
+	$(BIN)/python benchmarks/findings.py
 
 compile-matrix: setup
 	$(BIN)/python benchmarks/compile_matrix.py
