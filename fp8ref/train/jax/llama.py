@@ -56,6 +56,7 @@ class Pass:
                ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
     copies     FP8 copies of weights by linear, which are multiplied in place of a cast of the weight (O-16).
+    mu         factors by which gradients of weights are exchanged in FP8, by linear (P-22).
     """
 
     state: Mapping[str, delayed.State] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Pass:
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
     copies: Mapping[str, Quantized] = field(default_factory=dict)
+    mu: Mapping[str, jax.Array] = field(default_factory=dict)
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
         """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads."""
@@ -100,6 +102,7 @@ class Pass:
             tap=self.taps.get(name),
             multiply=self.multiply,
             quantized=self.copies.get(name),
+            mu=self.mu.get(name),
         )
         if seen is not None:
             self.seen[name] = seen
@@ -108,8 +111,8 @@ class Pass:
         return checkpoint_name(y, "linear")
 
     def of(self, layer: str) -> tuple[dict, ...]:
-        """(states, observations, taps, copies) of what a layer has, by name."""
-        held = (self.state, self.seen, self.taps, self.copies)
+        """(states, observations, taps, copies, factors) of what a layer has, by name."""
+        held = (self.state, self.seen, self.taps, self.copies, self.mu)
         return tuple({name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in held)
 
 
@@ -277,10 +280,20 @@ class Llama(nnx.Module):
 
 
 def _layer(
-    graph, cos: jax.Array, sin: jax.Array, run: Pass, h: jax.Array, params, state: Mapping, seen: Mapping, taps: Mapping, copies: Mapping
+    graph,
+    cos: jax.Array,
+    sin: jax.Array,
+    run: Pass,
+    h: jax.Array,
+    params,
+    state: Mapping,
+    seen: Mapping,
+    taps: Mapping,
+    copies: Mapping,
+    mu: Mapping,
 ):
     """One layer as a pure function: (h, (observations, taps)) after it."""
-    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), copies=copies)
+    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), copies=copies, mu=mu)
     h = nnx.merge(graph, params)(h, cos, sin, own)
     return h, (own.seen, own.taps)
 

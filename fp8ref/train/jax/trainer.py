@@ -137,7 +137,7 @@ class Trainer:
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
-        return self._fetched(self._gradients(self._params, self._fp8_state, self._parts(tokens))[1])
+        return self._fetched(self._gradients(*self._passed(tokens))[1])
 
     def weights(self) -> dict[str, np.ndarray]:
         """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
@@ -172,6 +172,12 @@ class Trainer:
         states = self._step.stacks.apart(self._fp8_state)
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
 
+    def gradient_factors(self) -> dict[str, dict[str, float]]:
+        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {} where mu is 1."""
+        found = self._step.stacks.apart(self._state.mu)
+        # Above 2^24 a count is not exact.
+        return {name: {"mu": float(factor.mu), "saturated": min(float(factor.saturated), 2.0**24)} for name, factor in found.items()}
+
     def peak_memory(self) -> int | None:
         """The most bytes in use on any of this process's devices.
 
@@ -198,7 +204,7 @@ class Trainer:
             return
         self._observer = observer
         with linear.observing(lambda *gemm: self._observer(*gemm)):
-            gradients = self._observed(self._params, self._fp8_state, self._parts(tokens))
+            gradients = self._observed(*self._passed(tokens))
         jax.block_until_ready(gradients)
         jax.effects_barrier()
 
@@ -252,7 +258,7 @@ class Trainer:
         if layout is None:
             return {}
         # Gradients of the program that ``gradients`` uses: a program for passes and health together would be compiled anew.
-        grads = self._gradients(self._params, self._fp8_state, self._parts(tokens))[1]
+        grads = self._gradients(*self._passed(tokens))[1]
         measured = self._health(grads, self._state)
         return recorded(list(self._step.stacks.named(grads)), health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
 
@@ -331,6 +337,10 @@ class Trainer:
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
         return self._state, self._parts(tokens), np.float32(lr)
+
+    def _passed(self, tokens: np.ndarray) -> tuple:
+        """The arguments of passes that make gradients."""
+        return self._params, self._fp8_state, self._parts(tokens), self._state.mu
 
     def _tokens(self, tokens: np.ndarray) -> jax.Array:
         llama.check_tokens(tokens, self.config.model)
