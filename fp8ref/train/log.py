@@ -282,7 +282,9 @@ def _intact(line: dict, keys: tuple[str, ...]) -> bool:
     """
 
     def fits(key: str, value: object) -> bool:
-        return isinstance(value, dict) if key in ("statistics", "states", "gradients") else type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+        if key in ("statistics", "states", "gradients"):
+            return isinstance(value, dict)
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
     step = line.get("step")
     return type(step) is int and step >= 0 and line.keys() >= set(keys) and all(fits(*item) for item in line.items())

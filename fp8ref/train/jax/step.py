@@ -63,7 +63,7 @@ class State(NamedTuple):
     params: Any
     optimizer: optax.OptState
     fp8: dict[str, dict[Role, delayed.DelayedState | delayed.FlaxState]]
-    mu: dict[str, Factor] = {}
+    mu: dict[str, Factor]
 
 
 class Step:
@@ -104,7 +104,7 @@ class Step:
         planned = (item for recipe in config.recipes for item in config.under(recipe).program_linears().items())
         fp8 = {name: delayed.init(recipe, self.stacks.leading(name)) for name, recipe in planned if delayed.keeps_state(recipe)}
         names = self.linears if config.parallel.auto_scale else ()
-        mu = {name: Factor(*(np.full(self.stacks.leading(name), start, np.float32) for start in (1, 0))) for name in names}
+        mu = {name: Factor(*(np.full(self.stacks.leading(name), start, np.float32) for start in (1, 0))) for name in names}  # type: ignore[arg-type]
         specs = State(*self.optimizer.specs, *jax.tree.map(lambda _: P(), (fp8, mu)))
         if layout.abstract:
             return jax.tree.map(layout.put, State(*self.optimizer.shapes(), fp8, mu), specs), specs
