@@ -286,7 +286,7 @@ def _scale_of(amax: jax.Array, past: jax.Array, state: DelayedState | FlaxState,
 
 
 def _where(condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState) -> DelayedState | FlaxState:
-    """``jnp.where`` over both fields of states; condition has the state's shape."""
+    """``jnp.where`` over the fields of states; condition has the state's shape."""
 
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)

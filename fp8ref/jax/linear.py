@@ -1,35 +1,40 @@
 """One linear layer: three GEMMs (spec L), joined to JAX's autodiff by one custom_vjp.
 
-Read it from top to bottom. ``apply`` and ``contract`` check the arguments and collect what is
-static in a ``Use``; ``_forward`` casts input and weight, runs the output GEMM, and returns what the
-backward pass needs; ``_backward`` runs grad_input and grad_weight. All three GEMMs go through
-``_gemm``: cast an operand along the axis that is reduced, unless its codes are there already (a
-tensorwise operand is cast once, in ``_forward`` or ``_backward``, for both its GEMMs); gather in
-FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``, ``scales`` and ``cast``;
-``gemm`` multiplies; ``sharding`` says over which mesh axes.
+Read it from top to bottom. ``apply`` and ``contract`` have the arguments checked, and what is static
+of them collected in a ``Use`` (``linear_arguments``); ``_forward`` casts input and weight, runs the
+output GEMM, and returns what the backward pass needs; ``_backward`` runs grad_input and grad_weight.
+All three GEMMs go through ``_gemm``: cast an operand along the axis that is reduced, unless its
+codes are there already (a tensorwise operand is cast once, in ``_forward`` or ``_backward``, for
+both its GEMMs); gather in FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``,
+``scales`` and ``cast``; ``gemm`` multiplies; ``sharding`` says over which mesh axes;
+``gemm_observer`` reports each GEMM to whoever asked.
 """
 
 import functools
 import math
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+<<<<<<< HEAD
 from fp8ref import recipe as recipes
 from fp8ref.formats import E4M3FN
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, gradient_reduction, hardware, operands, scales, sharding, stats
+=======
+from fp8ref.hardware import Multiply
+from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, gemm_observer, linear_arguments, operands, sharding, stats
+from fp8ref.jax.gemm_observer import observing
+from fp8ref.jax.linear_arguments import check_recipe
+>>>>>>> main
 from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized, dequantize
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 
-_observer: ContextVar[Callable | None] = ContextVar("fp8ref_jax_observer", default=None)
+__all__ = ["apply", "apply_with_stats", "check_recipe", "contract", "observing"]
 
 
 def apply(
@@ -125,32 +130,6 @@ def apply_with_stats(
     return y, seen, tap
 
 
-def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
-    """The recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
-    try:
-        recipe = recipes.by_name(recipe)
-        recipes.check_gemms(recipe, gemm.EPILOGUES, scales.implemented)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    return recipe
-
-
-@contextmanager
-def observing(observer: Callable):
-    """While a function is traced in this context, every FP8 GEMM reports its operands and result,
-    from inside the compiled program.
-
-    observer(name, gemm, a, b, out) is called with NumPy values when it runs: a and b as (hp, codes
-    uint8, scale), hp and codes in the tensors' own layout (spec L-2's input [M, K], weight [N,
-    K], grad_output [M, N]; Flax's weights [K, N]).
-    """
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
-
-
 def contract(
     x: jax.Array,
     w: jax.Array,
@@ -176,6 +155,7 @@ def contract(
     layout    how XLA finds the operands, where ``explicit_sharding`` has read it from their types.
     Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
+<<<<<<< HEAD
     recipe = check_recipe(recipe, name)
     out_dtype = _check_arrays(x, w, out_dtype, name)
     delayed.check(state, seen, recipe, name)
@@ -206,13 +186,22 @@ def contract(
         measures=tap is not None,
         multiply=multiply,
     )
+=======
+    how: dict = {"out_dtype": out_dtype, "turned": turned, "layout": layout, "multiply": multiply}
+    use = linear_arguments.use(x, w, recipe, state, seen, placement, name, **how, measures=tap is not None)
+>>>>>>> main
     if 0 in x.shape[:-1]:
-        return _of_no_tokens(x, w, placement, seen, tap, use)
+        return _of_no_tokens(x, w, seen, tap, use)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
-    known: dict = dict(delayed.scales(state or {}, recipe))
+    known: dict = dict(delayed.scales(state or {}, use.recipe))
     if quantized is not None:
+<<<<<<< HEAD
         known["weight"] = _checked_copy(quantized, w, recipe, name)
     y, after, tap = _linear(x, w, known, dict(seen or {}), tap, mu, use)
+=======
+        known["weight"] = linear_arguments.checked_copy(quantized, w, use.recipe, name)
+    y, after, tap = _linear(x, w, known, dict(seen or {}), tap, use)
+>>>>>>> main
     return y, None if seen is None else after, tap
 
 
@@ -338,12 +327,7 @@ def _gemm(
     if mu is not None:
         out, saturated = _completed(out, collective, mu, use)
     # 4. Report to whoever asked: the cross-check's observer, a run's statistics.
-    if use.observer is not None:
-        reported = [
-            (operands.flat(tensors[role], role, use), operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use), used.scale)
-            for role, q, used in zip(roles, own, (qa, qb), strict=True)
-        ]
-        jax.debug.callback(functools.partial(use.observer, use.name, which), *reported, out)
+    gemm_observer.report(which, tensors, own, (qa, qb), out, use)
     measured: stats.Measured = {}
     if use.measures:
         new = [role for role in roles if which == "output" or role not in quantized or (which, role) == ("grad_input", "grad_output")]
@@ -410,12 +394,13 @@ def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: U
     return merged
 
 
-def _of_no_tokens(x: jax.Array, w: jax.Array, placement: Placement, seen: delayed.Seen | None, tap: jax.Array | None, use: Use) -> tuple:
+def _of_no_tokens(x: jax.Array, w: jax.Array, seen: delayed.Seen | None, tap: jax.Array | None, use: Use) -> tuple:
     """The empty output of no tokens (L-9), which depends on nothing. Nothing is observed: copies,
     as what a layer gives back unchanged could seem lost."""
-    gathered = math.prod(map(lax.axis_size, placement.fsdp)) if use.mode == "shard_map" else 1
+    gathered = math.prod(map(lax.axis_size, use.placement.fsdp)) if use.mode == "shard_map" else 1
     y = jnp.zeros((*x.shape[:-1], w.shape[-1 if use.turned else -2] * gathered), use.dtypes[0])
     return y, jax.tree.map(jnp.copy, seen), tap
+<<<<<<< HEAD
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
@@ -469,3 +454,5 @@ def _warn_of_padding(name: str, n: int, k: int) -> None:
         "multiplications, and extra copies. Pad the layer or use recipe 'bf16'.",
         stacklevel=4,
     )
+=======
+>>>>>>> main

@@ -1,4 +1,5 @@
-"""The forward pass of attention in FP8, a tile of keys after another (spec A-4 to A-11).
+"""The forward pass of attention in FP8 in the stated arithmetic, a tile of keys after another (spec A-4 to A-11).
+``attention_fast``, the default, gives other roundings of sums for fewer launches.
 
     q8, k8, v8, scales     <- amax, scale, cast                          attention_operands, head_scaling
     for each tile:

@@ -81,8 +81,7 @@ class DataConfig:
 class NumericsConfig:
     """Which linears run in FP8, and how (spec R)."""
 
-    recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
-    """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise, mxfp8, blockwise_deepgemm or blockwise_ue8m0."""
+    recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"], help=f"One of {', '.join(recipes.trained_recipes())}.")] = "tensorwise"
     schedule: schedules.Entries | None = None
     """Recipes by phase, such as [[0, "tensorwise"], [8000, "bf16"]], the first of them numerics.recipe. A phase begins at a step, or at a string:
     "learning_rate < 3e-4" after warm-up, or, of what statistics.every measures, "sqnr < 18" (dB) of an operand of the phase before or "update_error > 0.1"

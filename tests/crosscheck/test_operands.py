@@ -4,7 +4,7 @@ import pytest
 from fp8ref.crosscheck.one_device import crosscheck
 from fp8ref.crosscheck.operands import in_pass_order, observe, quantizers
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import linear as jax_linear
+from fp8ref.jax import gemm_observer as jax_observer
 from fp8ref.recipe import OPERANDS, CastSpec
 
 
@@ -29,7 +29,7 @@ def test_gemms_are_put_in_the_order_of_the_pass(small):
 @pytest.mark.slow
 def test_a_gemm_that_was_planned_and_did_not_run_fails(small, monkeypatch):
     monkeypatch.setattr(
-        jax_linear, "_observer", type("Deaf", (), {"get": lambda self: None, "set": lambda *a: None, "reset": lambda *a: None})()
+        jax_observer, "_observer", type("Deaf", (), {"get": lambda self: None, "set": lambda *a: None, "reset": lambda *a: None})()
     )
     report = crosscheck(small, backends=("jax",), steps=0)
     failed = {check.name: check.detail for check in report.failures}

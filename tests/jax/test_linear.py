@@ -113,69 +113,6 @@ def test_a_copy_of_the_weight_is_not_cast_again(recipe, operands):  # O-16, L-3
     np.testing.assert_array_equal(np.asarray(mapped[0], np.float32), np.asarray(linear.apply(x[0], w, recipe=recipe)[0], np.float32))
 
 
-def test_copies_that_do_not_fit_are_refused_by_name(operands):  # O-16
-    x, w, _ = (jnp.asarray(v, jnp.bfloat16) for v in operands)
-    copy = scaling.quantize(w, E4M3FN)
-    for given, message in (
-        ({"recipe": "rowwise"}, "fc: weights are kept in FP8 for a recipe that casts each once .* recipe 'rowwise' does not"),
-        ({"recipe": "bf16"}, "recipe 'bf16' does not. Use 'tensorwise'"),
-        ({"quantized": w}, r"fc: quantized is a tensorwise Quantized of e4m3fn and w's shape, \(32, 64\); got"),
-        ({"quantized": scaling.quantize(w.T, E4M3FN)}, r"got e4m3fn tensorwise \(64, 32\). Use states.copies"),
-        ({"quantized": scaling.quantize(w, E5M2)}, "got e5m2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            linear.apply(x, w, **{"recipe": "tensorwise", "quantized": copy, "name": "fc", **given})
-
-
-def test_observing_reports_every_fp8_gemm_of_the_compiled_program(operands):
-    x, w, g = operands
-    seen = {}
-    with linear.observing(lambda name, gemm, a, b, out: seen.__setitem__((name, gemm), (a, b, out))):
-        run(x, w, g, "rowwise_with_gw_hp")
-        jax.effects_barrier()
-    assert set(seen) == {("linear", "output"), ("linear", "grad_input")}
-    (hp, codes, scale), _, out = seen["linear", "output"]
-    np.testing.assert_array_equal(hp.astype(np.float32), x.reshape(48, 64))
-    assert (codes.dtype, codes.shape, scale.shape, out.shape) == (np.uint8, (48, 64), (48, 1), (48, 32))
-    seen.clear()
-    run(x, w, g, "rowwise_with_gw_hp")  # the program compiled afterwards reports nothing
-    jax.effects_barrier()
-    assert not seen
-
-
-@pytest.mark.parametrize(
-    ("x", "w", "options", "message"),
-    [
-        ((4, 64), (32, 48), {}, "q_proj.*same K"),
-        ((4, 64), (32, 64), {"state": 1}, "q_proj.*keeps no state"),
-        ((4, 64), (32, 64), {"seen": 1}, "q_proj.*keeps no state"),
-    ],
-)
-def test_errors_name_the_layer(x, w, options, message):
-    with pytest.raises(ValueError, match=message):
-        linear.apply(jnp.ones(x, jnp.bfloat16), jnp.ones(w, jnp.bfloat16), recipe="tensorwise", name="q_proj", **options)
-
-
-def test_a_recipe_that_jax_cannot_run_is_refused_by_name():
-    block, row = (CastSpec(fmt=E4M3FN, granularity=granularity) for granularity in ("blockwise_1x128", "rowwise"))
-    for spec, message in (
-        (GemmSpec(a=block, b=row, accumulate="slow"), "grad_weight of recipe 'mine': .*got blockwise_1x128 and rowwise"),
-        (GemmSpec(a=row, b=CastSpec(fmt=E4M3FN, policy=POLICIES["te_current"]), accumulate="slow"), "'te_current'.*fp8ref.sim"),
-    ):
-        with pytest.raises(ValueError, match=f"q_proj: .*{message}"):
-            linear.apply(jnp.ones((4, 16)), jnp.ones((16, 16)), recipe=Recipe(name="mine", grad_weight=spec), name="q_proj")
-
-
-def test_dims_that_xla_pads_are_warned_of():  # L-5
-    with pytest.warns(UserWarning, match=r"q_proj: .*\[24, 40\] to \[32, 48\].*1.60 times"):
-        linear.apply(jnp.ones((4, 40)), jnp.ones((24, 40)), recipe="tensorwise", name="q_proj")
-
-
-def test_mixed_dtypes_are_refused():
-    with pytest.raises(ValueError, match=r"one dtype.*bfloat16 and float32.*"):
-        linear.apply(jnp.ones((4, 16), jnp.bfloat16), jnp.ones((16, 16)), recipe="tensorwise")
-
-
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_block_scales_equal_the_simulator_on_integers(recipe, rng):  # G-16
     """7 and smaller integers times powers of two, another one for each 32 of every axis: every block has a scale of its own, a power of two."""

@@ -1,0 +1,118 @@
+"""The arguments of a linear: checked, by the name of the layer, and what is static of them collected in a ``Use`` (spec L, R-1)."""
+
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref import recipe as recipes
+from fp8ref.hardware import Multiply
+from fp8ref.jax import delayed, gemm, gemm_observer, hardware, scales, sharding
+from fp8ref.jax.operands import Use
+from fp8ref.jax.scaling import Quantized
+from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import Recipe
+
+
+def use(
+    x: jax.Array,
+    w: jax.Array,
+    recipe: str | Recipe,
+    state: delayed.State | None,
+    seen: delayed.Seen | None,
+    placement: Placement | None,
+    name: str,
+    *,
+    out_dtype,
+    turned: bool,
+    layout: sharding.Layout | None,
+    multiply: Multiply | None,
+    measures: bool,
+) -> Use:
+    """What is static about one call of a linear, of the arguments of ``linear.contract``; whoever observes GEMMs is asked here.
+
+    Warns:    once a layer, of dims that are not multiples of 16 (L-5).
+    Raises:   ValueError, naming the layer, as ``linear.apply``; a name with '/', '(' or ')'.
+    """
+    recipe = check_recipe(recipe, name)
+    out_dtype = _check_arrays(x, w, out_dtype, name)
+    delayed.check(state, seen, recipe, name)
+    mode: sharding.Mode = "jit" if layout else sharding.mode(x, w, placement, name)
+    if delayed.keeps_state(recipe) and placement and placement.scope == "local":
+        raise ValueError(f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'.")
+    if multiply is not None:
+        hardware.check(x, w, mode, name)
+    placement = placement or Placement()
+    if mode == "jit" and layout is None:
+        layout = sharding.layout(placement, {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}, turned=turned)
+    n, k = sharding.gemm_dims(w, placement, layout, turned=turned)
+    if recipe.fp8 and (n % 16 or k % 16):
+        _warn_of_padding(name, n, k)
+    return Use(
+        recipe=recipe,
+        name=name,
+        placement=placement,
+        mode=mode,
+        layout=layout,
+        batched=w.ndim > 2,
+        turned=turned,
+        outer=math.prod(x.shape[:-2]),
+        dtypes=(out_dtype, x.dtype, w.dtype),
+        observer=gemm_observer.current(),
+        measures=measures,
+        multiply=multiply,
+    )
+
+
+def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
+    """The recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
+    try:
+        recipe = recipes.by_name(recipe)
+        recipes.check_gemms(recipe, gemm.EPILOGUES, scales.implemented)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return recipe
+
+
+def checked_copy(copy: Quantized, w: jax.Array, recipe: Recipe, name: str) -> Quantized:
+    """The FP8 copy of a weight, a constant; ValueError, naming the layer, unless it is one by this recipe's cast."""
+    try:
+        spec = recipes.weight_copy(recipe)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not isinstance(copy, Quantized) or (copy.fmt, copy.granularity, copy.codes.shape) != (spec.fmt, "tensorwise", w.shape):
+        has = f"{copy.fmt} {copy.granularity} {copy.codes.shape}" if isinstance(copy, Quantized) else type(copy).__name__
+        raise ValueError(
+            f"{name}: quantized is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}; got {has}. Use states.copies."
+        )
+    return jax.tree.map(lax.stop_gradient, copy)
+
+
+def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
+    """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
+    do not fit."""
+    if set(name) & set("/()"):
+        raise ValueError(f"a layer's name has no '/', '(' or ')', because the proof uses them as separators; got {name!r}.")
+    if out_dtype is None and x.dtype != w.dtype:
+        raise ValueError(
+            f"{name}: x and w have one dtype, unless preferred_element_type sets that of the "
+            f"output; got {x.dtype} and {w.dtype}. Cast the weight first."
+        )
+    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    for dtype in (x.dtype, w.dtype, out_dtype):
+        if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise ValueError(f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. Cast it first.")
+    return out_dtype
+
+
+def _warn_of_padding(name: str, n: int, k: int) -> None:
+    """Warn, once for each layer, that XLA pads the weight to multiples of 16 for every GEMM."""
+    padded = [-(-size // 16) * 16 for size in (n, k)]
+    warnings.warn(
+        f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to "
+        f"{padded} for every GEMM: {padded[0] * padded[1] / (n * k):.2f} times the "
+        "multiplications, and extra copies. Pad the layer or use recipe 'bf16'.",
+        stacklevel=5,
+    )
