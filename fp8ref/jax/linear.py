@@ -18,17 +18,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-<<<<<<< HEAD
-from fp8ref import recipe as recipes
 from fp8ref.formats import E4M3FN
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, gradient_reduction, hardware, operands, scales, sharding, stats
-=======
-from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, gemm_observer, linear_arguments, operands, sharding, stats
+from fp8ref.jax import (
+    delayed,
+    derivatives,
+    explicit_sharding,
+    gemm,
+    gemm_observer,
+    gradient_reduction,
+    linear_arguments,
+    operands,
+    sharding,
+    stats,
+)
 from fp8ref.jax.gemm_observer import observing
 from fp8ref.jax.linear_arguments import check_recipe
->>>>>>> main
 from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized, dequantize
 from fp8ref.jax.sharding import Placement
@@ -155,53 +160,17 @@ def contract(
     layout    how XLA finds the operands, where ``explicit_sharding`` has read it from their types.
     Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
-<<<<<<< HEAD
-    recipe = check_recipe(recipe, name)
-    out_dtype = _check_arrays(x, w, out_dtype, name)
-    delayed.check(state, seen, recipe, name)
-    mode = "jit" if layout else sharding.mode(x, w, placement, name)
-    if delayed.keeps_state(recipe) and placement and placement.scope == "local":
-        raise ValueError(f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'.")
-    if multiply is not None:
-        hardware.check(x, w, mode, name)
-    placement = placement or Placement()
-    if mu is not None:
-        _check_mu(mu, placement, mode, name)
-    if mode == "jit" and layout is None:
-        layout = sharding.layout(placement, {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}, turned=turned)
-    n, k = sharding.gemm_dims(w, placement, layout, turned=turned)
-    if recipe.fp8 and (n % 16 or k % 16):
-        _warn_of_padding(name, n, k)
-    use = Use(
-        recipe=recipe,
-        name=name,
-        placement=placement,
-        mode=mode,
-        layout=layout,
-        batched=w.ndim > 2,
-        turned=turned,
-        outer=math.prod(x.shape[:-2]),
-        dtypes=(out_dtype, x.dtype, w.dtype),
-        observer=_observer.get(),
-        measures=tap is not None,
-        multiply=multiply,
-    )
-=======
     how: dict = {"out_dtype": out_dtype, "turned": turned, "layout": layout, "multiply": multiply}
     use = linear_arguments.use(x, w, recipe, state, seen, placement, name, **how, measures=tap is not None)
->>>>>>> main
+    if mu is not None:
+        linear_arguments.check_mu(mu, use)
     if 0 in x.shape[:-1]:
         return _of_no_tokens(x, w, seen, tap, use)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known: dict = dict(delayed.scales(state or {}, use.recipe))
     if quantized is not None:
-<<<<<<< HEAD
-        known["weight"] = _checked_copy(quantized, w, recipe, name)
-    y, after, tap = _linear(x, w, known, dict(seen or {}), tap, mu, use)
-=======
         known["weight"] = linear_arguments.checked_copy(quantized, w, use.recipe, name)
-    y, after, tap = _linear(x, w, known, dict(seen or {}), tap, use)
->>>>>>> main
+    y, after, tap = _linear(x, w, known, dict(seen or {}), tap, mu, use)
     return y, None if seen is None else after, tap
 
 
@@ -400,59 +369,3 @@ def _of_no_tokens(x: jax.Array, w: jax.Array, seen: delayed.Seen | None, tap: ja
     gathered = math.prod(map(lax.axis_size, use.placement.fsdp)) if use.mode == "shard_map" else 1
     y = jnp.zeros((*x.shape[:-1], w.shape[-1 if use.turned else -2] * gathered), use.dtypes[0])
     return y, jax.tree.map(jnp.copy, seen), tap
-<<<<<<< HEAD
-
-
-def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
-    """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
-    do not fit."""
-    if set(name) & set("/()"):
-        raise ValueError(f"a layer's name has no '/', '(' or ')', because the proof uses them as separators; got {name!r}.")
-    if out_dtype is None and x.dtype != w.dtype:
-        raise ValueError(
-            f"{name}: x and w have one dtype, unless preferred_element_type sets that of the "
-            f"output; got {x.dtype} and {w.dtype}. Cast the weight first."
-        )
-    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    for dtype in (x.dtype, w.dtype, out_dtype):
-        if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise ValueError(f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. Cast it first.")
-    return out_dtype
-
-
-def _checked_copy(copy: Quantized, w: jax.Array, recipe: Recipe, name: str) -> Quantized:
-    """The FP8 copy of a weight, a constant; ValueError, naming the layer, unless it is one by this recipe's cast."""
-    try:
-        spec = recipes.weight_copy(recipe)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    if not isinstance(copy, Quantized) or (copy.fmt, copy.granularity, copy.codes.shape) != (spec.fmt, "tensorwise", w.shape):
-        has = f"{copy.fmt} {copy.granularity} {copy.codes.shape}" if isinstance(copy, Quantized) else type(copy).__name__
-        raise ValueError(
-            f"{name}: quantized is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}; got {has}. Use states.copies."
-        )
-    return jax.tree.map(lax.stop_gradient, copy)
-
-
-def _check_mu(mu: jax.Array, placement: Placement, mode: str, name: str) -> None:
-    """ValueError, naming the layer, unless gradients of the weight are exchanged in FP8, by this factor."""
-    if mode != "shard_map" or placement.reduce_grads != "float8_e4m3fn" or not placement.m:
-        raise ValueError(
-            f"{name}: mu is of gradients that devices exchange in FP8 (P-22); got reduce_grads {placement.reduce_grads!r} over m={placement.m} under "
-            f"{mode}. Set reduce_grads 'float8_e4m3fn' and m, inside shard_map, or leave mu out."
-        )
-    if mu.shape != () or mu.dtype != jnp.float32:
-        raise ValueError(f"{name}: mu is float32 (); got {mu.dtype} {mu.shape}.")
-
-
-def _warn_of_padding(name: str, n: int, k: int) -> None:
-    """Warn, once for each layer, that XLA pads the weight to multiples of 16 for every GEMM."""
-    padded = [-(-size // 16) * 16 for size in (n, k)]
-    warnings.warn(
-        f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to "
-        f"{padded} for every GEMM: {padded[0] * padded[1] / (n * k):.2f} times the "
-        "multiplications, and extra copies. Pad the layer or use recipe 'bf16'.",
-        stacklevel=4,
-    )
-=======
->>>>>>> main
