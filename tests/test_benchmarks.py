@@ -141,6 +141,17 @@ def test_the_page_shows_the_losses_of_layouts():
     assert {r["layout"] for r in larger["runs"]} == LAYOUTS.keys() | WITH_MASTERS.keys()
     assert (larger["steps"], larger["width"]) == (kept["steps"], 2 * kept["width"])
     assert {r["seed"] for r in larger["runs"]} == {0, 1, 2}
+    longer = json.loads(layout_losses.RESULTS.with_name("layout_losses_longer.json").read_text())
+    assert "\n".join(layout_losses.page(longer["runs"])) in page
+    assert (longer["steps"], longer["width"], len(longer["runs"])) == (200, 64, 2 * 5 * len(LAYOUTS | WITH_MASTERS))
+    # What the page says of it: who is above float32 states in both backends, and that the default is not.
+    above = {
+        name: min(gap / error for b in ("jax", "torch") for gap, error in [layout_losses.gaps(longer["runs"])[b, name]])
+        for name in LAYOUTS
+        if name != "float32"
+    }
+    assert {name for name, errors in above.items() if errors > 2} == {"te", "torchao", "sqrt_e5m2"}
+    assert all(abs(layout_losses.gaps(longer["runs"])[b, "sqrt_e4m3"][0]) < 0.02 for b in ("jax", "torch"))
     assert {(r["seed"], f"{r['val_loss']:.2f}") for r in kept["runs"] if r["layout"] == "float32"} == {
         (0, "3.11"),
         (1, "3.01"),
