@@ -78,7 +78,9 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
         of_arms = [verdict.compared for _, verdict in compared if verdict.compared]
         widest = max(verdict.margin or 0.0 for _, verdict in compared)
         made.append(("gap", figures.gaps(of_arms, group, seeds, margin=widest), "Gap to bf16, with its confidence interval"))
-    made += [(key, figures.metric(group, seeds, key, label), label.capitalize()) for key, label in METRICS.items()]
+    sets = dict.fromkeys(key for run in group for line in run.lines for key in line if key.startswith("val_loss_"))
+    metrics = METRICS | {key: f"validation loss on {key.removeprefix('val_loss_')}, nats" for key in sets}
+    made += [(key, figures.metric(group, seeds, key, label), label.capitalize()) for key, label in metrics.items()]
     statistics = []
     recorded = [run for run in group if any(line["statistics"] for line in run.statistics)]
     ends = {measure: figures.scale([run.statistics for run in recorded], measure) for measure in figures.MEASURES}

@@ -107,7 +107,8 @@ class Run:
     @property
     def reference(self) -> dict:
         """What this run shares with its bf16 reference runs (E-1)."""
-        return {**{key: self.key(key) for key in SAME}, "text": self.text}
+        architecture = self.manifest["config"].get("architecture", {"kind": "llama"})  # of a run before there were others
+        return {**{key: self.key(key) for key in SAME}, "architecture": architecture, "text": self.text}
 
 
 def read(path: Path) -> Run:
