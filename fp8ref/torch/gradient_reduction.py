@@ -160,22 +160,13 @@ class FP8ReduceScatter:
     ) -> None:
         rows = input_tensor.view(group.size(), -1)
         sizes, narrow = self._parameters(rows.shape[1])
-        divisor = self._divisor(group, op)
+        divisor = divisor_of(self.unit, group, op)
         total = _total(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor, self.factors)
         torch.cat(total, out=output_tensor)
 
     def weights(self) -> list:
         """FSDP2's records of the weights that are reduced in FP8, in the order of ``factors``."""
         return [p for p in _params(self.unit) if p.sharded_param.requires_grad and _of_linear(p)]
-
-    def _divisor(self, group: ProcessGroup, op: ReduceOp) -> float:
-        """What the sum is divided by: FSDP2 names the factor of ``set_gradient_divide_factor`` in an operation that does not tell it."""
-        if op == ReduceOp.SUM:  # FSDP2 divides by itself, if at all
-            return 1
-        if op == ReduceOp.AVG:
-            return group.size()
-        (factor,) = {of_unit.gradient_divide_factor for of_unit in _groups(self.unit)}
-        return factor
 
     def _parameters(self, found: int) -> tuple[list[int], list[bool]]:
         """Of each parameter that takes gradients, the elements of a shard, and whether it is a
@@ -369,6 +360,17 @@ def _group(group: ProcessGroup | None) -> ProcessGroup:
 def _gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """x [n] of all ranks, one after the other."""
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+
+
+def divisor_of(unit: FSDPModule, group: ProcessGroup, op: ReduceOp) -> float:
+    """What the sum of a unit's gradients is divided by: FSDP2 names the factor of ``set_gradient_divide_factor`` in an operation that does not
+    tell it."""
+    if op == ReduceOp.SUM:  # FSDP2 divides by itself, if at all
+        return 1
+    if op == ReduceOp.AVG:
+        return group.size()
+    (factor,) = {of_unit.gradient_divide_factor for of_unit in _groups(unit)}
+    return factor
 
 
 def _params(unit: FSDPModule) -> list:
