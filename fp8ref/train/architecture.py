@@ -13,7 +13,7 @@ from typing import Protocol
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
-from fp8ref.train.sections import ArchitectureConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
+from fp8ref.train.sections import ArchitectureConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
 
 BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
 """{kind of a user's model: the backend that trains it}."""
@@ -30,6 +30,11 @@ class Sections(Protocol):
     @property
     def model(self) -> LlamaConfig:
         """The trainer's own model, and the vocabulary of any."""
+        ...
+
+    @property
+    def data(self) -> DataConfig:
+        """Sequences."""
         ...
 
     @property
@@ -79,16 +84,16 @@ def shapes(config: Sections) -> Shapes:
         head = () if config.model.tie_word_embeddings else ("lm_head",)
         found = llama.parameter_shapes(config.model), llama.linear_shapes(config.model)
         return Shapes(kind="llama", parameters=found[0], linears=found[1], heads=head)
-    return _custom(keys, config.model.vocab_size)
+    return _custom(keys, config.model.vocab_size, config.data.sequence_length)
 
 
 @functools.lru_cache(maxsize=4)
-def _custom(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
+def _custom(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
     try:
         library = importlib.import_module(f"fp8ref.train.{BACKEND[keys.kind]}.custom_model")
     except ImportError as error:
         raise ConfigError(f"architecture.kind {keys.kind!r} needs {error.name}. Install the extra of its backend.") from error
-    return library.shapes(keys, vocab_size)
+    return library.shapes(keys, vocab_size, length)
 
 
 def faults(config: Sections) -> list[str]:

@@ -11,6 +11,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.jax import flax as fj
 from fp8ref.train import architecture
 from fp8ref.train.architecture import Shapes
+from fp8ref.train.jax import custom_probe
 from fp8ref.train.sections import ArchitectureConfig
 
 
@@ -40,10 +41,11 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
     return made
 
 
-def shapes(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
+def shapes(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
     """As ``architecture.shapes``.
 
-    Raises:   ConfigError: as ``build``; a model without linears.
+    length    tokens of a sequence, of the pass that is traced.
+    Raises:   ConfigError: as ``build`` and ``custom_probe.heads``; a model without linears.
     """
     model = build(keys, vocab_size, seed=0)
     linears: dict[str, tuple[int, int]] = {
@@ -53,11 +55,12 @@ def shapes(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
     }
     if not linears:
         raise ConfigError(f"architecture.source {keys.source!r} has no nnx.Linear, which is what a recipe converts.")
+    could = [path for path, (n, _) in linears.items() if n == vocab_size]
     return Shapes(
         kind=f"{type(model).__module__}.{type(model).__qualname__}",
         parameters={name: tuple(value.shape) for name, value in parameters(nnx.state(model, nnx.Param)).items()},
         linears=linears,
-        heads=tuple([name for name, (n, _) in linears.items() if n == vocab_size][-1:]),
+        heads=custom_probe.heads(model, f"architecture.source {keys.source!r}", could, vocab_size, length),
     )
 
 
@@ -72,14 +75,3 @@ def parameters(tree) -> Mapping[str, Any]:
 def name_of(path) -> str:
     """The dotted path of a leaf."""
     return ".".join(str(getattr(part, "key", part)) for part in path)
-
-
-def logits_of(out, tokens: jax.Array, vocab_size: int) -> jax.Array:
-    """The logits [B, T, V] of what a model returned.
-
-    Raises:   ConfigError: of another shape.
-    """
-    if not isinstance(out, jax.Array) or out.shape != (*tokens.shape, vocab_size):
-        got = out.shape if isinstance(out, jax.Array) else type(out).__name__
-        raise ConfigError(f"a model returns logits [B, T, V] = {(*tokens.shape, vocab_size)} of tokens [B, T]; got {got}.")
-    return out

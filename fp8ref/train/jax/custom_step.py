@@ -16,7 +16,7 @@ from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.jax.flax.amax_observations import Observed, merge
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
-from fp8ref.train.jax import custom_model
+from fp8ref.train.jax import custom_model, custom_probe
 from fp8ref.train.jax.cross_entropy import cross_entropy
 from fp8ref.train.jax.layer_stacks import LayerStacks
 from fp8ref.train.jax.mesh import Layout
@@ -130,7 +130,7 @@ class CustomStep:
         return cross_entropy(self._logits(model, tokens[:, :-1]), tokens[:, 1:]).mean()
 
     def _logits(self, model: nnx.Module, tokens: jax.Array) -> jax.Array:
-        return custom_model.logits_of(model(tokens), tokens, self.config.model.vocab_size)
+        return custom_probe.logits_of(model(tokens), tokens, self.config.model.vocab_size)
 
 
 def _name(path) -> str:

@@ -9,9 +9,11 @@ from torch import nn
 
 import fp8ref.torch  # noqa: F401  # before transformers, which loads torchao: its warnings are hidden there
 from fp8ref.errors import ConfigError
+from fp8ref.torch import grouped_linear
 from fp8ref.train import architecture
 from fp8ref.train.architecture import Shapes
 from fp8ref.train.sections import ArchitectureConfig
+from fp8ref.train.torch import custom_probe
 
 
 def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
@@ -19,8 +21,8 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
 
     transformers    ``source`` is a directory with config.json, or the file; the class is AutoModelForCausalLM's.
     torch           ``source`` is an import path of a function or class; it is called with vocab_size=.
-    Raises:         ConfigError: it cannot be imported or made; a vocabulary of another size; dropout, batch norms or
-                    buffers that training changes, which have no place in a step.
+    Raises:         ConfigError: it cannot be imported or made; a vocabulary of another size; dropout or batch
+                    norms, which have no place in a step; grouped linears. ``custom_probe.check`` finds what only a pass shows.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -36,10 +38,11 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
     return made.float().train()
 
 
-def shapes(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
+def shapes(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
     """As ``architecture.shapes``.
 
-    Raises:   ConfigError: as ``build``; a model without linears.
+    length    tokens of a sequence, in the pass that shows the head where the model does not tell and a linear could be it.
+    Raises:   ConfigError: as ``build`` and ``custom_probe.heads``; a model without linears.
     """
     model = build(keys, vocab_size, seed=0)
     linears = {name: (m.out_features, m.in_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -49,27 +52,13 @@ def shapes(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
         kind=f"{type(model).__module__}.{type(model).__qualname__}",
         parameters={name: tuple(p.shape) for name, p in model.named_parameters()},
         linears=linears,
-        heads=_heads(model, linears, vocab_size),
+        heads=_heads(model, f"architecture.source {keys.source!r}", linears, vocab_size, length),
     )
 
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy without memory."""
     return copy.deepcopy(model).to("meta")
-
-
-def logits_of(out, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The logits [B, T, V] of what a model returned: a tensor, or an object that has ``logits``.
-
-    Raises:   ConfigError: neither, or of another shape.
-    """
-    logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
-    if not isinstance(logits, torch.Tensor) or logits.shape != (*tokens.shape, vocab_size):
-        got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(out).__name__
-        raise ConfigError(
-            f"a model returns logits [B, T, V] = {(*tuple(tokens.shape), vocab_size)} of tokens [B, T], or an object with logits; got {got}."
-        )
-    return logits
 
 
 def _transformers(keys: ArchitectureConfig) -> nn.Module:
@@ -100,6 +89,10 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
             raise ConfigError(f"{name} has dropout ({path}, {module.p}), and a step has no random numbers. Set it to 0.")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(f"{name} has a batch norm ({path}), whose statistics are no parameters. Use another norm.")
+    if grouped := list(grouped_linear.found(model)):
+        raise ConfigError(
+            f"{name} has a GroupedLinear ({grouped[0]}), of which a config plans no recipe. Use an nn.Linear for each expert."
+        )
     rates = (
         {key: value for key, value in vars(own).items() if key.endswith(("dropout", "pdrop")) and isinstance(value, float)} if own else {}
     )
@@ -107,9 +100,11 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
         raise ConfigError(f"{name} has {random[0]} = {rates[random[0]]}, and a step has no random numbers. Set it to 0.")
 
 
-def _heads(model: nn.Module, linears: dict[str, tuple[int, int]], vocab_size: int) -> tuple[str, ...]:
-    """The linear that makes the logits: transformers' own word, or the last of as many outputs as the vocabulary."""
+def _heads(model: nn.Module, name: str, linears: dict[str, tuple[int, int]], vocab_size: int, length: int) -> tuple[str, ...]:
+    """The linears that make the logits: transformers' own word, or what a pass shows of those of as many outputs as the vocabulary."""
     own = getattr(model, "get_output_embeddings", None)
     head = own() if callable(own) else None
-    named = [name for name, module in model.named_modules() if module is head and name in linears]
-    return tuple(named or [name for name, (n, _) in linears.items() if n == vocab_size][-1:])
+    if named := tuple(path for path, module in model.named_modules() if module is head and path in linears):
+        return named
+    could = [path for path, (n, _) in linears.items() if n == vocab_size]
+    return custom_probe.heads(model, name, could, vocab_size, length) if could else ()

@@ -13,7 +13,7 @@ from fp8ref.hardware import Multiply
 from fp8ref.torch.convert import convert
 from fp8ref.torch.switch import Switch
 from fp8ref.train.config import Config
-from fp8ref.train.torch import custom_model, optimizer
+from fp8ref.train.torch import custom_model, custom_probe, optimizer
 from fp8ref.train.torch import trainer as trainers
 from fp8ref.train.torch.checkpoint import Store
 from fp8ref.train.torch.cross_entropy import cross_entropy
@@ -33,8 +33,12 @@ class CustomStep(Step):
         model = custom_model.build(config.architecture, config.model.vocab_size, seed=config.run.seed)
         if weights is not None:
             _set(model, weights)
+        model.to(device)
+        custom_probe.check(
+            model, f"architecture.source {config.architecture.source!r}", config.model.vocab_size, config.data.sequence_length
+        )
         twins = {recipe: custom_model.on_meta(model) for recipe in config.recipes[1:]}
-        self.model = self._converted(model, config.numerics.recipe, config).to(device)
+        self.model = self._converted(model, config.numerics.recipe, config)
         self.params = dict(self.model.named_parameters())
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)
         self.switch = Switch(
@@ -53,7 +57,7 @@ class CustomStep(Step):
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, T, V] of tokens [B, T]."""
-        return custom_model.logits_of(self.model(tokens), tokens, self.config.model.vocab_size)
+        return custom_probe.logits_of(self.model(tokens), tokens, self.config.model.vocab_size)
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:
@@ -76,7 +80,7 @@ class Trainer(trainers.Trainer):
     def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None = None, *, multiply: Multiply | None = None) -> None:
         """weights: float32 by name; None: the model's own initial weights, from run.seed.
 
-        Raises:   ConfigError: as ``custom_model.build``; weights of other names or shapes; numerics.accumulate with a GPU.
+        Raises:   ConfigError: as ``custom_model.build`` and ``custom_probe.check``; weights of other names or shapes; numerics.accumulate with a GPU.
         """
         self.config, self._multiply = config, multiply
         config.numerics.check_multiply(multiply)
@@ -98,16 +102,24 @@ class Trainer(trainers.Trainer):
 
 @torch.no_grad()
 def _set(model: nn.Module, weights: Mapping[str, llama.Weight]) -> None:
-    """Fill a model's parameters; of tied ones any name will do.
+    """Fill a model's parameters; of tied ones any name will do, and several that agree.
 
-    Raises:   ConfigError: names or shapes that are not the model's.
+    Raises:   ConfigError: names or shapes that are not the model's; weights of tied names that differ.
     """
-    mine = dict(model.named_parameters())
-    every = dict(model.named_parameters(remove_duplicate=False))
-    missing, unknown = sorted(mine.keys() - weights.keys()), sorted(weights.keys() - every.keys())
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    given = {parameter: [name for name in tied if name in weights] for parameter, tied in names.items()}
+    missing = sorted(names[parameter][0] for parameter, found in given.items() if not found)
+    unknown = sorted(weights.keys() - {name for tied in names.values() for name in tied})
     if missing or unknown:
         raise ConfigError(f"weights are named as the model's parameters; missing {missing[:3]}, unknown {unknown[:3]}.")
-    for name, parameter in mine.items():
-        if tuple(weights[name].shape) != tuple(parameter.shape):
-            raise ConfigError(f"{name} is {list(parameter.shape)}; the weights have {list(weights[name].shape)}.")
-        parameter.copy_(torch.from_numpy(np.array(weights[name][...], np.float32)))
+    for parameter, found in given.items():
+        for name in found:
+            if tuple(weights[name].shape) != tuple(parameter.shape):
+                raise ConfigError(f"{name} is {list(parameter.shape)}; the weights have {list(weights[name].shape)}.")
+        first, *others = (np.array(weights[name][...], np.float32) for name in found)
+        for name, other in zip(found[1:], others, strict=True):
+            if not np.array_equal(first, other, equal_nan=True):
+                raise ConfigError(f"{found[0]} and {name} are one parameter of the model; their weights differ. Leave one of them out.")
+        parameter.copy_(torch.from_numpy(first))

@@ -231,6 +231,9 @@ class Trainer:
                 layers = {name: module for name, module in self._attention() if name in self.config.attention_in_fp8}
                 measuring.enter_context(attention_stats.measuring(layers, variant, of_attention, found))
             losses = self._step.backward(tokens)
+        operands = [operand for operand in operands if operand.name in found]  # not of linears without a call, under run.allow_fallback
+        if not operands:
+            return losses, {}
         parts = stats.of_ranks(stats.stacked(operands, found)).cpu().numpy()
         return losses, merged(
             operands,

@@ -8,7 +8,7 @@ from fp8ref.train.torch import custom_model
 
 
 def test_parameters_that_are_shared_are_counted_once():
-    found = custom_model.shapes(of("Tied"), 256)
+    found = custom_model.shapes(of("Tied"), 256, 8)
     assert found.parameters == {"embed.weight": (256, 32), "up.weight": (64, 32), "up.bias": (64,), "down.weight": (32, 64)}
     assert found.linears == {"up": (64, 32), "down": (32, 64), "head": (256, 32)}
     assert found.heads == ("head",)
@@ -24,7 +24,7 @@ def test_the_seed_makes_the_weights_and_torch_s_own_generator_stays():
 
 
 def test_a_causal_model_of_transformers_is_built_from_its_configuration(tmp_path):
-    found = custom_model.shapes(transformers(tmp_path), 256)
+    found = custom_model.shapes(transformers(tmp_path), 256, 8)
     assert found.kind.endswith("Qwen3ForCausalLM")
     assert "lm_head.weight" not in found.parameters
     assert found.heads == ("lm_head",)
@@ -35,6 +35,7 @@ def test_a_causal_model_of_transformers_is_built_from_its_configuration(tmp_path
     ("name", "message"),
     [
         ("Dropping", r"has dropout \(drop, 0\.1\)"),
+        ("Grouped", r"has a GroupedLinear \(experts\)"),
         ("nothing", "makes a torch.nn.Module; got str"),
         ("broken", "cannot be made: KeyError: 'width'"),
     ],
@@ -53,12 +54,3 @@ def test_a_configuration_is_checked(tmp_path):
         custom_model.build(transformers(tmp_path, model_type="no such"), 256, seed=0)
     with pytest.raises(ConfigError, match="is no configuration of transformers"):
         custom_model.build(ArchitectureConfig(kind="transformers", source=str(tmp_path / "absent")), 256, seed=0)
-
-
-def test_logits_are_a_tensor_or_what_has_them():
-    tokens, logits = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 5)
-    assert custom_model.logits_of(logits, tokens, 5) is logits
-    assert custom_model.logits_of(type("Out", (), {"logits": logits}), tokens, 5) is logits
-    for other in (logits[:, :2], None):
-        with pytest.raises(ConfigError, match="returns logits"):
-            custom_model.logits_of(other, tokens, 5)

@@ -92,11 +92,24 @@ def test_a_linear_that_is_not_called_is_missing_from_the_proof(config):
         Trainer(config).prove(TOKENS[0])
 
 
+def test_statistics_leave_out_a_linear_that_is_not_called(config):
+    config = Config(**{**vars(config), "architecture": of("Uncalling")}).replace(run={"allow_fallback": True})
+    trainer = Trainer(config)
+    assert trainer.prove(TOKENS[0])["missing"]
+    _, found, _ = trainer.measured_step(TOKENS[0])
+    assert {name.split("/")[0] for name in found} == {"up", "down"}
+
+
 def test_weights_of_a_directory_are_compared_with_the_model(config):
     weights = custom_model.build(config.architecture, 256, seed=5).state_dict()
     given = {name: value.numpy() for name, value in weights.items()}  # tied ones under both names, as transformers writes them
     trainer = Trainer(config, copy.deepcopy(given))
     np.testing.assert_array_equal(trainer.weights()["up.weight"], given["up.weight"])
+    for name in ("embed.weight", "head.weight"):
+        one = {other: value for other, value in given.items() if other != name}
+        np.testing.assert_array_equal(Trainer(config, one).weights()["embed.weight"], given["embed.weight"])
+    with pytest.raises(ConfigError, match=r"embed\.weight and head\.weight are one parameter of the model; their weights differ"):
+        Trainer(config, given | {"head.weight": given["head.weight"] + 1})
     with pytest.raises(ConfigError, match=r"missing \['up\.weight'\]"):
         Trainer(config, {name: value for name, value in given.items() if name != "up.weight"})
     with pytest.raises(ConfigError, match=r"up\.bias is \[64\]; the weights have \[3\]"):
@@ -105,7 +118,12 @@ def test_weights_of_a_directory_are_compared_with_the_model(config):
 
 def test_other_logits_are_refused(config):
     with pytest.raises(ConfigError, match="returns logits"):
-        Trainer(Config(**{**vars(config), "architecture": of("Misshapen")})).step(TOKENS[0])
+        Trainer(Config(**{**vars(config), "architecture": of("Misshapen")}))
+
+
+def test_a_trainer_probes_its_model(config):
+    with pytest.raises(ConfigError, match="'own_torch_models:Averaging' changes average"):
+        Trainer(Config(**{**vars(config), "architecture": of("Averaging")}))
 
 
 @pytest.mark.slow
