@@ -100,6 +100,7 @@ LOSSES = benchmarks/layout_losses.py --resume --steps 40 --batch-size 4 --sequen
 bench-losses: setup
 	$(BIN)/python $(LOSSES) --json benchmarks/results/layout_losses.json
 	$(BIN)/python $(LOSSES) --width 256 --json benchmarks/results/layout_losses_larger.json
+	$(BIN)/python $(LOSSES) --steps 200 --width 64 --seeds 5 --json benchmarks/results/layout_losses_longer.json
 
 bench-attention-losses: setup
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --json benchmarks/results/attention_losses.json
