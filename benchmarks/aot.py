@@ -31,6 +31,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import aot_attention
 import fp8ref.jax as fj
 from fp8ref.jax import grouped_operands, proof, states
 from fp8ref.jax.proof import hlo
@@ -141,7 +142,7 @@ LARGE = [
     ("llama-70b", 8, 64, "tensorwise", "full"),
     ("llama-70b", 80, 64, "tensorwise", "full"),
 ]
-PARTS = ("rows", "layers", "models", "states", "experts")
+PARTS = ("rows", "layers", "models", "states", "experts", "attention")
 NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
 MOVING = {"parameter", "transpose", "copy", "bitcast", "reshape", "concatenate", "slice", "pad", "tuple", "get-tuple-element"}
 
@@ -472,7 +473,7 @@ def markdown(found: dict) -> str:
     for row in found["experts"]:
         taken = ", ".join(f"{types} {count}" for types, count in row["taken"].items())
         lines.append(f"| {row['of']} | {taken} | {row['rows']:,} | {row['temporary_mib']:,} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + aot_attention.markdown(found["attention"])
 
 
 def cells(row: dict, bf16: float) -> list[str]:
@@ -527,6 +528,7 @@ def main() -> None:
             "models": (large, LARGE),
             "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS, *WITH_MASTERS)]),
             "experts": (of_experts, [(name,) for name in (RAGGED, "rowwise", "tensorwise", "blockwise", "mxfp8")]),
+            "attention": (aot_attention.of_attention, aot_attention.CASES),
         }
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         for part in arguments.parts:

@@ -16,6 +16,18 @@ from fp8ref.formats import Format
 Product = Literal["scores", "values", "grad_v", "grad_probabilities", "grad_q", "grad_k"]
 """A product of attention, forward or backward."""
 
+Phase = Literal["forward", "backward"]
+"""A pass of attention."""
+
+SHOWN: dict[Phase, tuple[str, ...]] = {
+    "forward": ("q", "k", "v", "s", "p", "o"),
+    "backward": ("do", "p", "dv", "ds", "dk", "dq"),
+}
+"""What a pass makes, in the order in which it is made (A-4 to A-10, A-15): s are the scores, p the cast probabilities."""
+
+PARTS = ("value", "scale", "codes")
+"""The arrays of one of these, in order: the tensor itself, and what it is quantized to. p has codes alone."""
+
 Role = Literal["q", "k", "v", "p", "do", "ds"]
 """An operand of a product. p is the cast probabilities, ds the cast gradient of scores."""
 

@@ -37,8 +37,6 @@ class GroupedRecipe:
     def __post_init__(self) -> None:
         if self.amax not in get_args(Amax):
             raise ValueError(f"amax is one of {', '.join(get_args(Amax))}; got {self.amax!r}.")
-        if one := [which for which, spec in self.recipe.gemms.items() if spec.one_sided]:
-            raise ValueError(f"grouped GEMMs have both operands in FP8 or none (L-4); got one in {one[0]} of recipe {self.recipe.name!r}.")
         if self.amax == "all" and self.recipe.in_blocks:
             raise ValueError(f"blocks begin with their group, so amaxes are of a 'group'; got 'all' for recipe {self.recipe.name!r}.")
         if self.amax == "group" and self.recipe.delayed:
@@ -70,6 +68,11 @@ GROUPED_RECIPES = {
     "rowwise": GroupedRecipe(recipe=_by_kernel_scales(RECIPES["rowwise"]))
 }
 """The grouped recipes by name: those of R-1, of which ``rowwise`` is torchao's for experts (X-8)."""
+
+
+def of_linears(recipe: Recipe) -> GroupedRecipe:
+    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its ``rowwise``."""
+    return GROUPED_RECIPES[recipe.name] if RECIPES.get(recipe.name) == recipe and recipe.name in GROUPED_RECIPES else by_name(recipe)
 
 
 def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:

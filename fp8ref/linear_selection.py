@@ -47,6 +47,12 @@ class Decision:
     shape: tuple[int, int]  # [N, K]
     recipe: Recipe  # RECIPES["bf16"] when not converted
     reason: str
+    experts: int | None = None  # how many weights of this shape it has; None of a linear with one
+
+    @property
+    def size(self) -> int:
+        """The elements of all its weights."""
+        return math.prod(self.shape) * (self.experts or 1)
 
     @property
     def fp8(self) -> bool:

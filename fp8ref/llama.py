@@ -1,8 +1,9 @@
 """The trainer's Llama as data, shared by both backends (spec M): sizes, parameter names and
 shapes, initial weights.
 
-Names and shapes are those of ``transformers.LlamaForCausalLM``. The forward passes are
-``sim.llama``, ``train.jax.llama`` and ``train.torch.llama``.
+Names and shapes are those of ``transformers.LlamaForCausalLM``; with experts (M-8) those of
+``transformers.Qwen3MoeForCausalLM``, of which each projection of a layer's experts is one parameter
+[E, N, K]. The forward passes are ``sim.llama``, ``train.jax.llama`` and ``train.torch.llama``.
 """
 
 import math
@@ -23,20 +24,24 @@ COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 STACK = "model.layers.*"
 """The name of all layers, where they are stacked and run as one loop: ``model.layers.*.mlp.up_proj``."""
 
+ROUTER, EXPERTS, SHARED = ".gate", ".experts", ".shared_expert"
+"""What an MLP with experts has, by name: the router, the experts, and what takes every token."""
+
 ROW = ("o_proj", "down_proj")
 """Linears that tensor parallelism cuts by input features."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names."""
+    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names, and those of ``Qwen3MoeConfig`` for
+    experts."""
 
     vocab_size: int = 256
     """Tokens in the vocabulary; at least 256."""
     hidden_size: int = 128
     """Features of the residual stream; a multiple of twice num_attention_heads."""
     intermediate_size: int = 384
-    """Inner features of an MLP."""
+    """Inner features of an MLP, or of each expert."""
     num_hidden_layers: int = 2
     """Transformer blocks."""
     num_attention_heads: int = 4
@@ -51,18 +56,34 @@ class LlamaConfig:
     """Whether lm_head uses the embedding table."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    head_size: int | None = None
+    """Features of a head, even: ``head_dim`` of Hugging Face. Default: hidden_size / num_attention_heads."""
+    qk_norm: bool = False
+    """Normalize each head's query and key by RMSNorm before the rotary embedding, as Qwen3 does."""
+    num_experts: int = 0
+    """Experts in each layer, in place of its MLP; 0 for none."""
+    num_experts_per_tok: int = 0
+    """Experts that take each token; at least 1 of model.num_experts."""
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    router_aux_loss_coef: float = 0.001
+    """Factor of the load-balancing loss of the experts, which is added to the loss that is trained."""
+    shared_expert_intermediate_size: int = 0
+    """Inner features of an MLP that takes every token beside the experts; 0 for none."""
 
     def __post_init__(self) -> None:
         """Raises:   ValueError: a size below 1; a number that is not positive and finite; a
         hidden_size that is no multiple of twice the heads; heads that are no multiple of
-        num_key_value_heads."""
+        num_key_value_heads; keys of experts without experts, or that do not fit them."""
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"model.{key} is at least 1; got {getattr(self, key)}.")
         for key in ("rms_norm_eps", "rope_theta", "initializer_range"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"model.{key} is positive and finite; got {getattr(self, key)}.")
-        if self.hidden_size % (2 * self.num_attention_heads):
+        if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
+            raise ValueError(f"model.head_size is even, and at least 2 (rotary pairs); got {self.head_size}.")
+        if self.head_size is None and self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"model.hidden_size is a multiple of 2 * num_attention_heads (rotary pairs); got {self.hidden_size} and {self.num_attention_heads} heads."
             )
@@ -70,41 +91,77 @@ class LlamaConfig:
             raise ValueError(
                 f"model.num_attention_heads is a multiple of num_key_value_heads; got {self.num_attention_heads} and {self.num_key_value_heads}."
             )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        for key in ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"model.{key} is not negative; got {getattr(self, key)}.")
+        if not 0 <= self.router_aux_loss_coef < math.inf:
+            raise ValueError(f"model.router_aux_loss_coef is finite and not negative; got {self.router_aux_loss_coef}.")
+        if self.num_experts:
+            if not 1 <= self.num_experts_per_tok <= self.num_experts:
+                raise ValueError(
+                    f"model.num_experts_per_tok is between 1 and num_experts = {self.num_experts}; got {self.num_experts_per_tok}. "
+                    "Say how many experts take each token."
+                )
+            return
+        unused = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef", "shared_expert_intermediate_size")
+        if given := [key for key in unused if getattr(self, key) != type(self).__dataclass_fields__[key].default]:
+            raise ValueError(
+                f"model.{given[0]} is of a model with experts; got {getattr(self, given[0])} with model.num_experts 0. Leave it out, or set num_experts."
+            )
 
     @property
     def head_dim(self) -> int:
         """The length of a head's query, key or value; even, because rotary embeddings pair its
         elements."""
-        return self.hidden_size // self.num_attention_heads
+        return self.hidden_size // self.num_attention_heads if self.head_size is None else self.head_size
 
 
 def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
-    """Name -> [N, K] of every linear, in the order of the forward pass. A tied lm_head is the
-    embedding, so it is not among them."""
+    """Name -> [N, K] of every linear, in the order of the forward pass. A projection of a layer's
+    experts is one of them, of which each expert has a weight of this shape (``experts_of``). Routers
+    are none, nor is a tied lm_head, which is the embedding."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    kv = config.num_key_value_heads * config.head_dim
+    q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    shared = config.shared_expert_intermediate_size
     shapes: dict[str, tuple[int, int]] = {}
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         shapes |= {
-            f"{layer}.self_attn.q_proj": (hidden, hidden),
+            f"{layer}.self_attn.q_proj": (q, hidden),
             f"{layer}.self_attn.k_proj": (kv, hidden),
             f"{layer}.self_attn.v_proj": (kv, hidden),
-            f"{layer}.self_attn.o_proj": (hidden, hidden),
-            f"{layer}.mlp.gate_proj": (inner, hidden),
-            f"{layer}.mlp.up_proj": (inner, hidden),
-            f"{layer}.mlp.down_proj": (hidden, inner),
+            f"{layer}.self_attn.o_proj": (hidden, q),
         }
+        mlps = {f"{layer}.mlp{EXPERTS}" if config.num_experts else f"{layer}.mlp": inner}
+        mlps |= {f"{layer}.mlp{SHARED}": shared} if shared else {}
+        for mlp, size in mlps.items():
+            shapes |= {f"{mlp}.gate_proj": (size, hidden), f"{mlp}.up_proj": (size, hidden), f"{mlp}.down_proj": (hidden, size)}
     return shapes if config.tie_word_embeddings else shapes | {"lm_head": (config.vocab_size, hidden)}
 
 
+def experts_of(linear: str, config: LlamaConfig) -> int | None:
+    """How many weights a linear has, if it is a projection of experts; None of any other."""
+    return config.num_experts if config.num_experts and f"{EXPERTS}." in linear else None
+
+
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter: matrices (the embedding, then the linears), then norms."""
+    """Name -> shape of every parameter: matrices (the embedding, then the linears, each router before
+    its experts), then norms. Those of experts are [E, N, K]."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    shapes |= {f"{name}.weight": shape for name, shape in linear_shapes(config).items()}
+    for name, shape in linear_shapes(config).items():
+        if name.endswith(f"{EXPERTS}.gate_proj"):
+            shapes[f"{name.removesuffix(f'{EXPERTS}.gate_proj')}{ROUTER}.weight"] = (config.num_experts, config.hidden_size)
+        experts = experts_of(name, config)
+        shapes[f"{name}.weight"] = shape if experts is None else (experts, *shape)
     for i in range(config.num_hidden_layers):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{i}.{norm}.weight"] = (config.hidden_size,)
+        layer = f"model.layers.{i}"
+        shapes |= dict.fromkeys(
+            (f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight") * config.qk_norm, (config.head_dim,)
+        )
+        shapes |= dict.fromkeys((f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"), (config.hidden_size,))
     return shapes | {"model.norm.weight": (config.hidden_size,)}
 
 
@@ -130,7 +187,8 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class InitialWeight:
-    """A matrix of the initial weights (spec M-6), drawn where it is read.
+    """A matrix of the initial weights (spec M-6), drawn where it is read; of experts [E, N, K] the E
+    matrices below each other.
 
     Every row has numbers of its own, so that a piece of the matrix costs its rows, and any pieces
     have the bits of the whole.
@@ -139,21 +197,22 @@ class InitialWeight:
     scale   the standard deviation.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     place: int
     seed: int
     scale: float
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices of the rows and the columns; ... is the whole."""
-        rows, columns = index if isinstance(index, tuple) else (index, ...)
-        places, width = np.arange(self.shape[0])[rows], len(np.arange(self.shape[1])[columns])
+        *rows, columns = index if isinstance(index, tuple) and len(index) == len(self.shape) else (index, ...)
+        of_rows = np.arange(math.prod(self.shape[:-1])).reshape(self.shape[:-1])[tuple(rows)]
+        places, width = of_rows.ravel(), len(np.arange(self.shape[-1])[columns])
         piece = np.empty((len(places), width), np.float32)
         # NumPy draws outside the interpreter's lock
-        parts = max(1, piece.shape[0] * self.shape[1] // 2**22)
+        parts = max(1, piece.shape[0] * self.shape[-1] // 2**22)
         with ThreadPoolExecutor() as threads:
             list(threads.map(self._draw, np.array_split(piece, parts), np.array_split(places, parts), [columns] * parts))
-        return piece
+        return piece.reshape(*of_rows.shape, width)
 
     def _draw(self, out: np.ndarray, places: np.ndarray, columns) -> None:
         bits = np.random.Philox(key=self.seed)
@@ -161,14 +220,14 @@ class InitialWeight:
         for row, place in zip(out, places, strict=True):
             state["state"]["counter"][:] = 0, 0, place, self.place
             bits.state = state
-            row[:] = (generator.standard_normal(self.shape[1]) * self.scale)[columns]
+            row[:] = (generator.standard_normal(self.shape[-1]) * self.scale)[columns]
 
 
 def lazy_initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, Weight]:
     """The weights that every backend starts from, by name in the order of ``parameter_shapes``
     (spec M-6). Matrices are drawn where they are read."""
     return {
-        name: np.ones(shape, np.float32) if len(shape) == 1 else InitialWeight((shape[0], shape[1]), i, seed, config.initializer_range)
+        name: np.ones(shape, np.float32) if len(shape) == 1 else InitialWeight(shape, i, seed, config.initializer_range)
         for i, (name, shape) in enumerate(parameter_shapes(config).items())
     }
 

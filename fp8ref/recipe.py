@@ -106,8 +106,8 @@ class Recipe:
 
     @property
     def shared(self) -> bool:
-        """Whether torchao's scaling covers it: each operand by its own amax, over the tensor or a row. Such recipes are cut by tensor parallelism
-        in PyTorch, and replayed by the cross-check on JAX's meshes."""
+        """Whether torchao's scaling covers it: each operand by its own amax, over the tensor or a row. The cross-check replays
+        such recipes on JAX's meshes."""
         return not self.delayed and not self.in_blocks
 
     def serves_both(self, role: Role) -> bool:

@@ -632,7 +632,7 @@ def test_python_m_fp8ref_passes_its_exit_code_on(config):
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.splitlines() == [
         "fp8ref: absent.toml: cannot be read (No such file or directory). Name a TOML file, or one of llama-125m, llama-1b, llama-405b, "
-        "llama-70b, llama-8b, parity, tiny."
+        "llama-70b, llama-8b, parity, qwen3-30b-a3b, tiny, tiny-moe."
     ]
 
 

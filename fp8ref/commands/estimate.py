@@ -26,9 +26,11 @@ def _estimate(known: argparse.Namespace, options: list[str]) -> int:
     check_json(known.json, known.config, known.ceilings)
     from fp8ref.errors import ConfigError
     from fp8ref.estimate import gpu_rates, report
+    from fp8ref.train import architecture
 
     if known.gpu is None:
         raise ConfigError("fp8ref estimate needs --gpu h100 or --gpu h200.")
+    architecture.require_llama(config, "an estimate")
     if config.numerics.simulates:
         raise ConfigError(
             "an estimate is for a GPU's own GEMMs; got numerics.accumulate "

@@ -100,9 +100,11 @@ def check_json(path: Path | None, *read: Path | None) -> None:
 
 
 def check_whole(config) -> None:
-    """ConfigError for microbatches and schedules, which a cross-check does not support."""
+    """ConfigError for microbatches, schedules and users' models, which a cross-check does not support."""
     from fp8ref.errors import ConfigError
+    from fp8ref.train import architecture
 
+    architecture.require_llama(config, "a cross-check")
     config.require_one_recipe("a cross-check")
     if config.data.microbatches > 1:
         raise ConfigError(f"a cross-check takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")

@@ -13,7 +13,7 @@ from fp8ref.conformance.gemm import bound
 from fp8ref.formats import BFLOAT16
 from fp8ref.hardware import Multiply
 from fp8ref.recipe import GemmSpec, Recipe
-from fp8ref.sim import cast, scaling
+from fp8ref.sim import cast, delayed, scaling
 from fp8ref.sim import llama as model
 
 SAMPLES = 16
@@ -150,21 +150,23 @@ def forward(
     advance=lambda: None,
     multiply: Multiply | None = None,
     attention: str | None = None,
+    states: Mapping[str, delayed.DelayedState] | None = None,
 ) -> tuple[np.ndarray, float, np.ndarray, float]:
     """Simulated logits and loss, and bounds on two backends' differences in them (B-2, B-3).
 
     Shapes:   tokens [B, T + 1]; logits [B, T, V]; their bound [B, T, 1].
     multiply  the simulated hardware of the backends' FP8 GEMMs, if any.
-    attention the variant of their attention, if any.
+    attention the variant of their attention, if any; states: of its delayed scales.
     """
     # A worst-case bound over ten roundings in a row would exceed the logits. Stochastic rounding
     # samples what roundings do instead: two backends, which mostly round alike, differ at most as
     # much as two independent samples do. Pairs of samples give sigma.
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    nearest = model.forward(inputs, weights, config, recipes, multiply=multiply, attention=attention)
+    how: dict = {"multiply": multiply, "attention": attention, "states": states}
+    nearest = model.forward(inputs, weights, config, recipes, **how)
     losses, squares, previous = [], [], nearest
     for seed in range(SAMPLES):
-        sample = model.forward(inputs, weights, config, recipes, seed=seed, multiply=multiply, attention=attention)
+        sample = model.forward(inputs, weights, config, recipes, seed=seed, **how)
         losses.append(model.loss(sample, targets))
         if seed % 2:
             squares.append(((sample - previous) ** 2).mean(-1, keepdims=True))
@@ -190,7 +192,7 @@ def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, 
         if "embed_tokens" in name:
             return value
         gain = np.sqrt(2) if any(part in name for part in ("q_proj", "k_proj", "gate_proj")) else 1
-        return value * gain / np.sqrt(shape[1])
+        return value * gain / np.sqrt(shape[-1])
 
     return {name: draw(name, value.shape).astype(np.float32) for name, value in weights.items()}
 

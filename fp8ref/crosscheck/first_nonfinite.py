@@ -6,15 +6,18 @@ not show it.
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from fp8ref import llama
+from fp8ref.attention import Variant
 from fp8ref.conformance.compare import Check
+from fp8ref.crosscheck.attention import SYMBOLS, AttentionPass, format_of
 from fp8ref.crosscheck.operands import Observation, backward, whole
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
-from fp8ref.sim import scaling
+from fp8ref.sim import cast, scaling
 from fp8ref.sim.llama import Site
 from fp8ref.train import loop
 from fp8ref.train.config import Config
@@ -118,6 +121,33 @@ def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe],
         yield Site(module=o.layer, role=o.gemm, value=whole(out, o.gemm, batch), factors=factors), ""
 
 
+_MADE_OF = {
+    "s": "q, k and their scales are finite: their product left float32's range",
+    "p": "the scores are finite",
+    "o": "probabilities, v and their scales are finite: their product left the output's range",
+    "dv": "probabilities, dO and their scales are finite: their product left the output's range",
+    "ds": "probabilities, dO, v and O are finite: a product of them left float32's range",
+    "dk": "dS, q and their scales are finite: their product left the output's range",
+    "dq": "dS, k and their scales are finite: their product left the output's range",
+}
+"""What a value of attention is made of, if all before it is finite."""
+
+
+def of_attention(passes: Iterable[AttentionPass], variant: Variant) -> Iterator[tuple[Site, str]]:
+    """What passes of attention made as sites, in order, each with its cause; codes as numbers."""
+    for one in passes:
+        for what, part, value in one.parts():
+            if part == "codes":
+                value = cast.decode(value, format_of(what, variant))
+            if what == "s":  # a key that is not seen has the score -infinity
+                value = np.where(np.tril(np.ones(value.shape[-2:], bool)), value, 0)
+            why = _MADE_OF.get(what, f"it comes from {_before(one.layer + '.v_proj', ())}" if what == "do" else _finite_in_sim(one.backend))
+            if part == "scale":
+                why = "the tensor's values are finite"
+            role = SYMBOLS.get(what, what) + ("" if part == "value" else f" {part}")
+            yield Site(module=one.layer, role=role, value=value), why
+
+
 def _finite_in_sim(backend: str) -> str:
     """The cause of a backend's non-finite value that is finite in the simulator."""
     return f"the simulator's value is finite: {backend} sums in another order, or has a fault"
@@ -130,6 +160,7 @@ def in_backend(
     recipes: Mapping[str, Recipe],
     observations: Sequence[Observation],
     metrics: Mapping[str, float],
+    passes: Sequence[AttentionPass] = (),
 ) -> Iterator[tuple[Site, str]]:
     """The values after the forward pass's FP8 GEMMs, in order.
 
@@ -141,6 +172,7 @@ def in_backend(
     if not math.isfinite(metrics["loss"]):
         yield Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])), why_sim_differs
         yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), why_sim_differs
+    backwards = [one for one in passes if one.phase == "backward"]
     if all(map(math.isfinite, metrics.values())):
         yield from of_gemms([o for o in observations if o.gemm != "output"], recipes, tokens.shape)
         return
@@ -149,6 +181,8 @@ def in_backend(
         yield from of_gemms([o for o in observations if o.layer == module and o.gemm != "output"], recipes, tokens.shape)
         why = f"a sum over {tokens[:, 1:].size} tokens; every FP8 operand and output before it is finite"
         yield Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]), why
+        if (variant := config.attention_variant) is not None and module.endswith("self_attn.o_proj"):
+            yield from of_attention((one for one in backwards if f"{one.layer}.o_proj" == module), variant)
     name, largest = max(gradients.items(), key=lambda item: float(np.abs(item[1]).max()))
     index = tuple(int(i) for i in np.unravel_index(np.abs(largest).argmax(), largest.shape))
     squares = math.fsum(float(np.square(g.astype(np.float64)).sum()) for g in gradients.values())
@@ -176,6 +210,8 @@ def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str
 def _before(linear: str, linears: Container[str]) -> str:
     """The operation that the backward pass runs just before a linear."""
     layer, _, name = linear.rpartition(".")
+    if name == "down_proj" and layer.endswith((llama.EXPERTS, llama.SHARED)):
+        return f"the sum of experts of {layer.rpartition('.')[0]}, and their weights"
     if name in ("gate_proj", "up_proj"):
         return f"silu(gate) * up of {layer}, after down_proj's grad_input"
     if name in ("q_proj", "k_proj", "v_proj"):
@@ -185,5 +221,6 @@ def _before(linear: str, linears: Container[str]) -> str:
     if name == "down_proj":
         block, _, index = layer.removesuffix(".mlp").rpartition(".")
         after = f"{block}.{int(index) + 1}"
-        return f"{after}.input_layernorm, or the residual next to it" if f"{after}.mlp.down_proj" in linears else "model.norm"
+        follows = any(f"{after}.mlp{part}.down_proj" in linears for part in ("", llama.EXPERTS))
+        return f"{after}.input_layernorm, or the residual next to it" if follows else "model.norm"
     return "the loss"

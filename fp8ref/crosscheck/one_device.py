@@ -19,7 +19,7 @@ import numpy as np
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
-from fp8ref.crosscheck import bounds, operands
+from fp8ref.crosscheck import attention, bounds, operands
 from fp8ref.crosscheck.operands import Quantizer, amaxes, check_operands, compare_quantized, initial_states, states_after
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
@@ -70,7 +70,9 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
             states = initial_states(recipes)
             for step in range(steps + 1):
                 if step in (0, steps) or states:  # a state depends on the amaxes of every step before it
-                    observations = check_operands(report, trainer, batches.step(step), recipes, quantizers, states, multiply)
+                    observations = check_operands(
+                        report, trainer, batches.step(step), recipes, quantizers, states, multiply, config.attention_variant
+                    )
                     states = states_after(states, recipes, amaxes(observations))
                 if step in (0, steps):
                     advance(f"{name}: operands after {step} steps")
@@ -122,7 +124,14 @@ def check_forward(
 ) -> None:
     """Check logits and loss against the simulated model and each other (B-2, B-3)."""
     logits, loss, logits_bound, loss_bound = bounds.forward(
-        tokens, weights, config.model, recipes, advance=advance, multiply=hardware.of(config), attention=config.numerics.attention
+        tokens,
+        weights,
+        config.model,
+        recipes,
+        advance=advance,
+        multiply=hardware.of(config),
+        attention=config.numerics.attention,
+        states=attention.first_states(config),
     )
     found = {"sim": (logits, loss)} | {who: (t.logits(tokens[:, :-1]), t.evaluate(tokens)) for who, t in trainers.items()}
     names = list(found)

@@ -15,9 +15,11 @@ from typing import Protocol
 import numpy as np
 
 from fp8ref import llama
+from fp8ref.attention import Variant
 from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.conformance.libraries import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
 from fp8ref.crosscheck import bounds
+from fp8ref.crosscheck.attention import AttentionPass, check_codes, delayed_scales, recorder
 from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import BFLOAT16, FORMATS, Format
 from fp8ref.hardware import Factor, Multiply
@@ -45,10 +47,16 @@ class Observation:
     out: np.ndarray
 
 
-def observe(trainer: loop.Trainer, tokens: np.ndarray) -> list[Observation]:
-    """Record every FP8 GEMM of one forward and backward pass, in the order of callbacks."""
+def observe(trainer: loop.Trainer, tokens: np.ndarray, passes: list[AttentionPass] | None = None) -> list[Observation]:
+    """Record every FP8 GEMM of one forward and backward pass, in the order of callbacks.
+
+    passes   gets the passes of attention by a variant too, whose memory is quadratic.
+    """
     observations: list[Observation] = []
-    trainer.observe(tokens, lambda layer, which, a, b, out: observations.append(Observation(trainer.backend, layer, which, a, b, out)))
+    more = {} if passes is None else {"attention": recorder(trainer.backend, passes)}
+    trainer.observe(
+        tokens, lambda layer, which, a, b, out: observations.append(Observation(trainer.backend, layer, which, a, b, out)), **more
+    )
     return observations
 
 
@@ -70,15 +78,18 @@ def backward(config: llama.LlamaConfig) -> list[str]:
     found = [llama.EMBEDDING.removesuffix(".weight")]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkvo")]
-        found += [f"{layer}.post_attention_layernorm", *(f"{layer}.mlp.{p}_proj" for p in ("gate", "up", "down"))]
+        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkv")]
+        found += [f"{layer}.self_attn.{p}_norm" for p in "qk" if config.qk_norm] + [f"{layer}.self_attn.o_proj"]
+        router = [f"{layer}.mlp{llama.ROUTER}"] if config.num_experts else []
+        mlps = [name for name in llama.linear_shapes(config) if name.startswith(f"{layer}.mlp.")]
+        found += [f"{layer}.post_attention_layernorm", *router, *mlps]
     found += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
     return found[::-1]
 
 
 def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
-    """[tokens, ...] as [sequence, position, ...]; weights and their gradients unchanged."""
-    if role in ("weight", "grad_weight"):
+    """[tokens, ...] as [sequence, position, ...]; weights, their gradients and an expert's rows unchanged."""
+    if role in ("weight", "grad_weight") or len(value) != batch[0] * (batch[1] - 1):
         return value
     return value.reshape(batch[0], batch[1] - 1, -1)
 
@@ -107,16 +118,20 @@ def check_operands(
     quantizers: dict[str, Quantizer],
     states: States,
     multiply: Multiply | None = None,
+    variant: Variant | None = None,
 ) -> list[Observation]:
-    """Check every FP8 GEMM of one forward and backward pass.
+    """Check every FP8 GEMM of one forward and backward pass, and the codes and scales of an attention by a variant.
 
     Operands are compared bit for bit; outputs within B-1, or bit for bit under a plan (B-12).
 
     states    the simulator's states of delayed scaling before this pass.
     multiply  the simulated hardware that the trainer runs under.
+    variant   of its attention, if any.
     Returns:  the observed GEMMs.
     """
-    observations = observe(trainer, tokens)
+    passes: list[AttentionPass] = []
+    observations = observe(trainer, tokens, None if variant is None else passes)
+    check_codes(report, passes, variant, delayed_scales(trainer.fp8_states()))
     planned = {(layer, which) for layer, recipe in recipes.items() for which, spec in recipe.gemms.items() if spec.fp8}
     ran = {(o.layer, o.gemm) for o in observations}
     for layer, which in sorted(planned ^ ran):

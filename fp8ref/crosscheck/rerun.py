@@ -7,7 +7,7 @@ the simulator, which knows every value's parts; the backward pass in the backend
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ import numpy as np
 
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report
-from fp8ref.crosscheck.first_nonfinite import NonFinite, check_site, in_backend, of_gemms
+from fp8ref.crosscheck import attention
+from fp8ref.crosscheck.attention import AttentionPass
+from fp8ref.crosscheck.first_nonfinite import NonFinite, check_site, in_backend, of_attention, of_gemms
 from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe, quantizers
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
@@ -25,7 +27,7 @@ from fp8ref.result import Result
 from fp8ref.sim import delayed
 from fp8ref.sim import llama as model
 from fp8ref.sim.llama import Site
-from fp8ref.train import failed_step, hardware, loop
+from fp8ref.train import architecture, failed_step, hardware, loop
 from fp8ref.train.config import Config
 from fp8ref.train.failed_step import Failure
 from fp8ref.train.sections import ParallelConfig
@@ -47,6 +49,7 @@ def rerun(path: Path) -> "RerunReport":
             f"process cannot replay a step of {failed.config.parallel.devices}. Train with "
             "optimizer.kind 'adamw' to replay failed steps."
         )
+    architecture.require_llama(failed.config, "a replay")
     config = dataclasses.replace(failed.config, parallel=ParallelConfig()).replace(data={"microbatches": 1})
     tokens = failed.tokens
     console.say(
@@ -60,22 +63,26 @@ def rerun(path: Path) -> "RerunReport":
     recipes = {d.path: d.recipe for d in config.decisions()}
     kept = trainer.fp8_states()  # of a schedule also those of other recipes, which wait
     used = {f"{path}/{role}" for path, recipe in recipes.items() for role in delayed_casts(recipe)}
+    used |= {f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts}
     states = {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
     report = Report()
     with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):  # infinities are expected
         first, finite = simulated(report, tokens, trainer.weights(), config, recipes, states)
         advance("the simulator's forward pass")
-        observations = in_pass_order(observe(trainer, tokens), config)
-        operands = check_codes(report, observations, recipes, states)
-        advance("every FP8 GEMM")
+        variant = config.attention_variant
+        passes: list[AttentionPass] = []
+        observations = in_pass_order(observe(trainer, tokens, None if variant is None else passes), config)
+        operands = check_codes(report, observations, recipes, states) + attention.check_codes(
+            report, passes, variant, attention.delayed_scales(kept)
+        )
+        advance("every FP8 GEMM and attention" if passes else "every FP8 GEMM")
         metrics = trainer.step(tokens)  # last: a finite step changes the weights
         advance("the step")
         # The simulator's forward pass is searched first, as it knows the parts of every value.
         # Where its values are finite, the backend's own GEMMs may still not be.
-        before = [o for o in observations if o.gemm == "output" and (o.layer, "output") in finite]
-        sites: Iterable[tuple[Site, str]] = of_gemms(before, recipes, tokens.shape)
+        sites: Iterable[tuple[Site, str]] = _forward_sites(observations, passes, finite, config, tokens)
         if first is None:
-            sites = itertools.chain(sites, in_backend(trainer, tokens, config, recipes, observations, metrics))
+            sites = itertools.chain(sites, in_backend(trainer, tokens, config, recipes, observations, metrics, passes))
         for site, why in sites:
             found = check_site(site, report.check(f"{site.module}/{site.role}/finite/{failed.backend}"), by=failed.backend, why=why)
             if found:
@@ -83,6 +90,19 @@ def rerun(path: Path) -> "RerunReport":
                 break
         advance("its gradients")
     return RerunReport(path=path, failed=failed, metrics=metrics, first=first, report=report, operands=operands)
+
+
+def _forward_sites(
+    observations: Sequence[Observation], passes: Sequence[AttentionPass], finite: set[tuple[str, str]], config: Config, tokens: np.ndarray
+) -> Iterator[tuple[Site, str]]:
+    """The backend's FP8 GEMMs and attention of the forward pass, in its order, whose inputs are finite in the simulator."""
+    recipes = {d.path: d.recipe for d in config.decisions()}
+    for name in llama.linear_shapes(config.model):
+        here = [o for o in observations if o.gemm == "output" and o.layer == name and (name, "output") in finite]
+        yield from of_gemms(here, recipes, tokens.shape)
+        layer, _, last = name.rpartition(".")
+        if last == "v_proj" and config.attention_variant is not None and (layer, "rotated key") in finite:
+            yield from of_attention((one for one in passes if (one.layer, one.phase) == (layer, "forward")), config.attention_variant)
 
 
 def simulated(

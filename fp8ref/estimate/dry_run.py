@@ -1,5 +1,7 @@
 """``fp8ref train --dry-run``: tables of sizes, memory, GEMMs, communication and break-even."""
 
+import math
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -7,7 +9,7 @@ from rich.text import Text
 from fp8ref import console as consoles
 from fp8ref.estimate import kernels, memory, roofline, traffic
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
-from fp8ref.train import device_shapes, hardware
+from fp8ref.train import architecture, coverage, device_shapes, hardware, train_state
 from fp8ref.train.config import Config
 
 
@@ -16,6 +18,10 @@ def show(config: Config, backend: str, console: Console) -> None:
 
     Raises:   ConfigError: the backend would refuse the config on any devices.
     """
+    architecture.check_backend(config, backend)
+    if config.architecture.kind != "llama":
+        _show_custom(config, backend, console)
+        return
     device_shapes.check(config, backend)
     for made in (_sizes, _memory):
         _print(made(config, backend), console)
@@ -24,6 +30,22 @@ def show(config: Config, backend: str, console: Console) -> None:
             console.print(Text(f"Recipe {recipe!r}, one of the schedule", style="bold"), "", sep="\n")
         for made in (_linears, _gemms, _traffic, _break_even):
             _print(made(config.under(recipe), backend), console)
+
+
+def _show_custom(config: Config, backend: str, console: Console) -> None:
+    """What is known of a user's model: its parameters and linears, and the bytes of a checkpoint."""
+    shapes, data = config.shapes, config.data
+    table = consoles.table("what", ">size", "how", title=f"The run, with {backend}")
+    table.add_row("parameters", f"{sum(map(math.prod, shapes.parameters.values())):,}", shapes.kind)
+    tokens = data.batch_size * data.sequence_length
+    table.add_row("tokens a step", f"{tokens:,}", f"{data.batch_size:,} sequences of {data.sequence_length:,}")
+    table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
+    table.add_row("a checkpoint", f"{_gib(train_state.disk_bytes(config, backend))} GiB", "on the disk")
+    table.caption = "Memory, traffic and speed are not estimated: the layers of a user's model are not known."
+    _print(table, console)
+    for recipe in config.recipes:
+        _print(_linears(config.under(recipe), backend), console)
+        console.print(Text(coverage.of(config.under(recipe), config.under(recipe).decisions())["summary"]), "", sep="\n")
 
 
 def _print(table: Table, console: Console) -> None:
@@ -73,6 +95,8 @@ def _memory(config: Config, backend: str) -> Table:
         table.caption = (
             f"H, A, KV, F: hidden, query, key and value, inner features on a device; checkpointing {config.parallel.checkpointing}"
         )
+    if config.model.num_experts:
+        table.caption += f"; k: a token's experts, {config.model.num_experts_per_tok}, whose features F is all of"
     return table
 
 
@@ -80,11 +104,12 @@ def _linears(config: Config, backend: str) -> Table:
     table = consoles.table("linear", ">weight [N, K]", ">count", "FP8", "why", title=f"Linears under recipe {config.numerics.recipe!r}")
     groups: dict[tuple, int] = {}
     for d in config.decisions():
-        key = (roofline.short_name(d.path), d.shape, d.fp8, d.reason.replace(d.path, roofline.short_name(d.path)))
+        shape = d.shape if d.experts is None else (d.experts, *d.shape)
+        key = (roofline.short_name(d.path), shape, d.fp8, d.reason.replace(d.path, roofline.short_name(d.path)))
         groups[key] = groups.get(key, 0) + 1
     for (name, shape, fp8, why), count in groups.items():
         table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
-    if config.model.tie_word_embeddings:
+    if config.model.tie_word_embeddings and config.architecture.kind == "llama":
         table.add_row("lm_head", f"{[config.model.vocab_size, config.model.hidden_size]}", "1", "no", "tied to the embedding (R-2)")
     return table
 
@@ -96,15 +121,18 @@ def _gemms(config: Config, backend: str) -> Table:
     flops, in_fp8 = 0, 0
     for d in roofline.with_tied(config):
         for g in roofline.gemm_shapes(d, config, backend):
-            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).append(roofline.short_name(g.linear))
-            flops += 2 * g.m * g.n * g.k
-            in_fp8 += 2 * g.m * g.n * g.k * g.fp8
+            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).extend([roofline.short_name(g.linear)] * (d.experts or 1))
+            flops += 2 * g.m * g.n * g.k * (d.experts or 1)
+            in_fp8 += 2 * g.m * g.n * g.k * g.fp8 * (d.experts or 1)
     for (which, m, n, k, how), names in groups.items():
         times = len(names) * config.data.microbatches
         table.add_row(which, f"{m:,}", f"{n:,}", f"{k:,}", f"{times:,}", ", ".join(dict.fromkeys(names)), how)
     again = "; what checkpointing runs again is not counted" if config.parallel.checkpointing != "none" else ""
     share = f"{100 * in_fp8 / flops:.1f} % of their {flops * config.data.microbatches:.3g} FLOPs in FP8"
-    table.caption = f"{share}; attention's own products are not linears{again}"
+    model = config.model
+    rows = device_shapes.tokens(config) * model.num_experts_per_tok // max(model.num_experts, 1)
+    grouped = f"; an expert has {rows:,} rows on average" if model.num_experts else ""
+    table.caption = f"{share}; attention's own products are not linears{again}{grouped}"
     return table
 
 
@@ -133,7 +161,8 @@ def _break_even(config: Config, backend: str) -> Table:
         slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio is not None and ratio < 1]
         table.add_row(key[0], *cells, f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else "")
     eager = "" if kernels.fusion(config, backend) != "eager" else "; casts not fused, as without parallel.compile"
-    table.caption = f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what they are made of."
+    detail = "grouped GEMMs of experts are left out" if config.model.num_experts else "fp8ref estimate says what they are made of"
+    table.caption = f"Estimates from published rates, not measurements{eager}; {detail}."
     return table
 
 

@@ -181,7 +181,10 @@ def _activations(config: Config, backend: str) -> tuple[int, str]:
     keys, model = config.parallel, config.model
     count, layers = tokens(config), model.num_hidden_layers
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
-    a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
+    attended, inner = model.num_attention_heads * model.head_dim, model.intermediate_size
+    if model.num_experts:  # a token's own experts, and the shared one
+        inner = inner * model.num_experts_per_tok + model.shared_expert_intermediate_size
+    a, kv, f = (n / keys.tensor for n in (attended, model.num_key_value_heads * model.head_dim, inner))
     if backend == "jax" or keys.compile != "none":
         # bf16: the inputs of both norms and what they give; q, k, v; attention's output; gate, up
         # and their product
@@ -189,11 +192,15 @@ def _activations(config: Config, backend: str) -> tuple[int, str]:
     else:
         # eager autograd keeps float32 too: two of each norm; gate, its SiLU and up
         layer, formula = 2 * (2 * h + 2 * a + 2 * kv + f) + 16 * h + 12 * f, "2 (2 H + 2 A + 2 KV + F) + 16 H + 12 F"
+    if model.num_experts:
+        # copies of a token for its experts in bf16, and what they give: in bf16 by XLA, widened by autograd
+        of_copy = 4 if backend == "jax" else 6
+        layer, formula = layer + of_copy * model.num_experts_per_tok * h, f"{formula} + {of_copy} k H"
     if keys.checkpointing == "full":
         return int(count * (layers * 2 * h + layer)), f"tokens x (layers x 2 H + one layer's {formula}) bytes"
     if keys.checkpointing == "selective":
         # the layer's input, and the results of seven products and of attention
-        kept = 2 * (h + 2 * a + 2 * kv + 2 * f + 2 * h)
+        kept = 2 * (h + 2 * a + 2 * kv + 2 * f + (1 + max(model.num_experts_per_tok, 1)) * h)
         return int(count * (layers * kept + layer)), f"tokens x (layers x 2 (3 H + 2 A + 2 KV + 2 F) + one layer's {formula}) bytes"
     return int(count * layers * layer), f"tokens x layers x {formula} bytes"
 

@@ -59,7 +59,10 @@ def _elementwise(config: Config, backend: str) -> float:
     float32 and several kernels to a norm."""
     keys, model = config.parallel, config.model
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
-    a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
+    a, kv, f = (
+        n / keys.tensor
+        for n in (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim, model.intermediate_size)
+    )
     of_residual = (40, 93) if backend == "jax" else (18, 38)
     forward, backward = of_residual[0] * h + 4 * a + 4 * kv + 6 * f, of_residual[1] * h + 4 * a + 4 * kv + 10 * f
     return forward * (1 if keys.checkpointing == "none" else 2) + backward
@@ -84,7 +87,15 @@ def _products_of_attention(config: Config, backend: str, ceilings: Ceilings) -> 
     causality skips half. XLA: whole products.
     """
     keys, model = config.parallel, config.model
-    product = 2 * tokens(config) * config.data.microbatches * config.data.sequence_length * model.hidden_size / keys.tensor
+    product = (
+        2
+        * tokens(config)
+        * config.data.microbatches
+        * config.data.sequence_length
+        * model.num_attention_heads
+        * model.head_dim
+        / keys.tensor
+    )
     if backend == "torch" or keys.attention == "cudnn":
         again = keys.checkpointing == "full" or (keys.checkpointing == "selective" and backend == "jax")
         return product / 2 * (2 * (1 + again) + 5) / ceilings.attention

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8ref import console as consoles
+from fp8ref.errors import ConfigError
 from fp8ref.estimate import roofline
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.roofline import Ledger, Step
@@ -121,6 +122,11 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     Raises:   ConfigError: the backend would refuse the config on any devices; a schedule of recipes.
     """
     config.require_one_recipe("an estimate")
+    if config.model.num_experts:
+        raise ConfigError(
+            f"fp8ref estimate knows no rates of grouped GEMMs; got model.num_experts {config.model.num_experts}. fp8ref train --dry-run has its "
+            "memory and its GEMMs."
+        )
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}

@@ -130,10 +130,12 @@ def with_tied(config: Config) -> list[Decision]:
 
 
 def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Decision, Ledger]]:
-    """(linear, cost) for one microbatch. The cost of equal linears is computed once."""
+    """(linear, cost) for one microbatch, without experts. The cost of equal linears is computed once."""
     made: dict[tuple, Ledger] = {}
     found = []
     for decision in with_tied(config):
+        if decision.experts is not None:
+            continue
         key = (decision.path.split(".")[-1], decision.shape, decision.recipe.name)
         if key not in made:
             made[key] = of_decision(decision, config, backend, ceilings)
@@ -163,8 +165,11 @@ def short_name(linear: str) -> str:
 
 
 def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[GemmShape]:
-    """The three GEMMs of a linear, for one microbatch (spec L-2)."""
+    """The three GEMMs of a linear, for one microbatch (spec L-2); of experts those of one with as many
+    rows as the others."""
     m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
+    if decision.experts is not None:
+        m = m * config.model.num_experts_per_tok // decision.experts
     if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
         m //= config.parallel.tensor  # its weight is not cut over tensor; its tokens are
     for which, dims in (("output", (m, n, k)), ("grad_input", (m, k, n)), ("grad_weight", (n, k, m))):

@@ -23,14 +23,28 @@ from jax import lax
 
 from fp8ref import attention as data
 from fp8ref.attention import FULL, Arithmetic, Mask, Variant
+from fp8ref.hardware import Multiply
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
+from fp8ref.jax import (
+    attention_observer,
+    attention_stats,
+    delayed,
+    derivatives,
+    elementary,
+    hardware,
+    head_scaling,
+    moments,
+    online_softmax,
+    probability_value,
+    sharding,
+)
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import attention_real as real
-from fp8ref.jax import attention_stats, derivatives, elementary, head_scaling, moments, online_softmax, probability_value, sharding
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_kept import Kept
 from fp8ref.jax.attention_operands import Parts
 from fp8ref.jax.head_scaling import Heads
 
@@ -47,6 +61,8 @@ class Result(NamedTuple):
                    own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
+    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is
+                   not seen; None unless asked for.
     """
 
     o: jax.Array
@@ -57,6 +73,7 @@ class Result(NamedTuple):
     p_codes: jax.Array | None
     scale_p: jax.Array
     scale_inv_p: jax.Array
+    scores: jax.Array | None = None
 
 
 def apply(
@@ -73,6 +90,7 @@ def apply(
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
     name: str = "",
+    multiply: Multiply | None = None,
 ) -> jax.Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
 
@@ -90,6 +108,7 @@ def apply(
     over         mesh axes, inside shard_map, that cut batch and heads: amaxes of whole tensors are taken along
                  them too.
     name         of the layer, by which ``proof`` knows its products.
+    multiply     simulated hardware, which multiplies codes in place of XLA's dots (spec G-19).
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
               bfloat16. The output has q's shape and dtype.
     Order:    as ``forward``; of gradients A-14 to A-16.
@@ -100,7 +119,7 @@ def apply(
               mode, a second derivative, shard_map without check_vma; a name with '/', '(' or ')'.
     """
     how: dict = {"variant": variant, "mask": mask, "scale": scale, "documents": documents, "scales": scales, "seed": seed}
-    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None)[0]
+    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None, multiply=multiply)[0]
 
 
 def apply_with_stats(
@@ -118,25 +137,34 @@ def apply_with_stats(
     over: tuple[str, ...] = (),
     name: str = "",
     tap: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """``apply``, and with a tap the quantization statistics of its operands (spec Q-13). Raises as apply.
+    multiply: Multiply | None = None,
+    seen: delayed.Seen | None = None,
+) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
+    """``apply``, and with a tap the quantization statistics of its operands (spec Q-13), with seen the amaxes that delayed
+    scales come from (A-12). Raises as apply.
 
     tap       float32 zeros [len(attention_products.ROWS), stats.LENGTH]; inside shard_map varying along all axes of
               its mesh. The variant is in FP8.
-    Returns:  (output, tap): the tap holds measurements of this device's part of q, k and v. Those of the backward
-              pass are the gradient by the tap, in other rows. An operand that another product has with the same
-              codes and scale is measured once, there.
+    seen      observations by role, ``delayed.unseen`` of ``attention_delayed.casts``.
+    Returns:  (output, seen, tap). seen is merged with this use's observations of q, k, v, s and o, and the gradient by
+              seen with those of the backward pass, as those of linears (H-4). The tap holds measurements of this device's
+              part of q, k and v. Those of the backward pass are the gradient by the tap, in other rows. An operand that
+              another product has with the same codes and scale is measured once, there.
     """
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
     if any(sign in name for sign in "/()"):
         raise ValueError(f"attention's name has no '/', '(' or ')', which part the names of scopes; got {name!r}. Write dots.")
     if tap is not None and use.variant.fmt.bits != 8:
         raise ValueError(f"statistics are of FP8 operands; variant {use.variant.name!r} has {use.variant.fmt}. Give no tap.")
-    use = dataclasses.replace(use, layer=name, measures=tap is not None)
+    use = dataclasses.replace(use, layer=name, measures=tap is not None, watcher=attention_observer.watcher(), multiply=multiply)
+    if multiply is not None:
+        _check_simulated(use, given)
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
     tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
-    return _attention(*tensors, given.documents, known, tap, use)
+    if seen is not None:
+        inputs.check_seen(seen, use.variant)
+    return _attention(*tensors, given.documents, known, None if seen is None else dict(seen), tap, use)
 
 
 def forward(
@@ -151,6 +179,7 @@ def forward(
     scales=None,
     seed: int = 0,
     keep_p: bool = False,
+    keep_s: bool = False,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
 ) -> Result:
@@ -158,6 +187,7 @@ def forward(
 
     keep_p       return the codes of the probabilities, which are not linear in the lengths. Other arguments
                  are those of ``apply``; scales of roles q, k, v, s, o.
+    keep_s       return the scores, likewise.
     Shapes:   as ``apply``; see ``Result``.
     Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11. fast: A-18.
     Specials: as ``apply``.
@@ -170,7 +200,9 @@ def forward(
     known = inputs.check_scales(scales, use.variant, data.ROLES)
     if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. Leave it out.")
-    return _forward(given, known, use, keep_p=keep_p, observe=True)
+    if keep_s and use.variant.real:
+        raise ValueError(f"keep_s keeps scores in float32; variant {use.variant.name!r} has real numbers. Leave it out.")
+    return _forward(given, known, use, keep_p=keep_p, keep_s=keep_s, observe=True)
 
 
 def backward(
@@ -187,11 +219,13 @@ def backward(
     scales=None,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
+    keep: bool = False,
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with all that was quantized on the way.
 
     result       of ``forward``, with the same other arguments.
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
+    keep         return the matrices of the pass, which are not linear in the lengths (``Gradients.matrices``).
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
     Order:    stated: A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
     Specials: a row that sees no key has no gradient.
@@ -207,15 +241,22 @@ def backward(
     if do.shape != given.q.shape:
         raise ValueError(f"do has the shape of o, {given.q.shape}; got {do.shape}.")
     known = inputs.check_scales(scales, use.variant, ("s", *data.GRADIENT_ROLES))
-    return _backward(inputs.like(do, given.q), given, result, known, use)
+    return _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, tap: jax.Array | None, use: Use):
-    """(o in q's dtype, tap); differentiable by ``_saved`` and ``_gradients``."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
+    """(o in q's dtype, seen, tap); differentiable by ``_saved`` and ``_gradients``."""
     given = Inputs(q, k, v, documents)
-    result = _forward(given, _of_roles(scales, data.ROLES), use)
-    return result.o.astype(q.dtype), _measured(tap, given, result, use)
+    result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
+    return result.o.astype(q.dtype), _merged(seen, result.amaxes), _measured(tap, given, result, use)
+
+
+def _merged(seen: dict | None, amaxes: dict) -> dict | None:
+    """Observations merged with the amaxes of a pass (H-4)."""
+    if seen is None:
+        return None
+    return {role: delayed.larger(one, delayed.observe(amaxes[role])) if role in amaxes else one for role, one in seen.items()}
 
 
 def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) -> jax.Array | None:
@@ -223,7 +264,7 @@ def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) ->
     return None if tap is None else tap + attention_stats.rows(attention_stats.of_forward(given, result.tensors, use))
 
 
-def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, tap: jax.Array | None, use: Use):
+def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
     """o, and what the backward pass needs: codes, o and the log-sum-exp. q, k and v themselves where it quantizes
     them along other axes (A-16), or not at all (A-14)."""
     _check_differentiable(use)
@@ -233,7 +274,7 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, ta
             "not be summed. Use jax.shard_map(..., check_vma=True)."
         )
     q, k, v = (derivatives.not_again(x, use.name, "attention") for x in (q, k, v))
-    result = _forward(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use)
+    result = _watched(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use, observe=seen is not None)
     o = result.o.astype(q.dtype)
     # An output in FP8 is among the tensors. In bfloat16 it is o itself, if q is.
     variant, kept = use.variant, result._replace(o=o)
@@ -242,25 +283,44 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, ta
     if variant.granularity == "mx_1x32":
         kept = kept._replace(tensors={"v": result.tensors["v"]})
     whole = (q, k, v) if variant.real or variant.granularity == "mx_1x32" else None
-    return (o, _measured(tap, Inputs(q, k, v, documents), result, use)), (whole, documents, kept, scales)
+    out = o, _merged(seen, result.amaxes), _measured(tap, Inputs(q, k, v, documents), result, use)
+    return out, (whole, documents, kept._replace(amaxes={}), scales)
 
 
 def _gradients(use: Use, saved, cotangents):
-    """The gradients of q, k and v, in the order of ``_attention``'s arguments. The cotangent of the tap carries
-    measurements."""
-    do, tap = cotangents
+    """The gradients of q, k and v, in the order of ``_attention``'s arguments. The cotangents of seen and of the tap
+    carry observations and measurements, of the uses after this one."""
+    do, later, tap = cotangents
     whole, documents, result, scales = saved
     # Where codes are all that is needed, they also tell the shapes.
     q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
     do = derivatives.not_again(do, use.name, "attention")
     known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
-    found = _backward(do, Inputs(q, k, v, documents), result, known, use)
+    found = _backward(do, Inputs(q, k, v, documents), result, known, use, keep=use.watcher is not None)
+    if use.watcher is not None:
+        attention_observer.show(use, "backward", attention_observer.of_backward(do, found, _scale_of_p(result, use)))
     if tap is not None:
         tap = tap + attention_stats.rows(attention_stats.of_backward(do, Inputs(q, k, v, documents), found.tensors["do"], use))
-    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), tap
+    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), _merged(later, found.amaxes), tap
 
 
 _attention.defvjp(_saved, _gradients)
+
+
+def _check_simulated(use: Use, given: Inputs) -> None:
+    """ValueError where simulated hardware cannot multiply: MX blocks, numbers above 8 bits, devices other than CPUs."""
+    if use.variant.fmt.bits != 8 or use.variant.granularity == "mx_1x32":
+        raise ValueError(
+            f"{use.name}: simulated hardware multiplies FP8 codes, and MX blocks are multiplied dequantized. Use variant 'cudnn', or leave "
+            "multiply out."
+        )
+    mesh = jax.typeof(given.q).sharding.mesh
+    hardware.check_devices(mesh.size or 1, mapped=bool(getattr(mesh, "manual_axes", ())), platform=jax.default_backend())
+
+
+def _scale_of_p(result: Result, use: Use) -> jax.Array:
+    """What the backward pass multiplies probabilities by."""
+    return jnp.float32(gradients_mx.P_SCALE) if use.variant.granularity == "mx_1x32" else result.scale_p
 
 
 def _of_roles(scales: dict, roles: tuple[str, ...]) -> dict:
@@ -273,15 +333,24 @@ def _check_differentiable(use: Use) -> None:
         raise ValueError(f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}.")
 
 
-def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use) -> Gradients:
+def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
+    """``_forward``, shown to whoever watches; without the matrices that are shown alone."""
+    if use.watcher is None:
+        return _forward(given, scales, use, observe=observe)
+    result = _forward(given, scales, use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real, observe=observe)
+    attention_observer.show(use, "forward", attention_observer.of_forward(given, result))
+    return result._replace(p_codes=None, scores=None)
+
+
+def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use, *, keep: bool = False) -> Gradients:
     if use.variant.backward == "exact":
         return real.backward(do, given, use)
     if use.variant.granularity == "mx_1x32":
-        return gradients_mx.backward(do, given, result, use)
-    return gradients.backward(do, given, result, scales, use)
+        return gradients_mx.backward(do, given, result, use, keep=keep)
+    return gradients.backward(do, given, result, scales, use, keep=keep)
 
 
-def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, observe: bool = False) -> Result:
+def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
     """One pass over all blocks and tiles.
 
     observe   also count clipped probabilities, and take amaxes of what has no scale by them.
@@ -300,13 +369,15 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
     rows = online_softmax.start(parts.zeros(b, n, g, t), order)
     largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
-    codes = parts.zeros(b, n, g, t, grid.length * grid.tiles, dtype=jnp.uint8) if keep_p else None
+    kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)
 
     def body(carry, block, tile):
-        rows, o, largest, lost, codes = carry
+        rows, o, largest, lost, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
         s = parts.scores(block, tile)
+        if keep_s:
+            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
         if use.fast:
             p, c, own = online_softmax.step_fast(s, own, seen, variant)
         else:
@@ -315,14 +386,14 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
         if observe:
             largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
         cast = operands.narrow(scaled, variant)
-        if codes is not None:
-            kept = lax.bitcast_convert_type(operands.fp8(cast, variant), jnp.uint8)
-            codes = parts.put_block(codes, parts.put_tile(parts.block(codes, block), kept, tile, axis=4), block)
+        if keep_p:
+            matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
         of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
         rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
-        return rows, parts.put_block(o, of_block, block), largest, lost, codes
+        return rows, parts.put_block(o, of_block, block), largest, lost, matrices
 
-    rows, o, largest, lost, codes = operands.loop(body, (rows, parts.zeros(b, n, g, t, d), largest, lost, codes), grid)
+    start = rows, parts.zeros(b, n, g, t, d), largest, lost, kept.start
+    rows, o, largest, lost, matrices = operands.loop(body, start, grid)
     total = online_softmax.total(rows, order)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
     lse = (
@@ -337,9 +408,14 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, obs
         lost = lax.psum(lost, use.over) if use.over else lost
     if variant.out.bits == 8:
         tensors["o"] = rounded
-    if codes is not None:
-        codes = parts.ungrouped(codes)[..., : parts.shape_k[2]]
-    return Result(_values(rounded, variant), lse, tensors, amaxes, lost, codes, p_scale, p_scale_inv)
+    found = kept.whole(matrices)
+    of_p = found.get("p_codes"), p_scale, p_scale_inv
+    return Result(_values(rounded, variant), lse, tensors, amaxes, lost, *of_p, found.get("scores"))
+
+
+def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Scores with all factors: raw ones have theirs in the exponent."""
+    return s if factor is None else moments.product(s, factor)
 
 
 def _rounded(out: jax.Array, given: Inputs, scales: dict, use: Use) -> Heads:

@@ -15,6 +15,7 @@ from fp8ref.attention import Variant
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import head_scaling, moments, online_softmax, scales
 from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_kept import Kept, of_gradients
 from fp8ref.jax.attention_operands import Parts
 from fp8ref.jax.elementary import ascending_sum, times
 from fp8ref.jax.head_scaling import Heads
@@ -29,6 +30,7 @@ class Gradients(NamedTuple):
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
     saturated    int32: elements of P and dS that their casts clipped.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
+    matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
     """
 
     dq: jax.Array
@@ -38,6 +40,7 @@ class Gradients(NamedTuple):
     amaxes: dict[str, jax.Array]
     saturated: jax.Array
     scale_ds: Scales
+    matrices: dict[str, jax.Array] = {}  # noqa: RUF012
 
 
 def output_scaling(variant: Variant) -> tuple:
@@ -45,8 +48,8 @@ def output_scaling(variant: Variant) -> tuple:
     return ("tensor" if variant.out.bits == 8 else None), ("te_current" if variant.granularity == "mx_1x32" else variant.policy)
 
 
-def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use) -> Gradients:
-    """The gradients, of the steps of A-15.
+def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use, *, keep: bool = False) -> Gradients:
+    """The gradients, of the steps of A-15, and if asked for their matrices.
 
     result    what ``attention.forward`` gave.
     """
@@ -97,24 +100,29 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use)
         largest = share(operands.loop(first, parts.zeros(), parts.grid))
         scale_ds = head_scaling.scales_from_amax(largest, fmt, head_scaling.implemented(variant.policy))
 
+    kept = Kept(parts, of_gradients(variant) if keep else [])
+
     def second(carry, block, tile):
-        dq, dk, dv, largest, lost = carry
+        dq, dk, dv, largest, lost, matrices = carry
         p, ds = pair(block, tile)
         scaled_p = times(p, p_scale, use.arithmetic) if low else p
         scaled_ds = times(ds, scale_ds[0], use.arithmetic) if low else ds
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
         lost = lost + operands.clipped(scaled_p, variant.fmt) + operands.clipped(scaled_ds, fmt)
         p8, ds8 = operands.narrow(scaled_p, variant), operands.narrow(scaled_ds, variant, fmt)
+        for name, x in (("p_codes", p8), ("ds", ds), ("ds_codes", ds8)):
+            matrices = kept.put(matrices, name, block, tile, x)
         rows = parts.block(values_do, block), parts.block(parts.q, block)
         dq, dk, dv = added((dq, dk, dv), parts, (p8, ds8, ds8), (*rows, parts.tile(parts.k, tile)), block, tile)
-        return dq, dk, dv, largest, lost
+        return dq, dk, dv, largest, lost, matrices
 
-    dq, dk, dv, largest, lost = operands.loop(second, (*sums(parts), parts.zeros(), parts.zeros(dtype=jnp.int32)), parts.grid)
+    start = *sums(parts), parts.zeros(), parts.zeros(dtype=jnp.int32), kept.start
+    dq, dk, dv, largest, lost, matrices = operands.loop(second, start, parts.grid)
     if low:
         dq = moments.product(moments.product(dq, scale_ds[1]), parts.inverse["k"])
         dk = moments.product(moments.product(dk, scale_ds[1]), parts.inverse["q"])
         dv = moments.product(moments.product(dv, p_scale_inv), of_do)
-    return rounded((dq, dk, dv), do8, share(largest), lost, scale_ds, parts, given_scales)
+    return rounded((dq, dk, dv), do8, share(largest), lost, scale_ds, parts, given_scales)._replace(matrices=kept.whole(matrices))
 
 
 def sums(parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:

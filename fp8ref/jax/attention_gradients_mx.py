@@ -14,6 +14,7 @@ from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import cast, head_scaling, moments, online_softmax, scales
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_kept import Kept, of_gradients
 from fp8ref.jax.attention_operands import Parts
 from fp8ref.jax.elementary import ascending_sum, times
 from fp8ref.jax.head_scaling import MX, Heads
@@ -23,8 +24,8 @@ P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""
 
 
-def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
-    """The gradients, of the steps of A-16.
+def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = False) -> Gradients:
+    """The gradients, of the steps of A-16, and if asked for their matrices.
 
     result    what ``attention.forward`` gave; of its tensors, v.
     """
@@ -47,9 +48,10 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
     products = times(of_do, result.o.astype(jnp.float32), use.arithmetic)
     d = parts.by_group(jnp.sum(products, axis=-1) if use.fast else ascending_sum(products))
     lse = parts.by_group(result.lse)
+    kept = Kept(parts, of_gradients(variant) if keep else [])
 
     def body(carry, block, tile):
-        dq, dk, dv, largest, lost = carry
+        dq, dk, dv, largest, lost, matrices = carry
         seen = parts.seen(block, tile)
         s, of_rows = parts.scores(block, tile), parts.block(lse, block)
         p = (
@@ -62,15 +64,18 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
             dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))
         ds = times(times(dp - parts.block(d, block)[..., None], p, use.arithmetic), jnp.float32(use.scale), use.arithmetic)
         largest, lost = jnp.maximum(largest, jnp.max(jnp.abs(ds))), lost + operands.clipped(scaled, variant.fmt)
-        of_scores = operands.narrow(scaled, variant), blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
+        p8 = operands.narrow(scaled, variant)
+        matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(p8, variant))
+        matrices = kept.put(matrices, "ds", block, tile, ds)
+        of_scores = p8, blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
         others = parts.block(do_tokens, block), parts.block(q_tokens, block), parts.tile(k_tokens, tile)
-        return *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile), largest, lost
+        return *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile), largest, lost, matrices
 
-    carry = *gradients.sums(parts), parts.zeros(), parts.zeros(dtype=jnp.int32)
-    dq, dk, dv, largest, lost = operands.loop(body, carry, parts.grid)
+    carry = *gradients.sums(parts), parts.zeros(), parts.zeros(dtype=jnp.int32), kept.start
+    dq, dk, dv, largest, lost, matrices = operands.loop(body, carry, parts.grid)
     one = jnp.ones((), jnp.float32)
     raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
-    return gradients.rounded(raw, along_features, largest, lost, Scales(one, one), parts, {})
+    return gradients.rounded(raw, along_features, largest, lost, Scales(one, one), parts, {})._replace(matrices=kept.whole(matrices))
 
 
 def along_tokens(x: jax.Array, role: Role, given: Inputs, use: Use) -> Heads:

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8ref import attention
+from fp8ref import attention, attention_delayed
 from fp8ref.attention import ARITHMETIC, Arithmetic, Mask, Variant
 from fp8ref.attention_products import Product
+from fp8ref.hardware import Multiply
 from fp8ref.jax import head_scaling, sharding
 from fp8ref.jax.head_scaling import MX
 
@@ -29,6 +30,8 @@ class Use:
     over         mesh axes, inside shard_map, along which amaxes of whole tensors are taken too.
     layer        whose attention this is, by which ``proof`` knows its products; "" if it was not named.
     measures     whether operands are measured (Q-13).
+    watcher      told what both passes made (``attention_observer``); None: nobody watches.
+    multiply     simulated hardware for products of codes (G-19); None: XLA's dots.
     """
 
     variant: Variant
@@ -39,6 +42,8 @@ class Use:
     over: tuple[str, ...]
     layer: str = ""
     measures: bool = False
+    watcher: Callable | None = None
+    multiply: Multiply | None = None
 
     @property
     def name(self) -> str:
@@ -143,6 +148,16 @@ def check_scales(scales: Mapping | None, variant: Variant, roles: tuple[str, ...
         if role not in known:
             raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
     return given
+
+
+def check_seen(seen: Mapping, variant: Variant) -> None:
+    """ValueError for observations of other roles than those that have a state, or of another shape."""
+    known = attention_delayed.roles(variant)
+    for role, x in seen.items():
+        if role not in known:
+            raise ValueError(f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+        if jnp.shape(x) != (3,):
+            raise ValueError(f"an observation is float32 [3], as delayed.unseen makes it; got {jnp.shape(x)} of {role}.")
 
 
 def _has_scale(variant: Variant, role: str) -> bool:

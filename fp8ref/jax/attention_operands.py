@@ -5,6 +5,7 @@ repeated. A pass is a loop over pairs of a block of queries and a tile of keys. 
 all queries are left out while the loop is traced.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from jax import lax
 
 from fp8ref.attention import Variant
 from fp8ref.jax import attention_inputs as inputs
-from fp8ref.jax import cast, gemm, hadamard, head_scaling, moments, scales
+from fp8ref.jax import cast, gemm, hadamard, hardware, head_scaling, moments, scales
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.head_scaling import MX, Heads
 
@@ -257,5 +258,15 @@ class Parts:
         stay FP8."""
         leading = tuple(range(batch))
         fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
+        if self.use.multiply is not None:
+            return self._simulated(a, b, axes, batch, "fast" if fast else "slow")
         how = {"precision": gemm.PRECISION["fast" if fast else "slow"], "preferred_element_type": jnp.float32}
         return lax.dot_general(a, b, (axes, (leading, leading)), **how)
+
+    def _simulated(self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str) -> jax.Array:
+        """``dot`` by simulated hardware: matrices with the summed axis last (G-19)."""
+        assert self.use.multiply is not None
+        a, b = (jnp.moveaxis(x, axis, -1) for x, (axis,) in zip((a, b), axes, strict=True))
+        shape = *a.shape[:-1], *b.shape[batch:-1]
+        a, b = (x.reshape(math.prod(x.shape[:batch]), -1, x.shape[-1]) for x in (a, b))
+        return hardware.batched_matmul(a, b, by=self.use.multiply, accumulate=accumulate).reshape(shape)

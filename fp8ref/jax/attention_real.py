@@ -68,7 +68,7 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
         zeros = [parts.zeros(*shape, dtype=np.float64) for shape in (parts.q.shape, (b, n, keys, features), (b, n, keys, features), ())]
         dq, dk, dv, largest = operands.loop(second, tuple(zeros), parts.grid)
         tk = parts.shape_k[2]
-        found = {"dq": _narrow(parts.ungrouped(dq)), "dk": _narrow(dk[:, :, :tk]), "dv": _narrow(dv[:, :, :tk])}
+        found: dict[str, Any] = {"dq": _narrow(parts.ungrouped(dq)), "dk": _narrow(dk[:, :, :tk]), "dv": _narrow(dv[:, :, :tk])}
         largest = _narrow(largest)
     amaxes = {role: head_scaling.amax(x, None, heads=1) for role, x in (("do", do32), *found.items())} | {"ds": largest}
     one = jnp.ones((), jnp.float32)

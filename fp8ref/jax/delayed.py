@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref import recipe as recipes
+from fp8ref.attention_delayed import Casts
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import Format
 from fp8ref.jax import cast, division, scaling
@@ -63,10 +64,11 @@ State = Mapping[Role, DelayedState | FlaxState]
 """Role -> its state, of a linear under delayed scaling."""
 
 
-def init(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState | FlaxState]:
+def init(recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState | FlaxState]:
     """A state for each role that the recipe scales by past amaxes: scale 1, an empty history (H-2).
     Other recipes have none.
 
+    recipe:   or the casts of attention (``fp8ref.attention_delayed``), here and in ``unseen`` and ``update``.
     shape:    that of a stack of layers, for example.
     Raises:   ValueError: an unknown recipe, or histories that this backend does not keep
               (``implemented``).
@@ -84,7 +86,7 @@ def kind(config: DelayedScaling) -> type[DelayedState | FlaxState]:
     return FlaxState if config.policy.stored == "scale_inv" else DelayedState
 
 
-def unseen(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, jax.Array]:
+def unseen(recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()) -> dict[Role, jax.Array]:
     """Empty observations, with which a step starts: float32 zeros [*shape, 3] for each role. Raises
     as init."""
     return {role: jnp.zeros((*shape, 3), jnp.float32) for role in _casts(recipe)}
@@ -144,12 +146,12 @@ def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, given:
     return over_batch(_largest(observed, axis=0) if merges else observed, given), of_observed and of_given
 
 
-def keeps_state(recipe: str | Recipe) -> bool:
+def keeps_state(recipe: str | Recipe | Casts) -> bool:
     """True if the recipe scales some role by past amaxes, and so needs a state and seen."""
     return bool(_casts(recipe))
 
 
-def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, DelayedState | FlaxState]:
+def update(state: State, seen: Seen, *, recipe: str | Recipe | Casts) -> dict[Role, DelayedState | FlaxState]:
     """The state after an optimizer step, from the step's merged observations (H-3, H-5, H-6): call
     it once a step.
 
@@ -160,7 +162,8 @@ def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, Dela
     Raises:   ValueError: roles or shapes of another recipe; outside jit, a flag above 1.
     """
     casts = _casts(recipe)
-    check(state, seen, recipe, "update")
+    if not isinstance(recipe, Mapping):
+        check(state, seen, recipe, "update")
     for role, observed in seen.items():
         if not isinstance(observed, jax.core.Tracer) and bool((np.asarray(observed)[..., 1:] > 1).any()):
             raise ValueError(
@@ -183,7 +186,7 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
     """ValueError, naming the layer, unless state and seen belong to this recipe and this backend
     implements its histories."""
     recipe = recipes.by_name(recipe)
-    casts = _casts(recipe)
+    casts: dict = _casts(recipe)
     if not casts:
         if state or seen:
             raise ValueError(f"{name}: recipe {recipe.name!r} keeps no state and observes nothing; got state={state!r}, seen={seen!r}.")
@@ -286,7 +289,7 @@ def _scale_of(amax: jax.Array, past: jax.Array, state: DelayedState | FlaxState,
 
 
 def _where(condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState) -> DelayedState | FlaxState:
-    """``jnp.where`` over both fields of states; condition has the state's shape."""
+    """``jnp.where`` over the fields of states; condition has the state's shape."""
 
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)
@@ -294,6 +297,8 @@ def _where(condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | 
     return jax.tree.map(select, a, b)
 
 
-def _casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
-    """``recipe.delayed_casts``, of configs that this backend implements."""
+def _casts(recipe: str | Recipe | Casts) -> dict:
+    """``recipe.delayed_casts``, or the casts themselves, of configs that this backend implements."""
+    if isinstance(recipe, Mapping):
+        return {role: (fmt, implemented(config)) for role, (fmt, config) in recipe.items()}
     return {role: (fmt, implemented(config)) for role, (fmt, config) in recipes.delayed_casts(recipe).items()}

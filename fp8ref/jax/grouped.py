@@ -9,7 +9,7 @@ weights.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fp8ref import grouped as recipes
 from fp8ref.granularity import by_name
 from fp8ref.grouped import GroupedRecipe
-from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, linear, sharding
+from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, gemm_observer, grouped_reports, linear, sharding, stats
 from fp8ref.jax import grouped_operands as operands
 from fp8ref.jax.grouped_operands import Groups, Segmented
 from fp8ref.jax.scaling import Quantized
@@ -27,11 +27,16 @@ from fp8ref.recipe import OPERANDS, Gemm, Recipe, Role
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One call: all that is static about it. dtypes are those of output, grad_input and grad_weight."""
+    """One call: all that is static about it. dtypes are those of output, grad_input and grad_weight.
+
+    observer   of ``linear.observing``, or None; measures: whether statistics are measured.
+    """
 
     recipe: GroupedRecipe
     name: str
     dtypes: tuple = ()
+    observer: Callable | None = None
+    measures: bool = False
 
 
 def apply(
@@ -45,7 +50,7 @@ def apply(
     name: str = "grouped",
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """output [M, N] = each group's rows of x [M, K] x its weight of w [E, K, N], and gradients by
-    the recipe's grouped GEMMs.
+    the recipe's grouped GEMMs. Under ``linear.observing`` each group's GEMMs report as a linear's.
 
     Works under jit, grad, vmap and scan; group_sizes may be traced. Under jit on sharded arrays XLA
     divides it, and amaxes are of whole arrays. Inside shard_map rows and weights are a device's own,
@@ -62,18 +67,36 @@ def apply(
               is no multiple of 16; a recipe this backend cannot run, a state or seen of another
               recipe, or none if the recipe needs them; inside shard_map amaxes of all groups.
     """
+    y, seen, _ = apply_with_stats(x, w, group_sizes, recipe=recipe, state=state, seen=seen, name=name, tap=None)
+    return y, seen
+
+
+def apply_with_stats(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    recipe: str | Recipe | GroupedRecipe,
+    state: delayed.State | None = None,
+    seen: delayed.Seen | None = None,
+    name: str = "grouped",
+    tap: jax.Array | None,
+) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
+    """``apply``, and with a tap the statistics of its six operands, as ``linear.apply_with_stats``: each
+    GEMM's operands are measured, of all groups together. Raises as apply."""
     recipe = check_recipe(recipe, name)
     _check_arrays(x, w, group_sizes, recipe, name)
     delayed.check(state, seen, recipe.recipe, name)
-    use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype))
+    observer = gemm_observer.current()
+    use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), observer=observer, measures=tap is not None)
     if not len(x) or not len(w):
         # The output depends on nothing. Copies, as what a layer gives back unchanged could seem lost.
-        return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen)
+        return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), tap
     x, w, group_sizes = _on_one_device(x, w, group_sizes, recipe, name)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known = dict(delayed.scales(state or {}, recipe.recipe))
-    y, after = _grouped(x, w, group_sizes, known, dict(seen or {}), use)
-    return y, None if seen is None else after
+    y, after, tap = _grouped(x, w, group_sizes, known, dict(seen or {}), tap, use)
+    return y, None if seen is None else after, tap
 
 
 def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedRecipe:
@@ -97,68 +120,95 @@ def quantize_operand(
     which: Gemm, role: Role, tensor: jax.Array, groups: Groups, recipe: GroupedRecipe, scale: jax.Array | None = None
 ) -> Quantized | Segmented | jax.Array:
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
-    K, N]; itself in high precision. scale is that of a delayed state."""
+    K, N]; itself in high precision. scale is that of a delayed state, for a cast that has one."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
     cast = (spec.a, spec.b)[at]
     if cast is None:
         return tensor
+    scale = scale if cast.delayed else None
     if role == "weight":  # [E, K, N]: K is reduced by the output, N by grad_input
         return operands.quantize_weights(tensor, cast, -2 if which == "output" else -1, recipe.amax, scale)
     return operands.quantize_rows(tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _grouped(x: jax.Array, w: jax.Array, group_sizes: jax.Array, state_scales: dict, seen: dict, use: Use):
-    """(output, seen) of one use; differentiable by ``_forward`` and ``_backward``."""
-    return _forward(x, w, group_sizes, state_scales, seen, use, differentiated=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _grouped(x: jax.Array, w: jax.Array, group_sizes: jax.Array, state_scales: dict, seen: dict, tap: jax.Array | None, use: Use):
+    """(output, seen, tap) of one use; differentiable by ``_forward`` and ``_backward``."""
+    return _forward(x, w, group_sizes, state_scales, seen, tap, use, differentiated=False)[0]
 
 
-def _forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array, state_scales: dict, seen: dict, use: Use, *, differentiated: bool = True):
-    """The output GEMM: ((output, seen), residuals for ``_backward``)."""
+def _forward(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    state_scales: dict,
+    seen: dict,
+    tap: jax.Array | None,
+    use: Use,
+    *,
+    differentiated: bool = True,
+):
+    """The output GEMM: ((output, seen, tap), residuals for ``_backward``)."""
     groups = operands.groups_of(group_sizes, len(x))
     saved = x, w
     if differentiated:
         x, w = (derivatives.not_again(v, use.name) for v in saved)
     tensors: dict[Role, jax.Array] = {"input": groups.only(x), "weight": w}
-    y = _gemm("output", tensors, groups, state_scales, use)  # [M, K] x [E, K, N] -> [M, N]
-    return (y, _observed(seen, tensors, seen, groups)), (saved, group_sizes, state_scales, seen)
+    y, measured = _gemm("output", tensors, groups, state_scales, use)  # [M, K] x [E, K, N] -> [M, N]
+    tap = None if tap is None else tap + stats.rows(measured)
+    return (y, _observed(seen, tensors, seen, groups), tap), (saved, group_sizes, state_scales, seen)
 
 
 def _backward(use: Use, residuals, cotangents):
-    """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangent of seen
-    carries observations, as in ``linear``."""
-    ((x, w), group_sizes, state_scales, seen), (g, later) = residuals, cotangents
+    """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangents of seen and
+    tap carry observations and measurements, as in ``linear``."""
+    ((x, w), group_sizes, state_scales, seen), (g, later, tap) = residuals, cotangents
     groups = operands.groups_of(group_sizes, len(x))
     g = derivatives.not_again(g, use.name)
     tensors: dict[Role, jax.Array] = {"input": groups.only(x), "weight": w, "grad_output": groups.only(g)}
-    grad_input = _gemm("grad_input", tensors, groups, state_scales, use)  # [M, N] x [E, K, N] -> [M, K]
-    grad_weight = _gemm("grad_weight", tensors, groups, state_scales, use)  # [M, N] x [M, K] -> [E, K, N]
+    grad_input, of_first = _gemm("grad_input", tensors, groups, state_scales, use)  # [M, N] x [E, K, N] -> [M, K]
+    grad_weight, of_second = _gemm("grad_weight", tensors, groups, state_scales, use)  # [M, N] x [M, K] -> [E, K, N]
     of_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups)
-    return grad_input, grad_weight, None, jax.tree.map(jnp.zeros_like, state_scales), of_seen
+    tap = None if tap is None else tap + stats.rows(of_first | of_second)
+    return grad_input, grad_weight, None, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap
 
 
 _grouped.defvjp(_forward, _backward)
 
 
-def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], groups: Groups, state_scales: Mapping[Role, jax.Array], use: Use) -> jax.Array:
-    """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the result's dtype."""
-    spec, dtype = use.recipe.recipe.gemms[which], use.dtypes[list(OPERANDS).index(which)]
+def _gemm(
+    which: Gemm, tensors: Mapping[Role, jax.Array], groups: Groups, state_scales: Mapping[Role, jax.Array], use: Use
+) -> tuple[jax.Array, stats.Measured]:
+    """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the result's dtype; and
+    measurements of its operands."""
+    spec, roles, dtype = use.recipe.recipe.gemms[which], OPERANDS[which], use.dtypes[list(OPERANDS).index(which)]
     out_dtype = gemm.output_dtype(spec, dtype)
-    with jax.named_scope(f"{use.name}/{which}"):
-        a, b = (
-            quantize_operand(which, role, tensors[role], groups, use.recipe, state_scales.get(role) if spec.fp8 else None)
-            for role in OPERANDS[which]
-        )
-        if isinstance(a, jax.Array) and isinstance(b, jax.Array):
+    scope = f"{use.name}/{which}"
+    with jax.named_scope(scope):
+        a, b = (quantize_operand(which, role, tensors[role], groups, use.recipe, state_scales.get(role)) for role in roles)
+        if isinstance(a, jax.Array) or isinstance(b, jax.Array):
+            # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
+            a, b = (
+                v if isinstance(v, jax.Array) else operands.dequantized(v).astype(tensors[role].dtype)
+                for role, v in zip(roles, (a, b), strict=True)
+            )
             if which == "grad_weight":
-                return operands.rows_by_rows_hp(a, b, groups, dtype)
-            return operands.rows_by_weights_hp(a, b, groups, which == "grad_input", dtype)
+                return operands.rows_by_rows_hp(a, b, groups, dtype, scope=scope), {}
+            return operands.rows_by_weights_hp(a, b, groups, which == "grad_input", dtype, scope=scope), {}
         assert isinstance(a, Quantized | Segmented)
         assert isinstance(b, Quantized | Segmented)
         if which == "grad_weight":
-            return operands.rows_by_rows(a, b, spec, groups, out_dtype).astype(dtype)
-        assert isinstance(b, Quantized)
-        return operands.rows_by_weights(a, b, spec, groups, out_dtype).astype(dtype)
+            out = operands.rows_by_rows(a, b, spec, groups, out_dtype, scope=scope)
+        else:
+            assert isinstance(b, Quantized)
+            out = operands.rows_by_weights(a, b, spec, groups, out_dtype, scope=scope)
+    given = tuple(tensors[role] for role in roles)
+    if use.observer is not None:
+        grouped_reports.observe(use.observer, use.name, which, given, (a, b), groups, out)
+    measured: stats.Measured = {}
+    if use.measures:
+        measured = {(which, role): grouped_reports.measure(x, q, groups) for role, x, q in zip(roles, given, (a, b), strict=True)}
+    return out.astype(dtype), measured
 
 
 def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, groups: Groups) -> dict:

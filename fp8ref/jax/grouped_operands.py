@@ -49,6 +49,7 @@ class Segmented(NamedTuple):
     scale, scale_inv
                float32 [S, C] or [S, 1].
     segment    int32 [M]: a row's line of them; S or more for a row of no group.
+    axis       the reduced one, -1 or -2.
     """
 
     codes: jax.Array
@@ -56,6 +57,8 @@ class Segmented(NamedTuple):
     scale_inv: jax.Array
     segment: jax.Array
     fmt: Format
+    granularity: str
+    axis: int
 
     def of_rows(self, table: jax.Array) -> jax.Array:
         """The line of each row: [M, C] or [M, 1]."""
@@ -87,7 +90,7 @@ def quantize_rows(
     largest = jax.ops.segment_max(cast.magnitude_bits(rows), segment, num_segments=count)
     largest = cast.from_magnitude_bits(jnp.maximum(largest, 0), rows.dtype)  # no row: 0
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
-    made = Segmented(x, table.scale, table.scale_inv, segment, spec.fmt)
+    made = Segmented(x, table.scale, table.scale_inv, segment, spec.fmt, spec.granularity, axis)
     times = scales.times_e8m0 if spec.policy.e8m0 else operator.mul
     return made._replace(codes=cast.to_fp8(times(cast.to_f32(x), made.of_rows(table.scale)), spec.fmt))
 
@@ -101,8 +104,11 @@ def quantize_weights(w: jax.Array, spec: CastSpec, axis: int, amax: Amax, scale:
     return quantize(w) if amax == "all" else jax.vmap(quantize)(w)
 
 
-def rows_by_weights(a: Quantized | Segmented, b: Quantized, spec: GemmSpec, groups: Groups, out_dtype) -> jax.Array:
-    """[M, C] x [E, C, D] -> [M, D] of out_dtype, or b [E, D, C] if its axis is -1; +0 in rows of no group (X-2, X-5)."""
+def rows_by_weights(a: Quantized | Segmented, b: Quantized, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str) -> jax.Array:
+    """[M, C] x [E, C, D] -> [M, D] of out_dtype, or b [E, D, C] if its axis is -1; +0 in rows of no group (X-2, X-5).
+
+    scope     of the dot, "<layer>/<gemm>", for ``proof``: a loop's body has no scope from outside.
+    """
     assert spec.accumulate is not None
     turned = b.axis == -1
 
@@ -116,35 +122,44 @@ def rows_by_weights(a: Quantized | Segmented, b: Quantized, spec: GemmSpec, grou
     if gemm.dequantizes(b.granularity):
         assert isinstance(a, Quantized)
         of_rows, of_weights = (v.astype(_exact(spec)) for v in (scaling.dequantize(a), jax.vmap(scaling.dequantize)(b)))
-        out = _rows_by_weights(of_rows, of_weights, groups, turned, lax.Precision.HIGHEST).astype(out_dtype)
+        out = _rows_by_weights(of_rows, of_weights, groups, turned, lax.Precision.HIGHEST, scope).astype(out_dtype)
     else:
-        acc = _rows_by_weights(a.codes, b.codes, groups, turned, gemm.PRECISION[spec.accumulate])
+        acc = _rows_by_weights(a.codes, b.codes, groups, turned, gemm.PRECISION[spec.accumulate], scope)
         scale_a = a.of_rows(a.scale_inv) if isinstance(a, Segmented) else a.scale_inv
         out = gemm.finish(acc, scale_a, factor(b.scale_inv), spec.epilogue, out_dtype)
     return groups.only(out)
 
 
-def rows_by_rows(a: Quantized | Segmented, b: Quantized | Segmented, spec: GemmSpec, groups: Groups, out_dtype) -> jax.Array:
-    """grad_output [M, N] x input [M, K], each group's rows reduced, -> [E, K, N] of out_dtype; +0 of a group without rows (X-2, X-4)."""
+def rows_by_rows(a: Quantized | Segmented, b: Quantized | Segmented, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str) -> jax.Array:
+    """grad_output [M, N] x input [M, K], each group's rows reduced, -> [E, K, N] of out_dtype; +0 of a group without rows (X-2,
+    X-4). scope as in ``rows_by_weights``."""
     assert spec.accumulate is not None
     if isinstance(a, Segmented) and isinstance(b, Segmented) and len(a.scale_inv) != len(groups.sizes):
         of_a, of_b = ((cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv)).astype(_exact(spec)) for q in (a, b))
-        out = _rows_by_rows(of_a, of_b, groups, lax.Precision.HIGHEST).astype(out_dtype)
+        out = _rows_by_rows(of_a, of_b, groups, lax.Precision.HIGHEST, scope).astype(out_dtype)
     else:
-        acc = _rows_by_rows(a.codes, b.codes, groups, gemm.PRECISION[spec.accumulate])
+        acc = _rows_by_rows(a.codes, b.codes, groups, gemm.PRECISION[spec.accumulate], scope)
         # [E, 1, N] and [E, K, 1]; of all groups [1, N] and [K, 1], or one
         out = gemm.finish(acc, _of_lines(a.scale_inv), jnp.swapaxes(_of_lines(b.scale_inv), -1, -2), spec.epilogue, out_dtype)
     return jnp.where((groups.sizes > 0)[:, None, None], out, jnp.zeros((), out_dtype))
 
 
-def rows_by_weights_hp(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, out_dtype) -> jax.Array:
+def dequantized(q: Quantized | Segmented) -> jax.Array:
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape, of rows or weights."""
+    if isinstance(q, Segmented):
+        return cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv)
+    each = q.codes.ndim == 3 and q.scale_inv.ndim > 0 and q.scale_inv.shape[0] == len(q.codes)
+    return (jax.vmap(scaling.dequantize) if each else scaling.dequantize)(q)
+
+
+def rows_by_weights_hp(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, out_dtype, *, scope: str) -> jax.Array:
     """``rows_by_weights`` in high precision (G-9)."""
-    return groups.only(_rows_by_weights(x, w, groups, turned, lax.Precision.DEFAULT).astype(out_dtype))
+    return groups.only(_rows_by_weights(x, w, groups, turned, lax.Precision.DEFAULT, scope).astype(out_dtype))
 
 
-def rows_by_rows_hp(g: jax.Array, x: jax.Array, groups: Groups, out_dtype) -> jax.Array:
+def rows_by_rows_hp(g: jax.Array, x: jax.Array, groups: Groups, out_dtype, *, scope: str) -> jax.Array:
     """``rows_by_rows`` in high precision (G-9)."""
-    return _rows_by_rows(g, x, groups, lax.Precision.DEFAULT).astype(out_dtype)
+    return _rows_by_rows(g, x, groups, lax.Precision.DEFAULT, scope).astype(out_dtype)
 
 
 def _exact(spec: GemmSpec):
@@ -176,27 +191,29 @@ def _of_lines(table: jax.Array) -> jax.Array:
     return table.reshape(1, 1) if table.ndim == 0 else table[:, None, :]
 
 
-def _rows_by_weights(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision) -> jax.Array:
+def _rows_by_weights(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision, scope: str) -> jax.Array:
     """float32 [M, D] of x [M, C] and w [E, C, D], or [E, D, C] if turned; zeros in rows of no group."""
     blocks = _row_blocks(groups)
 
     def step(_, of: tuple[jax.Array, jax.Array]):
         rows, e = of
         dims = ((1,), (1 if turned else 0,)), ((), ())
-        return None, lax.dot_general(rows, w[e], dims, precision=precision, preferred_element_type=jnp.float32)  # [R, C] x [C, D]
+        with jax.named_scope(scope):
+            return None, lax.dot_general(rows, w[e], dims, precision=precision, preferred_element_type=jnp.float32)  # [R, C] x [C, D]
 
     out = lax.scan(step, None, (blocks.of(x), blocks.group))[1]
     return jnp.take(out.reshape(-1, out.shape[-1]), blocks.to, axis=0, mode="fill", fill_value=0)
 
 
-def _rows_by_rows(g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision) -> jax.Array:
+def _rows_by_rows(g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision, scope: str) -> jax.Array:
     """float32 [E, K, N] of g [M, N] and x [M, K]: the sum over the rows of each group, block after block."""
     blocks = _row_blocks(groups)
 
     def step(total: jax.Array, of: tuple[jax.Array, jax.Array, jax.Array]):
         rows_g, rows_x, e = of
         dims = ((0,), (0,)), ((), ())
-        part = lax.dot_general(rows_x, rows_g, dims, precision=precision, preferred_element_type=jnp.float32)  # [K, R] x [R, N]
+        with jax.named_scope(f"{scope}/turned"):  # the dot has its operands in the other order than L-2
+            part = lax.dot_general(rows_x, rows_g, dims, precision=precision, preferred_element_type=jnp.float32)  # [K, R] x [R, N]
         return total.at[e].add(part), None
 
     begin = attention_inputs.like(jnp.zeros((len(groups.sizes), x.shape[1], g.shape[1]), jnp.float32), g)

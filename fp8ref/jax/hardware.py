@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.hardware import Factor, Multiply
-from fp8ref.jax import sharding
+from fp8ref.jax import cast, sharding
 from fp8ref.jax.scaling import Quantized
 
 SCOPE = "simulated"
@@ -28,6 +28,7 @@ THREADS = 4
 With fewer than two, the devices wait for each other forever (measured, jax 0.10).
 """
 
+_CODES = {jnp.dtype(dtype): FP8_FORMATS[name] for name, dtype in cast.DTYPES.items() if name in FP8_FORMATS}
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
@@ -100,6 +101,27 @@ def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogu
         out = jax.pure_callback(on_host, jax.ShapeDtypeStruct(shape, out_dtype), codes, scales, vmap_method="sequential")
     varying = frozenset().union(*(sharding.varying(v) for v in (*codes, *scales)))
     # A callback's result carries no type of its own: mark it as varying wherever its operands vary.
+    return lax.pcast(out, tuple(varying), to="varying") if varying else out
+
+
+def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str) -> jax.Array:
+    """[n, M, K] x [n, N, K] -> float32 [n, M, N] of native float8 codes, each of the n products by a function on the host, as ``matmul``."""
+    one, shape = np.ones((), np.float32), (a.shape[0], a.shape[1], b.shape[1])
+    fmts = [_CODES[x.dtype] for x in (a, b)]
+    thread = _thread()
+
+    def multiplied(a, b) -> np.ndarray:
+        pairs = zip(*(np.asarray(x).view(np.uint8) for x in (a, b)), strict=True)
+        factors = ([Factor(codes, one, fmt, "tensorwise") for codes, fmt in zip(pair, fmts, strict=True)] for pair in pairs)
+        found = [by(*pair, accumulate=accumulate, epilogue="scale_then_round", out_dtype=FLOAT32) for pair in factors]  # type: ignore[arg-type]
+        return np.stack(found)
+
+    def on_host(a, b) -> np.ndarray:
+        return thread.submit(multiplied, a, b).result()
+
+    with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
+        out = jax.pure_callback(on_host, jax.ShapeDtypeStruct(shape, jnp.float32), a, b, vmap_method="sequential")
+    varying = sharding.varying(a) | sharding.varying(b)
     return lax.pcast(out, tuple(varying), to="varying") if varying else out
 
 

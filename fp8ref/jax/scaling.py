@@ -59,7 +59,7 @@ def amax(
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
               reduced one, or under rowwise several.
-    Order:    of bits: as magnitudes, XLA's maximum on a CPU drops NaNs, of large tensors and
+    Order:    the maximum is of the magnitudes' bits: XLA's maximum of the numbers on a CPU drops NaNs, of large tensors and
               between devices, and flushes subnormals.
     Devices:  ``over`` names mesh axes, inside shard_map, along which the maximum is taken too
               (P-2). Under jit on a sharded array XLA does that.

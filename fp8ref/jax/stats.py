@@ -85,6 +85,33 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     )
 
 
+def measurement(
+    x: jax.Array, codes: jax.Array, fmt: Format, scale: jax.Array, scale_inv: jax.Array, inside: jax.Array, times=operator.mul
+) -> jax.Array:
+    """``measure`` of the elements that are inside, with scales that broadcast to x's shape; times scales x."""
+    value, decoded = cast.to_f32(x), cast.decode(codes, fmt)
+    finite = jnp.isfinite(value)
+    kept = jnp.where(finite & inside, value, 0.0)
+    amax = scaling.amax(jnp.where(inside, x, jnp.zeros((), x.dtype)))
+    field, unit = _unit(amax)
+    error = jnp.where(finite & inside, decoded * scale_inv - kept, 0.0)
+    bound, above = _overflow_bound(fmt)
+    scaled = jnp.abs(times(value, scale))
+    masks = {
+        "count": inside,
+        "non_finite": ~finite & inside,
+        "underflows": (cast.magnitude_bits(x) != 0) & (decoded == 0) & inside,
+        "saturated": (jnp.abs(decoded) == fmt.max) & inside,
+        "overflows": (scaled > bound if above else scaled >= bound) & inside,
+    }
+    counts = {name: _number(masks[name].reshape(-1, x.shape[-1])) for name in COUNTS}
+    limbs = [limb.astype(jnp.float32) for name in COUNTS for limb in (counts[name] >> 16, counts[name] & 0xFFFF)]
+    extremes = jnp.where(inside, scale, jnp.inf).min(), jnp.where(inside, scale, -jnp.inf).max()
+    poisoned = jnp.where(jnp.isnan(jnp.where(inside, scale, 1.0)).any(), jnp.nan, 0.0)
+    sums = (_squares(v.reshape(-1, x.shape[-1])) for v in (kept * unit, error * unit))
+    return jnp.stack([*limbs, *sums, field.astype(jnp.float32), amax, *(s + poisoned for s in extremes)])
+
+
 def rows(measured: Measured) -> jax.Array:
     """float32 [6, LENGTH]: the measurements of a linear's operands in the order of ROWS, or
     zeros."""

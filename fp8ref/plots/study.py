@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from fp8ref.plots import style
+from fp8ref.plots import legends, readout, style
 
 
 def sqnr_map(
@@ -23,6 +24,7 @@ def sqnr_map(
     if sqnr.shape != (len(layers), len(recipes)):
         raise ValueError(f"sqnr is [{len(layers)}, {len(recipes)}], as many as there are names; got {sqnr.shape}.")
     image = ax.imshow(np.ma.masked_invalid(sqnr), cmap="viridis", aspect="auto", interpolation="nearest", vmin=low, vmax=high)
+    readout.cells(image, layers, recipes, what="SQNR, dB")
     every = -(-len(layers) // most)
     ax.set_yticks(range(0, len(layers), every), layers[::every])
     ax.set_xticks(range(len(recipes)), recipes, rotation=30, ha="right", rotation_mode="anchor")
@@ -33,16 +35,25 @@ def sqnr_map(
     return style.plain_map(ax)
 
 
-def depth_lines(ax: Axes, errors: Mapping[str, Sequence[float]], *, colors: Sequence[str] | None = None) -> Axes:
+def depth_lines(
+    ax: Axes, errors: Mapping[str, Sequence[float]], *, colors: Sequence[str] | None = None, layers: Sequence[str] | None = None
+) -> Axes:
     """The error of each linear's input, ||x' - x|| / ||x||, in the order in which linears ran: a line a recipe.
 
-    colors: of the lines, in turn; None: matplotlib's.
+    colors: of the lines, in turn; None: matplotlib's. layers: the names of the linears, which a page shows on hover.
     """
+    entries: dict[str, Artist] = {}
     for i, (name, error) in enumerate(errors.items()):
         color = colors[i % len(colors)] if colors else None
-        ax.plot(range(1, len(error) + 1), error, linestyle=style.DASHES[i % len(style.DASHES)], linewidth=1.6, label=name, color=color)
+        dashes = style.DASHES[i % len(style.DASHES)]
+        (line,) = ax.plot(range(1, len(error) + 1), error, linestyle=dashes, linewidth=1.6, label=name, color=color)
+        readout.name(line, name)
+        entries[name] = line
     ax.set(xlabel="linear, in the order of the pass", ylabel="error of its input")
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    style.above(ax, columns=3)
+    if layers is not None:
+        readout.points(ax, layers)
+    if ax.figure is not None:
+        legends.below(ax.figure.figure, entries)
     return style.plain(ax)

@@ -40,6 +40,8 @@ class Result(NamedTuple):
                    own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
+    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is
+                   not seen; None unless asked for.
     """
 
     o: np.ndarray
@@ -50,6 +52,7 @@ class Result(NamedTuple):
     p_codes: np.ndarray | None
     scale_p: np.float32
     scale_inv_p: np.float32
+    scores: np.ndarray | None = None
 
 
 def forward(
@@ -64,6 +67,7 @@ def forward(
     scales=None,
     seed: int = 0,
     keep_p=False,
+    keep_s=False,
 ) -> Result:
     """softmax(q k^T scale) v by a variant.
 
@@ -73,6 +77,7 @@ def forward(
                  others come from the tensors themselves; that of s from the amax 1.
     seed         of a rotated variant's signs.
     keep_p       return the codes of the probabilities.
+    keep_s       return the scores.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16. See
               ``Result``.
     Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
@@ -86,6 +91,8 @@ def forward(
     given = inputs.check_scales(scales, variant, attention.ROLES)
     if keep_p and (variant.real or variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {variant.name!r} has none. Leave it out.")
+    if keep_s and variant.real:
+        raise ValueError(f"keep_s keeps scores in float32; variant {variant.name!r} has real numbers. Leave it out.")
     if seed and not variant.rotated:
         raise ValueError(f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got seed={seed!r}. Leave it out.")
     if variant.real:
@@ -96,6 +103,7 @@ def forward(
     tk = problem.k.shape[2]
     out, lse = np.zeros((b, h, tq, d), np.float32), np.empty((b, h, tq), np.float32)
     codes = np.zeros((b, h, tq, tk), np.uint8) if keep_p else None
+    kept_scores = np.full((b, h, tq, tk), -np.inf, np.float32) if keep_s else None
     jobs = [(i, j, r) for i in range(b) for j in range(h) for r in range(0, tq, ROWS)]
     largest, clipped = np.zeros(len(jobs), np.float32), np.zeros(len(jobs), np.int64)
     parts = Parts(problem, tensors)
@@ -107,13 +115,15 @@ def forward(
                 rows = slice(r, min(r + ROWS, tq))
                 kept = None if codes is None else codes[i, j, rows]
                 out[i, j, rows], lse[i, j, rows], largest[n], clipped[n] = _rows(parts, i, j, rows, p_scale, p_scale_inv, kept)
+                if kept_scores is not None:
+                    kept_scores[i, j, rows] = _scores(parts, i, j, rows)
 
     threads.run(work, len(jobs))
     amaxes = {role: t.amax for role, t in tensors.items()} | {"s": largest.max(), "o": np.abs(out).max()[()]}
     o = head_scaling.quantize(out, variant.out, *output_scaling(variant), heads=problem.k.shape[1], scale=given.get("o"))
     if variant.out.bits == 8:
         tensors["o"] = o
-    return Result(o.values * o.scale_inv, lse, tensors, amaxes, int(clipped.sum()), codes, p_scale, p_scale_inv)
+    return Result(o.values * o.scale_inv, lse, tensors, amaxes, int(clipped.sum()), codes, p_scale, p_scale_inv, kept_scores)
 
 
 def output_scaling(variant: Variant) -> tuple:
@@ -146,6 +156,18 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
     total = online_softmax.total(state, variant.sum_order)
     at_end = np.float32(of_v if variant.out_scales == "end" and variant.granularity else 1)
     return _finish(o.end(), total, at_end, variant), log_sum(state.maximum, total, factor, variant), largest, clipped
+
+
+def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
+    """Scores of some rows of one head, with all factors."""
+    found = np.empty((rows.stop - rows.start, parts.problem.k.shape[2]), np.float32)
+    for begin, end in parts.tiles:
+        s = parts.scores(i, j, rows, begin, end)[:, : end - begin]
+        factors, factor = parts.factors(i, j, rows.start, begin)
+        for one in (factor,) if parts.variant.scores == "raw" else factors:
+            s = s * one
+        found[:, begin:end] = s
+    return np.where(inputs.allowed(parts.problem, i)[rows], found, np.float32(-np.inf))
 
 
 def round_probabilities(p: np.ndarray, scale: np.float32, fmt: Format) -> tuple[np.ndarray, int]:

@@ -7,7 +7,7 @@ Probabilities are computed again from the log-sum-exp. A head at a time: the sim
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class Gradients(NamedTuple):
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
     saturated    elements of P and dS that their casts clipped.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
+    matrices     codes of P, dS before its cast and its codes [B, H, Tq, Tk] by "p_codes", "ds", "ds_codes"; {} unless
+                 asked for.
     """
 
     dq: np.ndarray
@@ -48,16 +50,29 @@ class Gradients(NamedTuple):
     amaxes: dict[str, np.ndarray]
     saturated: int
     scale_ds: Scales
+    matrices: dict[str, np.ndarray] = {}  # noqa: RUF012
 
 
 def backward(
-    do, q, k, v, result: Result, *, variant: str | Variant, mask: Mask = FULL, scale: float | None = None, documents=None, scales=None
+    do,
+    q,
+    k,
+    v,
+    result: Result,
+    *,
+    variant: str | Variant,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    documents=None,
+    scales=None,
+    keep: bool = False,
 ) -> Gradients:
     """The gradients of q, k and v, given that of o.
 
     result       of ``attention.forward``, with the same other arguments.
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come from
                  the tensors themselves.
+    keep         return the matrices of an FP8 variant without MX blocks.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
     Order:    A-15, for MX A-16; sums over the heads of a group ascending.
     Specials: a row that sees no key has no gradient.
@@ -78,7 +93,9 @@ def backward(
     given = inputs.check_scales(scales, variant, ("s", *data.GRADIENT_ROLES))
     if variant.backward == "exact":
         return _real(problem, do)
-    return _cast_mx(problem, do, result) if variant.granularity == "mx_1x32" else _cast(problem, do, result, given)
+    if keep and (variant.fmt.bits != 8 or variant.granularity == "mx_1x32"):
+        raise ValueError(f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave it out.")
+    return _cast_mx(problem, do, result) if variant.granularity == "mx_1x32" else _cast(problem, do, result, given, keep=keep)
 
 
 def with_gradients() -> list[str]:
@@ -99,13 +116,13 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
         dq[i, j] = ds @ k
         dk[i, g] += ds.T @ q
         dv[i, g] += p.T @ of_o
-    found = {"dq": dq.astype(np.float32), "dk": dk.astype(np.float32), "dv": dv.astype(np.float32)}
+    found: dict[str, Any] = {"dq": dq.astype(np.float32), "dk": dk.astype(np.float32), "dv": dv.astype(np.float32)}
     amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest)} | {role: np.abs(x).max()[()] for role, x in found.items()}
     one = np.ones((), np.float32)
     return Gradients(**found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one))
 
 
-def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict) -> Gradients:
+def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep: bool = False) -> Gradients:
     """The steps of A-15."""
     variant, plan = problem.variant, sums.by_name(problem.variant.plan)
     low, one = variant.fmt.bits == 8, np.ones((), np.float32)
@@ -117,6 +134,7 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict) -> Grad
     p_scale, inverse_p = operands.probability_scale(variant, given) if "s" in given else (result.scale_p, result.scale_inv_p)
     ds, dv = np.zeros((*problem.q.shape[:3], problem.k.shape[2]), np.float32), np.zeros(problem.v.shape, np.float32)
     saturated = 0
+    p_codes = np.zeros(ds.shape if keep else (), np.uint8)
     for i, j, g in _heads(problem):
         of_do, values_do = _inverse(do8, i, g), do8.values[i, j]
         of_v = parts.inverse_v[i, g, 0, 0]
@@ -124,6 +142,8 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict) -> Grad
         p = _probabilities(parts, i, j, result.lse[i, j])
         p8, lost = attention.round_probabilities(p, p_scale, fmt)
         saturated += lost
+        if keep:
+            p_codes[i, j] = cast.encode(p8, fmt)
         dv[i, g] += product(p8.T, values_do.T, fmt, of_gradients, plan) * inverse_p * of_do
         dp = product(values_do, tensors["v"].values[i, g], of_gradients, fmt, plan) * of_do * of_v
         ds[i, j] = (dp - d[:, None]) * p * problem.scale
@@ -135,7 +155,9 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict) -> Grad
         dq[i, j] = product(ds8[i, j], tensors["k"].values[i, g].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_k
         dk[i, g] += product(ds8[i, j].T, tensors["q"].values[i, j].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_q
     raw = {"dq": dq, "dk": dk, "dv": dv}
-    return _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
+    found = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
+    matrices = {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
+    return found._replace(matrices=matrices)
 
 
 def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fp8ref import epilogue as epilogues
 from fp8ref import registry
+from fp8ref.attention import Variant
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
 from fp8ref.granularity import by_name as granularity_of
@@ -83,6 +84,23 @@ def by_name(name: "str | Hardware") -> Hardware:
     """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself;
     ValueError for anything else."""
     return registry.lookup("hardware is a Hardware or", HARDWARE, name, Hardware)
+
+
+def attending(variant: Variant, hardware: Hardware | None) -> Variant:
+    """A variant of attention whose products this hardware multiplies: each tile's by a GEMM of its own, so that ``promotion`` is 1 (G-19).
+
+    None, or a variant above 8 bits: it stays as it is.
+    Raises:   ValueError: MX blocks, which the backends multiply dequantized; an epilogue of the hardware's own.
+    """
+    if hardware is None or variant.fmt.bits != 8:
+        return variant
+    if variant.granularity == "mx_1x32" or hardware.epilogue is not None:
+        raise ValueError(
+            f"attention under simulated hardware has FP8 codes, and scales sums itself; got variant {variant.name!r} and {hardware.name!r}. Use "
+            "variant 'cudnn', and hardware without an epilogue."
+        )
+    plan = hardware.fast if variant.plan in ("hopper_fast", "ada") else hardware.slow
+    return dataclasses.replace(variant, plan=plan, promotion=1)  # type: ignore[arg-type]
 
 
 def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:

@@ -15,12 +15,12 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref import policy as policies
-from fp8ref.attention import Mask, Variant
+from fp8ref.attention import ROLES, Mask, Variant, by_name
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 from fp8ref.hardware import Factor, Multiply
 from fp8ref.recipe import CastSpec, Recipe
 from fp8ref.sim import attention as variants
-from fp8ref.sim import cast, delayed, scales, scaling
+from fp8ref.sim import cast, delayed, hardware, scales, scaling
 from fp8ref.sim.scales import Scales
 
 _TOO_LARGE = 2.0**128 - 2.0**103  # rounds to infinity in float32, as all above
@@ -104,9 +104,10 @@ def forward(
     """Logits of a batch, by the trainer's Llama.
 
     seed     of stochastic rounding at every site; None: to nearest even.
-    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
-    multiply hardware that sums and scales FP8 GEMMs (G-19); None: exact sums. Either way the result
-    is rounded at M-3's site.
+    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step. Attention has delayed scales if it has
+             states, "<layer>.self_attn/<role>".
+    multiply hardware that sums and scales FP8 GEMMs (G-19), and sums products of an attention in FP8; None: exact sums.
+    Either way the result is rounded at M-3's site.
     watch    called with every value of the pass, in its order.
     attention
              the variant of ``fp8ref.attention`` that attends; None: M-3's attention.
@@ -128,9 +129,12 @@ def forward(
         watch(Site(module=module, role=role, value=value, **made_of))
         return value
 
-    def linear(name: str, x: np.ndarray, key: str | None = None) -> np.ndarray:  # [B, T, K] x [N, K] -> [B, T, N]
-        master = weights[key or f"{name}.weight"]
-        weight = report(name, "weight", rounding(master) if key else w[f"{name}.weight"], parts={"float32 master": master})
+    def linear(name: str, x: np.ndarray, key: str | None = None, expert: int | None = None) -> np.ndarray:
+        """[..., K] x [N, K] -> [..., N]; of experts, the expert's weight."""
+        master, rounded = weights[key or f"{name}.weight"], None if key else w[f"{name}.weight"]
+        if expert is not None and rounded is not None:
+            master, rounded = master[expert], rounded[expert]
+        weight = report(name, "weight", rounding(master) if rounded is None else rounded, parts={"float32 master": master})
         spec = recipes[name].output if name in recipes else None
         factors = []
         operands = {"input": x.reshape(-1, x.shape[-1]), "weight": weight}
@@ -159,20 +163,40 @@ def forward(
 
     def attended(name: str, x: np.ndarray) -> np.ndarray:
         q, k, v = (_heads(linear(f"{name}.{p}_proj", x), config.head_dim) for p in "qkv")
+        if config.qk_norm:
+            q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
 
         def rotated(what: str, t: np.ndarray) -> np.ndarray:
             half = _rotate_half(t)
             return report(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
 
         q, k = rotated("query", q), rotated("key", k)
-        o = _attention(q, k, v, rounding, functools.partial(report, name), attention)
-        return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(x.shape))
+        variant = None if attention is None else hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
+        given = {role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states} if states else {}
+        o = _attention(q, k, v, rounding, functools.partial(report, name), variant, given)
+        return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
 
-    def mlp(name: str, x: np.ndarray) -> np.ndarray:
-        gate, up = linear(f"{name}.gate_proj", x), linear(f"{name}.up_proj", x)
+    def mlp(name: str, x: np.ndarray, expert: int | None = None) -> np.ndarray:
+        gate, up = (linear(f"{name}.{p}_proj", x, expert=expert) for p in ("gate", "up"))
         with np.errstate(over="ignore"):  # e^-gate, of gates below -709
             product = rounding(gate / (1 + np.exp(-gate)) * up)
-        return linear(f"{name}.down_proj", report(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}))
+        return linear(f"{name}.down_proj", report(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}), expert=expert)
+
+    def mixture(name: str, x: np.ndarray) -> np.ndarray:
+        """The weighted sum of each token's experts (M-8)."""
+        tokens, router = x.reshape(-1, x.shape[-1]), f"{name}{llama.ROUTER}"
+        weight = report(router, "weight", w[f"{router}.weight"], parts={"float32 master": weights[f"{router}.weight"]})
+        logits = report(router, "router logits", in_range(tokens @ weight.T), factors={"input": tokens, "weight": weight}, fmt=FLOAT32)
+        chosen, of_chosen = route(logits, config.num_experts_per_tok, normalizes=config.norm_topk_prob)
+        out = np.zeros((*chosen.shape, x.shape[-1]))
+        for e in range(config.num_experts):
+            token, choice = np.nonzero(chosen == e)
+            if len(token):
+                out[token, choice] = mlp(f"{name}{llama.EXPERTS}", tokens[token], e)
+        y = (of_chosen[..., None] * out).sum(1)
+        if config.shared_expert_intermediate_size:
+            y = y + mlp(f"{name}{llama.SHARED}", tokens)
+        return report(name, "sum of experts", rounding(y)).reshape(x.shape)
 
     def residual(name: str, after: str, h: np.ndarray, y: np.ndarray) -> np.ndarray:
         return report(name, f"residual after {after}", rounding(h + y), parts={"residual": h, f"output of {after}": y})
@@ -183,8 +207,20 @@ def forward(
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         h = residual(layer, "self_attn", h, attended(f"{layer}.self_attn", norm(f"{layer}.input_layernorm", h)))
-        h = residual(layer, "mlp", h, mlp(f"{layer}.mlp", norm(f"{layer}.post_attention_layernorm", h)))
+        h = residual(
+            layer, "mlp", h, (mixture if config.num_experts else mlp)(f"{layer}.mlp", norm(f"{layer}.post_attention_layernorm", h))
+        )
     return linear("lm_head", norm("model.norm", h), llama.EMBEDDING if config.tie_word_embeddings else None)
+
+
+def route(logits: np.ndarray, count: int, *, normalizes: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of each token [T, k], largest probability first and of equal ones the first expert,
+    and their weights [T, k], from a router's logits [T, E] (M-8)."""
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    chosen = np.argsort(-p, axis=-1, kind="stable")[:, :count]
+    of_chosen = np.take_along_axis(p, chosen, -1)
+    return chosen, of_chosen / of_chosen.sum(-1, keepdims=True) if normalizes else of_chosen
 
 
 def loss(logits: np.ndarray, targets: np.ndarray) -> float:
@@ -227,14 +263,23 @@ def _rotate_half(x: np.ndarray) -> np.ndarray:
 
 
 def _attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, report: Callable, variant: str | Variant | None = None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    rounding: Rounding,
+    report: Callable,
+    variant: str | Variant | None = None,
+    scales: Mapping[str, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q."""
     if variant is not None:
-        # A variant takes finite numbers alone; of others, which were reported, nothing is known.
-        finite = all(np.isfinite(x).all() for x in (q, k, v))
+        # A variant takes finite numbers alone, and has finite scores; of others nothing is known. Quantizing changes a score by less
+        # than a factor of 2 of the largest that its magnitudes allow.
+        with np.errstate(over="ignore", invalid="ignore"):
+            sizes = np.abs(q) @ np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
+        finite = all(np.isfinite(x).all() for x in (q, k, v)) and bool((2 * sizes < _TOO_LARGE).all())
         given = (x.astype(np.float32) for x in (q, k, v))
-        o = variants.forward(*given, variant=variant, mask=Mask(causal=True)).o if finite else np.full(q.shape, np.nan)
+        o = variants.forward(*given, variant=variant, mask=Mask(causal=True), scales=scales).o if finite else np.full(q.shape, np.nan)
         out = rounding(o.astype(np.float64))
         report("attention output", out)
         return out

@@ -56,7 +56,7 @@ def depth(model, run: Callable, recipes: Sequence["str | Recipe"] | None = None,
 
 
 def write_page(out: Path | str, judged: Judged, depth: Depth | None = None) -> None:
-    """One HTML page of both, without scripts or links to elsewhere.
+    """One HTML page of both, without links to elsewhere. Its script shows values on hover; it reads without.
 
     Raises:   ImportError: matplotlib or jinja2, of the extra [train], is missing.
     """

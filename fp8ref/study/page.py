@@ -1,4 +1,4 @@
-"""One HTML page of a study, for light and dark screens, without scripts."""
+"""One HTML page of a study, for light and dark screens, with the script of reports."""
 
 import importlib.resources
 from pathlib import Path
@@ -12,7 +12,7 @@ from fp8ref.plots import style
 from fp8ref.recipe import ROLES
 from fp8ref.study.cast_error import Judged
 from fp8ref.study.depth_error import Depth
-from fp8ref.train.report import svg
+from fp8ref.train.report import figures, svg
 
 try:
     import jinja2
@@ -30,6 +30,7 @@ def write(out: Path, judged: Judged, depth: Depth | None) -> None:
     out.write_text(
         template.render(
             style=markupsafe.Markup(svg.style()),
+            script=markupsafe.Markup(svg.script()),
             version=fp8ref.__version__,
             judged=judged,
             depth=depth,
@@ -45,8 +46,10 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
     made = {}
     with matplotlib.rc_context(svg.STYLE):
         if depth is not None and depth.outcomes:
-            figure, (ax,) = style.figure(width=7)
-            plots.depth_lines(ax, {name: list(one.inputs.values()) for name, one in depth.outcomes.items()}, colors=svg.RUNS)
+            figure, (ax,) = style.figure(width=5)
+            errors = {name: list(one.inputs.values()) for name, one in depth.outcomes.items()}
+            plots.depth_lines(ax, errors, colors=svg.RUNS, layers=max((list(one.inputs) for one in depth.outcomes.values()), key=len))
+            ax.grid(color=svg.LINE)
             made["Error of the input of each linear"] = svg.inline(figure, "depth", "Error of each linear's input, by recipe")
         maps = {role: judged.sqnr(role) for role in ROLES}
         numbers = np.concatenate([values[np.isfinite(values)] for values in maps.values()])
@@ -55,7 +58,7 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
         )  # a few good ones hide no bad ones
         for role, values in maps.items():
             if np.isfinite(values).any():
-                figure, (ax,) = style.figure(width=7, height=1.6 + 0.16 * min(40, len(judged.layers)))
-                plots.sqnr_map(ax, values, judged.layers, judged.recipes, low=low, high=high)
+                figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(judged.layers)))
+                plots.sqnr_map(ax, values, [figures.short(layer) for layer in judged.layers], judged.recipes, low=low, high=high)
                 made[f"SQNR of {role}"] = svg.inline(figure, role, f"SQNR of {role} by layer and recipe")
     return {title: markupsafe.Markup(text) for title, text in made.items()}

@@ -25,7 +25,8 @@ reduces them in FP8 if asked. ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``grouped`` is a linear for each group of rows, by ``grouped_operands`` and ``grouped_gemm``; ``experts`` puts it in
 a model.
-``attention`` is attention in FP8, a tile of keys after another, forward and backward.
+``attention.apply`` is attention in FP8, a tile of keys after another: ``attention_function`` casts by ``attention_operands``, then
+``attention_fast``, the default, or ``attention_forward`` computes the output, and ``attention_gradients`` the gradients.
 ``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears, and ``linear_cut`` is how
 ranks share one. ``switch`` changes the recipe of a model between two steps. ``compiled_fsdp`` shards
 within a compiled graph. ``proof`` shows that a step ran in FP8. ``states`` is AdamW whose moments are

@@ -22,6 +22,7 @@ is computed as ``fa3_promoted``, and ``fa4`` likewise.
 """
 
 import contextlib
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ from fp8ref.torch.attention_forward import Documents, Result
 from fp8ref.torch.attention_function import values
 from fp8ref.torch.attention_gradients import Gradients, Saved
 from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.attention_kept import Matrix
 from fp8ref.torch.head_scaling import DTYPES
 from fp8ref.torch.scales import Scales
 
@@ -113,6 +115,7 @@ def forward(
     arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
     keep_p: bool = False,
+    keep_s: bool = False,
 ) -> Result:
     """softmax(q k^T scale) v by a variant, with what it is made of. Not differentiable: ``apply`` is.
 
@@ -126,6 +129,7 @@ def forward(
     amax_group    name of a process group whose ranks have other sequences or heads of the same tensors: they
                   share the amaxes of whole tensors (P-2).
     keep_p        return the codes of the probabilities, whose memory is quadratic.
+    keep_s        return the scores, likewise.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16, on one
               device. See ``Result``.
     Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9, with a promotion after each; at the end A-10, A-11.
@@ -139,12 +143,15 @@ def forward(
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, data.ROLES)
     if keep_p and (spec.variant.real or spec.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {spec.variant.name!r} has none. Leave it out.")
+    if keep_s and spec.variant.real:
+        raise ValueError(f"keep_s keeps scores in float32; variant {spec.variant.name!r} has real numbers. Leave it out.")
+    keep = ["p_codes"] * keep_p + ["scores"] * keep_s
     with _full_precision(q):
         if spec.variant.real:
             return _real(q, k, v, spec, shape, at)
         tensors = operands.quantize(q, k, v, spec, given)
         run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
-        return run(tensors, spec, shape, at, given, report="all", keep_p=keep_p)
+        return run(tensors, spec, shape, at, given, report="all", keep=keep)
 
 
 @torch.no_grad()
@@ -162,12 +169,15 @@ def backward(
     scales: dict[str, Tensor] | None = None,
     arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
+    keep: Collection[Matrix] = (),
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with what they are made of.
 
     result        of ``forward``, with the same other arguments.
     scales        {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come from the
                   tensors themselves.
+    keep          the matrices to return, of p_codes, ds and ds_codes, whose memory is quadratic; of MX blocks dS has no one
+                  code.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in ``forward``. See ``Gradients``.
     Order:    stated: A-14 to A-16; sums over keys are added tile by tile, in float32; over the heads of a group
               ascending. fast: A-18.
@@ -183,6 +193,7 @@ def backward(
     attention_inputs.check_tensor("do", do)
     if do.shape != q.shape:
         raise ValueError(f"do has the shape of o, {tuple(q.shape)}; got {tuple(do.shape)}.")
+    attention_inputs.check_kept(keep, spec.variant)
     with _full_precision(q):
         if spec.variant.real:
             return _real_gradients(do, q, k, v, spec, shape, at)
@@ -193,9 +204,9 @@ def backward(
         o, of_o = (result.tensors["o"].codes, result.tensors["o"].scale_inv) if low else (result.o.to(DTYPES[spec.variant.out.name]), None)
         saved = Saved(result.tensors, o, of_o, result.lse, scale_p, scale_inv_p)
         if spec.variant.granularity == "mx_1x32":
-            return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, report="all")
+            return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, report="all", keep=keep)
         gradients = (attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients).gradients
-        return gradients(do, saved, spec, shape, at, given, report="all")
+        return gradients(do, saved, spec, shape, at, given, report="all", keep=keep)
 
 
 def _full_precision(x: Tensor):

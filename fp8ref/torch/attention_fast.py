@@ -10,6 +10,7 @@ Codes and scales, tiles and their order, the rescale rule and the cast of probab
 """
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_fast_operands import Layout
 from fp8ref.torch.attention_forward import Documents, Result
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_kept import Kept, Matrix
 from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.head_scaling import Heads
 
@@ -32,7 +34,7 @@ def run(
     given: dict[str, Tensor],
     *,
     report: Report,
-    keep_p: bool = False,
+    keep: Collection[Matrix] = (),
 ) -> Result:
     """The pass, of quantized q, k and v.
 
@@ -46,13 +48,14 @@ def run(
     maximum, sums = torch.full((n, rows), -torch.inf, device=device), torch.zeros(n, rows, device=device)
     o = torch.zeros(n, rows, width, device=device)
     largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
-    codes = torch.zeros(n, rows, layout.k.shape[1], dtype=torch.uint8, device=device) if keep_p else None
+    kept = Kept(keep, (n, rows, layout.k.shape[1]), device)
     # GEMMs of codes take them along the tokens.
     v = layout.v.transpose(1, 2).contiguous() if layout.codes else layout.v.transpose(1, 2)
     for tile in operands.tiles(spec, shape):
         at, hidden = layout.at(tile), layout.hidden(tile, documents)
         for part in layout.parts(tile):
             s = layout.scores(part, tile, hidden)
+            kept.put("scores", (part, at, tile.keys), s)
             old = maximum[part, at]
             new = _maximum(old, s.amax(-1), variant)
             shift = finite(new)
@@ -65,8 +68,8 @@ def run(
             if report == "all":
                 saturated = saturated + attention_forward.count_clipped(p, scale_p, variant)
             p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
-            if codes is not None:
-                codes[part, at, tile.keys] = cast.to_fp8(p, fmt).view(torch.uint8)
+            if "p_codes" in kept:
+                kept.put("p_codes", (part, at, tile.keys), cast.to_fp8(p, fmt))
             p8, of_v, of_o = layout.narrow(p, fmt, part, tile), v[part, :, tile.keys], o[part, at].mul_(c[..., None])
             if not layout.codes:
                 with multiplying("values"):
@@ -81,9 +84,7 @@ def run(
     inverse = _inverse(sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant)
     out = layout.by_head(o.mul_(inverse[..., None]))
     lse = layout.by_head(_log_sum(maximum, sums, variant)[..., None])[..., 0]
-    if codes is not None:
-        codes = codes.view(shape.batch, shape.key_heads, shape.queries, shape.group, -1)
-    return attention_forward.result(out, lse, tensors, largest, saturated, codes, (scale_p, scale_inv_p), spec, shape, given, report=report)
+    return attention_forward.result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)
 
 
 def exponential_(x: Tensor, variant: Variant) -> Tensor:

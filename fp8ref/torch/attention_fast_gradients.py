@@ -11,33 +11,43 @@ The query heads of a head of keys are summed by the products. Codes, scales and 
 """
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from fp8ref.attention_products import Product
 from fp8ref.torch import attention_forward as forward
-from fp8ref.torch import attention_gradients, batched_gemm, head_scaling
+from fp8ref.torch import attention_gradients, batched_gemm, cast, head_scaling
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_fast import exponential_
 from fp8ref.torch.attention_fast_operands import Layout
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_gradients import Gradients, Raw, Saved
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_kept import Kept, Matrix
 from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.attention_operands import Tile
 from fp8ref.torch.scales import Scales
 
 
 def gradients(
-    do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: Report
+    do: Tensor,
+    saved: Saved,
+    spec: Spec,
+    shape: Shape,
+    documents: Documents,
+    given: dict[str, Tensor],
+    *,
+    report: Report,
+    keep: Collection[Matrix] = (),
 ) -> Gradients:
     """The pass, of what a forward pass saved.
 
     Order:    A-18.
     """
     do8 = attention_gradients.quantized_do(do, spec, given, shape, report=report)
-    of_pass = Pass(do8, saved, spec, shape, documents, report=report)
+    of_pass = Pass(do8, saved, spec, shape, documents, report=report, keep=keep)
     low = spec.variant.fmt.bits == 8
     one = torch.ones((), device=do.device)
     scales = Scales(one, one)
@@ -51,13 +61,16 @@ def gradients(
     if ("ds" in given or not low) and report != "nothing":
         (of_pass.largest,) = operands.share([of_pass.largest], spec)
     raw = of_pass.raw(scales)
-    return attention_gradients.rounded(raw, do8, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
+    found = attention_gradients.rounded(raw, do8, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
+    return found._replace(matrices=of_pass.kept.all(shape))
 
 
 class Pass:
     """The sums dq, dk and dv over tiles, each in its layout of GEMMs, before scales of tensors and heads."""
 
-    def __init__(self, do8, saved: Saved, spec: Spec, shape: Shape, documents: Documents, *, report: Report) -> None:
+    def __init__(
+        self, do8, saved: Saved, spec: Spec, shape: Shape, documents: Documents, *, report: Report, keep: Collection[Matrix] = ()
+    ) -> None:
         self.spec, self.shape, self.documents, self.saved, self.report = spec, shape, documents, saved, report
         self.variant, self.fmt, self.do8 = spec.variant, spec.variant.gradient_fmt or spec.variant.fmt, do8
         step = operands.STEP
@@ -77,6 +90,7 @@ class Pass:
         self.dk, self.dv = torch.zeros(layout.k.shape, device=device), torch.zeros(layout.v.shape, device=device)
         self.largest, self.saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
         self._has_dv = False
+        self.kept = Kept(keep, (*layout.q.shape[:-1], layout.k.shape[1]), device)
 
     def _row_sums(self) -> Tensor:
         """D of each row (A-15), of dequantized numbers."""
@@ -125,15 +139,20 @@ class Pass:
             self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
         if self.variant.fmt.bits == 8 and self.variant.p_scale != 1:
             p = p.mul_(self.saved.scale_p)
+        if "p_codes" in self.kept:
+            self.kept.put("p_codes", (part, self.layout.at(tile), tile.keys), cast.to_fp8(p, self.variant.fmt))
         p8 = self.layout.narrow(p, self.variant.fmt, part, tile)
         self.dv[part, tile.keys] += self._over_rows("grad_v", p8, self.do_tokens, part, tile)
 
     def _add_others(self, ds: Tensor, scales: Scales, part: slice, tile: Tile) -> None:
         layout, at = self.layout, self.layout.at(tile)
+        self.kept.put("ds", (part, at, tile.keys), ds)
         if self.fmt.bits == 8:
             ds = ds.mul_(scales.scale)
             if self.report == "all":
                 self.saturated = self.saturated + head_scaling.above_range(ds.abs(), self.fmt).sum()
+        if "ds_codes" in self.kept:
+            self.kept.put("ds_codes", (part, at, tile.keys), cast.to_fp8(ds, self.fmt))
         ds8 = layout.narrow(ds, self.fmt, part, tile)
         with multiplying("grad_q"):
             of_q = batched_gemm.products(ds8, self.k_tokens[part, :, tile.keys], fast=layout.fast)

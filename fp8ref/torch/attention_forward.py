@@ -1,4 +1,5 @@
-"""The forward pass of attention in FP8, a tile of keys after another (spec A-4 to A-11).
+"""The forward pass of attention in FP8 in the stated arithmetic, a tile of keys after another (spec A-4 to A-11).
+``attention_fast``, the default, gives other roundings of sums for fewer launches.
 
     q8, k8, v8, scales     <- amax, scale, cast                          attention_operands, head_scaling
     for each tile:
@@ -10,6 +11,7 @@
 Memory is linear in the tokens: of one tile there are scores [B, H, Tq, keys], and of no more.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from fp8ref.attention import Variant
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, float_values, hardware, head_scaling, online_softmax
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_kept import Kept, Matrix
 from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.elementary import divide, log, multiply_add, times
 from fp8ref.torch.head_scaling import Heads
@@ -38,6 +41,8 @@ class Result(NamedTuple):
     p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
+    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is not seen; None
+                   unless asked for.
     """
 
     o: Tensor
@@ -48,6 +53,7 @@ class Result(NamedTuple):
     p_codes: Tensor | None
     scale_p: Tensor
     scale_inv_p: Tensor
+    scores: Tensor | None = None
 
 
 class Documents(NamedTuple):
@@ -75,7 +81,7 @@ def run(
     given: dict[str, Tensor],
     *,
     report: Report,
-    keep_p: bool = False,
+    keep: Collection[Matrix] = (),
 ) -> Result:
     """The pass, of quantized q, k and v.
 
@@ -94,7 +100,7 @@ def run(
     state = online_softmax.start(rows, variant.sum_order, device)
     o = torch.zeros(*rows, v.shape[2], device=device)
     largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
-    codes = torch.zeros(*rows, k.shape[2], dtype=torch.uint8, device=device) if keep_p else None
+    kept = Kept(keep, (*rows, k.shape[2]), device)
     for tile in operands.tiles(spec, shape):
         factors = operands.score_factors(tensors, tile, spec, shape)
         s = scores(q, k, tile, variant)
@@ -106,8 +112,10 @@ def run(
             largest = torch.maximum(largest, p.amax())
         if report == "all":
             saturated = saturated + count_clipped(p, scale_p, variant)
-        if codes is not None:
-            codes[:, :, tile.rows, :, tile.keys] = p8.view(torch.uint8)
+        at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
+        if "scores" in kept:
+            kept.put("scores", at, _visible(online_softmax.scaled(s, factors), visible))
+        kept.put("p_codes", at, p8)
         low = p8 if of_p is None else p8.float() * of_p
         with multiplying("values"):
             found = operands.products(low.flatten(2, 3), v[:, :, :, tile.keys].contiguous(), variant).view(*s.shape[:-1], -1)
@@ -122,7 +130,12 @@ def run(
     out = operands.by_head(_finish(o, total, at_end, variant), shape)
     factor = operands.raw_factor(tensors, spec, shape) if variant.scores == "raw" else 1.0
     lse = operands.by_head(log_sum(state.maximum, total, factor, variant)[..., None], shape)[..., 0]
-    return result(out, lse, tensors, largest, saturated, codes, (scale_p, scale_inv_p), spec, shape, given, report=report)
+    return result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)
+
+
+def _visible(x: Tensor, visible: Tensor | None) -> Tensor:
+    """Scores, -infinity of keys that are not seen."""
+    return x if visible is None else torch.where(visible, x, -torch.inf)
 
 
 def check_hardware(variant: Variant) -> None:
@@ -199,7 +212,7 @@ def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant
     return o * (inverse if scale_inv is None else inverse * scale_inv)
 
 
-def result(out, lse, tensors, largest, saturated, codes, scales_p, spec: Spec, shape: Shape, given, *, report: Report) -> Result:
+def result(out, lse, tensors, largest, saturated, kept: Kept, scales_p, spec: Spec, shape: Shape, given, *, report: Report) -> Result:
     """The output in its format, and the amaxes of all ranks."""
     variant = spec.variant
     amaxes = {role: t.amax for role, t in tensors.items()}
@@ -209,7 +222,6 @@ def result(out, lse, tensors, largest, saturated, codes, scales_p, spec: Spec, s
     o = head_scaling.quantize(out, variant.out, *output_scaling(variant), amax_of_groups=amaxes["o"], scale=given.get("o"))
     if variant.out.bits == 8:
         tensors = {**tensors, "o": o}
-    if codes is not None:
-        codes = codes.permute(0, 1, 3, 2, 4).reshape(shape.batch, shape.heads, shape.queries, -1)[..., : shape.keys]
     values = float_values.decode(o.codes).mul_(o.scale_inv) if variant.out.bits == 8 else o.codes.float()
-    return Result(values, lse, tensors, amaxes, saturated, codes, *scales_p)
+    found = Result(values, lse, tensors, amaxes, saturated, kept.whole("p_codes", shape), *scales_p)
+    return found._replace(scores=kept.whole("scores", shape))

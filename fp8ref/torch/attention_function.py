@@ -114,8 +114,21 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
         for product, role, x in zip(("scores", "scores", "values"), ("q", "k", "v"), operands.rotated(q, k, v, spec), strict=True):
             attention_observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
     run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
-    result = run(tensors, spec, shape, at, given, report=report)
+    watched = attention_observer.watched(ctx.layer) and not attention_observer.again()
+    keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
+    result = run(tensors, spec, shape, at, given, report=report, keep=keep)
     o = result.o.to(q.dtype)
+    if watched:
+        shown = {
+            "q/value": q,
+            "k/value": k,
+            "v/value": v,
+            "s/value": result.scores,
+            "p/scale": result.scale_p,
+            "p/codes": result.p_codes,
+            "o/value": o,
+        }
+        attention_observer.show(ctx.layer, "forward", shown, result.tensors)
     _observe(ctx.seen, result.amaxes)
     if variant.backward is None:
         return o
@@ -135,6 +148,7 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
     saved, shape = iter(ctx.saved_tensors), ctx.shape
+    keep = attention_inputs.kept_of(spec.variant) if attention_observer.watched(ctx.layer) else []
     report: Report = "amaxes" if ctx.seen else "nothing"
     if spec.variant.real:
         q, k, v, *documents = saved
@@ -146,15 +160,28 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
         if spec.variant.granularity == "mx_1x32":
             q, k, v = saved
             kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, one, one)
-            gradients = attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, report=report)
+            gradients = attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, report=report, keep=keep)
         else:
             scale_p, scale_inv_p = next(saved), next(saved)
             tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
             kept = Saved(tensors, o, o_scale_inv, lse, scale_p, scale_inv_p)
             given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
             of_pass = attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients
-            gradients = of_pass.gradients(do, kept, spec, shape, at, given, report=report)
+            gradients = of_pass.gradients(do, kept, spec, shape, at, given, report=report, keep=keep)
         found = gradients[:3]
+        if keep:
+            matrices, values = gradients.matrices, {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)}
+            of_p = torch.full((), attention_gradients_mx.P_SCALE) if spec.variant.granularity == "mx_1x32" else kept.scale_p
+            shown = {
+                "do/value": do,
+                "p/scale": of_p,
+                "p/codes": matrices.get("p_codes"),
+                "ds/value": matrices["ds"],
+                "ds/codes": matrices.get("ds_codes"),
+            }
+            if "ds_codes" in matrices:
+                shown["ds/scale"] = gradients.scale_ds.scale
+            attention_observer.show(ctx.layer, "backward", shown | values, gradients.tensors)
         _observe(ctx.seen, gradients.amaxes)
         if ctx.layer is not None and spec.variant.fmt.bits == 8:
             if spec.variant.granularity == "mx_1x32":

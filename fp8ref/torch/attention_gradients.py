@@ -13,7 +13,8 @@ dq and dk. Nothing quadratic is kept. ``attention_gradients_mx`` has the operand
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, float_values, head_scaling, online_softmax
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_kept import Kept, Matrix
 from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.attention_operands import Tile
 from fp8ref.torch.elementary import exponential, multiply_add, times
@@ -43,6 +45,7 @@ class Gradients(NamedTuple):
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
     saturated    int64 (): elements of P and dS that their casts clipped, on this rank.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
+    matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
     """
 
     dq: Tensor
@@ -52,6 +55,7 @@ class Gradients(NamedTuple):
     amaxes: dict[str, Tensor]
     saturated: Tensor
     scale_ds: Scales
+    matrices: dict[str, Tensor] = {}  # noqa: RUF012
 
 
 class Saved(NamedTuple):
@@ -78,7 +82,16 @@ class Pass:
     """The parts of a backward pass without blocks, in the layouts of GEMMs; sums go into dq, dk and dv."""
 
     def __init__(
-        self, do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: Report
+        self,
+        do: Tensor,
+        saved: Saved,
+        spec: Spec,
+        shape: Shape,
+        documents: Documents,
+        given: dict[str, Tensor],
+        *,
+        report: Report,
+        keep: Collection[Matrix] = (),
     ) -> None:
         self.spec, self.shape, self.documents, self.saved, self.report = spec, shape, documents, saved, report
         self.variant, self.given = spec.variant, given
@@ -94,6 +107,7 @@ class Pass:
         device = do.device
         self.largest = torch.zeros((), device=device)
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
+        self.kept = Kept(keep, (*self.q.shape[:-1], self.k.shape[2]), device)
 
     def _row_sums(self) -> Tensor:
         """D of each row [B, Hkv, Tq, G] (A-15)."""
@@ -161,6 +175,8 @@ class Pass:
                 if self.report != "nothing":
                     self.largest = torch.maximum(self.largest, ds.abs().amax())
             ds8 = self._cast_ds(ds, scales.scale)
+            self.kept.put("ds", _at(tile), ds)
+            self.kept.put("ds_codes", _at(tile), ds8)
             with multiplying("grad_q"):
                 found = operands.products(ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys].contiguous(), self.variant)
             dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds8.shape[:-1], -1)
@@ -174,6 +190,7 @@ class Pass:
 
     def _add_dv(self, dv: Tensor, p: Tensor, do_tokens: Tensor, tile: Tile) -> None:
         p8 = forward.round_probabilities(p, self.saved.scale_p, self.variant)
+        self.kept.put("p_codes", _at(tile), p8)
         if self.report == "all":
             self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
         found = products_of_heads("grad_v", p8, do_tokens, tile, self.variant)
@@ -188,16 +205,29 @@ class Pass:
         return cast.to_fp8(scaled, self.fmt)
 
 
+def _at(tile: Tile) -> tuple:
+    return slice(None), slice(None), tile.rows, slice(None), tile.keys
+
+
 def gradients(
-    do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: Report
+    do: Tensor,
+    saved: Saved,
+    spec: Spec,
+    shape: Shape,
+    documents: Documents,
+    given: dict[str, Tensor],
+    *,
+    report: Report,
+    keep: Collection[Matrix] = (),
 ) -> Gradients:
     """The pass, of what a forward pass saved.
 
     Order:    A-15; sums over keys are added tile by tile, in float32.
     """
-    of_pass = Pass(do, saved, spec, shape, documents, given, report=report)
+    of_pass = Pass(do, saved, spec, shape, documents, given, report=report, keep=keep)
     raw, scales = of_pass.run()
-    return rounded(raw, of_pass.do, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
+    found = rounded(raw, of_pass.do, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
+    return found._replace(matrices=of_pass.kept.all(shape))
 
 
 def rounded(
@@ -206,7 +236,8 @@ def rounded(
     """The gradients in the output's format, with their amaxes."""
     variant = spec.variant
     none = torch.zeros((), device=largest.device)
-    amaxes, found, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
+    found: dict[str, Any] = {}
+    amaxes, coded = {"do": do.amax, "ds": largest}, {"do": do}
     tensors = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
     low = variant.out.bits == 8
     needed = report != "nothing" or (low and not given.keys() >= tensors.keys())

@@ -4,6 +4,8 @@ A block lies along the axis that a product sums over, so that q, k, do and dS ar
 float32 GEMMs of dequantized codes (G-16).
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from fp8ref.torch.attention_gradients import (
     tokens_of,
 )
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
+from fp8ref.torch.attention_kept import Kept, Matrix
 from fp8ref.torch.attention_observer import multiplying
 from fp8ref.torch.head_scaling import MX, Heads, pad
 from fp8ref.torch.scales import Scales
@@ -35,7 +38,16 @@ P_SCALE = 256.0
 
 
 def gradients(
-    do: Tensor, q: Tensor, k: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, *, report: Report
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    saved: Saved,
+    spec: Spec,
+    shape: Shape,
+    documents: Documents,
+    *,
+    report: Report,
+    keep: Collection[Matrix] = (),
 ) -> Gradients:
     """The pass, of what a forward pass saved, and its q and k in high precision.
 
@@ -61,6 +73,7 @@ def gradients(
     dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device)
     dk, dv = torch.zeros_like(k8), torch.zeros_like(k8)
     largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    kept = Kept(keep, (*q8.shape[:-1], k8.shape[2]), device)
     for tile in operands.tiles(spec, shape, MX):
         s = forward.scores(q8, k8, tile, variant)
         p = again(s, lse[:, :, tile.rows], tile, tensors, spec, shape, documents)
@@ -68,6 +81,9 @@ def gradients(
         with multiplying("grad_probabilities"):
             dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
         ds = (dp - d[:, :, tile.rows, :, None]) * p * spec.softmax_scale(shape.features)
+        at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
+        kept.put("p_codes", at, p8)
+        kept.put("ds", at, ds)
         if report != "nothing":
             largest = torch.maximum(largest, ds.abs().amax())
         if report == "all":
@@ -83,7 +99,7 @@ def gradients(
     one = torch.ones((), device=device)
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
     raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
-    return rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)
+    return rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)._replace(matrices=kept.all(shape))
 
 
 def along_tokens(x: Tensor, role: Role, variant: Variant, shape: Shape) -> Heads:

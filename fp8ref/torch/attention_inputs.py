@@ -5,6 +5,7 @@ for the device.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,6 +139,25 @@ def check_seen(seen: dict[str, Tensor], variant: Variant, roles: tuple[str, ...]
             raise ValueError(f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
         if x.dtype != torch.float32 or tuple(x.shape) != (3,):
             raise ValueError(f"an observation is float32 [3], a RoleState's seen; got {x.dtype} {list(x.shape)} of {role}.")
+
+
+def kept_of(variant: Variant) -> list[str]:
+    """The matrices that a backward pass of a variant can keep."""
+    if variant.real:
+        return []
+    if variant.fmt.bits != 8:
+        return ["ds"]
+    return ["p_codes", "ds"] if variant.granularity == "mx_1x32" else ["p_codes", "ds", "ds_codes"]
+
+
+def check_kept(keep: Collection[str], variant: Variant) -> None:
+    """ValueError for matrices that a backward pass of the variant does not have."""
+    known = kept_of(variant)
+    for name in keep:
+        if name not in known:
+            raise ValueError(
+                f"a backward pass of variant {variant.name!r} keeps {', '.join(known) or 'nothing'}; got {name!r}. Leave it out."
+            )
 
 
 def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:

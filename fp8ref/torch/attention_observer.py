@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx.traceback import annotate
 
-from fp8ref.attention_products import Product, Role
+from fp8ref.attention_products import Phase, Product, Role
 from fp8ref.torch.head_scaling import Heads
+
+Watcher = Callable[[str, Phase, dict[str, Tensor]], None]
+"""Called as watcher(layer, phase, tensors) after a pass, with what it made, by ``<what>/<part>`` of ``attention_products.SHOWN``
+and ``PARTS``."""
 
 Observer = Callable[[str, Product, Role, Tensor, Heads], None]
 """Called as observer(layer, product, role, x, tensor): x [B, H, T, D] and its quantized form, in the first product that
@@ -17,8 +21,8 @@ has these codes."""
 
 
 class _Observing:
-    def __init__(self, observer: Observer | None) -> None:
-        self.observer = observer
+    def __init__(self, observer: Observer | None, watcher: Watcher | None) -> None:
+        self.observer, self.watcher = observer, watcher
         self.inside: list[str] = []
 
     def leave(self) -> None:
@@ -34,14 +38,15 @@ LABEL = "fp8ref.torch.attention"
 
 
 @contextmanager
-def observe_attention(layers: Mapping[str, nn.Module], observer: Observer | None) -> Iterator[None]:
+def observe_attention(layers: Mapping[str, nn.Module], observer: Observer | None, watcher: Watcher | None = None) -> Iterator[None]:
     """In this context, report q, k, v and do of every FP8 attention that these modules compute.
 
     observer  None: nothing is reported, but ``layer`` is known.
+    watcher   gets the matrices of both passes too, whose memory is quadratic; of attention in any format.
     layers    modules by the names to report. Each computes attention at most once in a forward pass.
     The backward pass of what was computed here reports as well. A forward pass that checkpointing runs again does not.
     """
-    mine = _Observing(observer)
+    mine = _Observing(observer, watcher)
     handles = []
     for name, module in layers.items():
         handles.append(module.register_forward_pre_hook(lambda module, args, name=name: mine.inside.append(name), prepend=True))
@@ -102,3 +107,23 @@ def report(name: str | None, product: Product, role: Role, x: Tensor, tensor: He
     """Tell the observer; nothing if nobody observes the layer."""
     if name is not None and _observing and _observing[-1].observer is not None:
         _observing[-1].observer(name, product, role, x.detach(), tensor)
+
+
+def watched(name: str | None) -> bool:
+    """Whether a watcher waits for the passes of this layer."""
+    return name is not None and bool(_observing) and _observing[-1].watcher is not None
+
+
+def show(name: str | None, phase: Phase, tensors: Mapping[str, Tensor | None], quantized: Mapping[str, Heads]) -> None:
+    """Tell the watcher of a pass; nothing if nobody watches.
+
+    tensors    by ``<what>/<part>``; None: there is none.
+    quantized  the same in FP8, of which scales and codes are shown.
+    """
+    if name is None or not _observing or (watcher := _observing[-1].watcher) is None:
+        return
+    found = {key: x.detach() for key, x in tensors.items() if x is not None}
+    for what, one in quantized.items():
+        if one.codes.dtype.itemsize == 1:
+            found |= {f"{what}/scale": one.scale, f"{what}/codes": one.codes.view(torch.uint8)}
+    watcher(name, phase, found)

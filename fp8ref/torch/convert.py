@@ -12,6 +12,7 @@ fp8ref's own.
 To resume training, save the whole model.state_dict(): it holds the states of delayed scaling too.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from fp8ref import linear_rules, linear_selection
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.recipe import ROLES, Recipe
-from fp8ref.torch import delayed, gemm, torchao_linear
+from fp8ref.torch import delayed, gemm, grouped_linear, torchao_linear
 from fp8ref.torch import experts as experts_of
 from fp8ref.torch import report as reports
 from fp8ref.torch.linear import Linear, check_recipe
@@ -88,7 +89,8 @@ def convert(
     experts: bool = False,
 ) -> nn.Module:
     """Replace the chosen linears (spec R-2, R-4) by torchao's Float8Linear, or by ``Linear``
-    where amax_group is given or torchao cannot express the recipe.
+    where amax_group is given or torchao cannot express the recipe. A ``GroupedLinear`` is chosen as a
+    linear is, and takes the grouped recipe that goes with its own (X-8).
 
     rules       change casts of single operands, one after the other (R-8).
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
@@ -119,19 +121,30 @@ def convert(
     _check_module(model)
     reports.check_shapes(model)
     linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
-    shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
+    grouped = grouped_linear.found(model)
+    shapes = {
+        name: (m.out_features, m.in_features) if isinstance(m, nn.Linear) else (m.weight.shape[1], m.weight.shape[2])
+        for name, m in model.named_modules(remove_duplicate=False)
+        if name in linears or name in grouped
+    }
     mixtures: dict[str, nn.Module] = {}
     if experts and recipe.fp8:
         mixtures, filter_fqns = experts_of.choose(model, recipe, filter_fqns, shapes, shared=amax_group is not None)
-    decisions = linear_rules.apply(
-        rules, experts_of.without_routers(_decisions(model, shapes, recipe, filter_fqns, fp8_fqns), mixtures, fp8_fqns)
-    )
-    chosen = [d.path for d in decisions if d.fp8]
-    if not chosen and not mixtures:
+    selected = experts_of.without_routers(_decisions(model, shapes, recipe, filter_fqns, fp8_fqns), mixtures, fp8_fqns)
+    selected = [dataclasses.replace(d, recipe=grouped_linear.recipe_of(d.recipe)) if d.path in grouped else d for d in selected]
+    decisions = linear_rules.apply(rules, selected)
+    in_groups = {d.path: d.recipe for d in decisions if d.fp8 and d.path in grouped}
+    if in_groups and amax_group is not None and not recipe.delayed:
+        raise ValueError(
+            f"grouped linears scale by their own rank's amaxes, except under delayed scaling; got amax_group with recipe {recipe.name!r}. "
+            "Leave amax_group out, or use recipe 'delayed'."
+        )
+    chosen = [d.path for d in decisions if d.fp8 and d.path not in grouped]
+    if not chosen and not mixtures and not in_groups:
         reports.log(model, type(model).__name__, recipe)
         return model
-    of_linears = {d.path: d.recipe for d in decisions if d.fp8}
-    used = {*of_linears.values(), *([recipe] if mixtures else [])}
+    of_linears = {d.path: d.recipe for d in decisions if d.path in chosen}
+    used = {*of_linears.values(), *in_groups.values(), *([recipe] if mixtures else [])}
     taken = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
     for one in used - taken:
         check_recipe(one)
@@ -140,7 +153,8 @@ def convert(
         check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
     for name, module in mixtures.items():
         experts_of.check(name, module)
-    weights_of = [linears[name].weight for name in chosen] + [next(m.parameters(recurse=False)) for m in mixtures.values()]
+    weights_of = [linears[name].weight for name in chosen] + [grouped[name].weight for name in in_groups]
+    weights_of += [next(m.parameters(recurse=False)) for m in mixtures.values()]
     devices = {_device(weight).type for weight in weights_of}
     if "cpu" in devices:
         for one in used:
@@ -179,6 +193,9 @@ def convert(
         _carry(linears[name], made)
         made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
     experts_of.convert(mixtures, experts_of.by_name(recipe), group)
+    for name, own in in_groups.items():
+        grouped[name].fqn = name
+        grouped[name].convert(own, group=group)
     kept = vars(model).get(reports.REASONS, {})
     # of a linear that was converted before, the reason of then
     vars(model)[reports.REASONS] = {d.path: d.reason for d in decisions} | {key: why for key, why in kept.items() if key not in chosen}
@@ -226,6 +243,8 @@ def deconvert(model: nn.Module) -> nn.Module:
     for module in model.modules():
         vars(module).pop(reports.REASONS, None)
     experts_of.deconvert(mixtures)
+    for grouped in grouped_linear.found(model).values():
+        grouped.convert("bf16")
     made = {linear: _plain(linear) for linear in fp8.values()}
     for name, linear in fp8.items():
         if not name:

@@ -298,10 +298,7 @@ def deconvert(modules: Iterable[nn.Module]) -> None:
 
 def by_name(recipe: str | Recipe) -> GroupedRecipe:
     """The grouped recipe that goes with a recipe of linears: torchao's for experts with its ``rowwise``."""
-    named = recipes.GROUPED_RECIPES.get(recipe if isinstance(recipe, str) else recipe.name)
-    if named is not None and (isinstance(recipe, str) or RECIPES.get(recipe.name) == recipe):
-        return named
-    return recipes.by_name(recipe)
+    return recipes.by_name(recipe) if isinstance(recipe, str) else recipes.of_linears(recipe)
 
 
 @functools.cache

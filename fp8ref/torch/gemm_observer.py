@@ -13,7 +13,8 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import OPERANDS, REDUCED_AXES
-from fp8ref.torch import linear
+from fp8ref.torch import grouped, grouped_operands, linear
+from fp8ref.torch.grouped_linear import GroupedLinear
 from fp8ref.torch.linear import Linear
 
 
@@ -37,16 +38,23 @@ class GemmOperand(NamedTuple):
 
 
 @contextmanager
-def observe_gemms(model: nn.Module, observer: Callable) -> Iterator[None]:
+def observe_gemms(model: nn.Module, observer: Callable, grouped_observer: Callable | None = None) -> Iterator[None]:
     """In this context, report every FP8 GEMM of the model's linears to an observer.
 
     observer    called as observer(name, gemm, a, b, out): the linear's name, which GEMM it is, its
                 operands as GemmOperand, and its result. A GEMM that checkpointing runs again is
-                reported once.
+                reported once. Of a grouped linear each group that has rows is a GEMM; under delayed
+                scaling a group without rows is one row of zeros, so that its weight is seen (X-9).
+    grouped_observer
+                called in place of it for the GEMMs of grouped linears, as grouped_observer(name, gemm,
+                tensors, operands, groups, out): those of all groups, as ``grouped.observers`` have them.
     """
-    reporter = _Reporter(observer)
+    reporter = _Reporter(observer, grouped_observer)
     handles = []
     for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear):
+            handles.append(module.register_forward_pre_hook(reporter.enter(name)))
+            handles.append(module.register_forward_hook(reporter.keep_grad_output(name)))
         is_linear = isinstance(module, Float8Linear | Linear)
         if is_linear or getattr(module, "shares_input", False):
             # First of all hooks: tensor parallelism's own may cast the input, in the linear or in
@@ -56,11 +64,13 @@ def observe_gemms(model: nn.Module, observer: Callable) -> Iterator[None]:
             handles.append(module.register_forward_pre_hook(reporter.keep_weight(name)))
             handles.append(module.register_forward_hook(reporter.keep_grad_output(name)))
     linear.observers.append(reporter.multiplied)
+    grouped.observers.append(reporter.multiplied_groups)
     try:
         with reporter:
             yield
     finally:
         linear.observers.remove(reporter.multiplied)
+        grouped.observers.remove(reporter.multiplied_groups)
         for handle in handles:
             handle.remove()
 
@@ -68,9 +78,9 @@ def observe_gemms(model: nn.Module, observer: Callable) -> Iterator[None]:
 class _Reporter(TorchDispatchMode):
     """Sees products of FP8 tensors before torchao unwraps them; hooks give layer and hp tensors."""
 
-    def __init__(self, observer: Callable) -> None:
+    def __init__(self, observer: Callable, grouped_observer: Callable | None) -> None:
         super().__init__()
-        self._observer = observer
+        self._observer, self._grouped_observer = observer, grouped_observer
         self._forward = self._backward = ""
         self._hp: dict[str, dict[str, torch.Tensor]] = {}
         self._meshes: dict[str, DeviceMesh] = {}  # of linears that ranks cut
@@ -82,6 +92,12 @@ class _Reporter(TorchDispatchMode):
                 x = self._hp[name.rpartition(".")[0]]["input"]
             # setdefault: when a checkpointed block runs again, its grad_output is there already
             self._hp.setdefault(name, {})["input"] = x
+
+        return hook
+
+    def enter(self, name: str):
+        def hook(module, args):
+            self._forward = name
 
         return hook
 
@@ -107,12 +123,24 @@ class _Reporter(TorchDispatchMode):
 
     def _on_grad_output(self, name: str, grad_output: torch.Tensor) -> None:
         self._backward = name
-        self._hp[name]["grad_output"] = _local(grad_output.detach())
+        self._hp.setdefault(name, {})["grad_output"] = _local(grad_output.detach())
 
     def multiplied(self, which, a, b, out) -> None:
         """An observer of ``linear.Linear``, whose operands have their own layout already."""
         codes = [(q.codes.view(torch.uint8), q.scale, q.scale_inv) for q in (a, b)]
         self._report(which, OPERANDS[which], codes, out)
+
+    def multiplied_groups(self, which, tensors, operands, groups, out) -> None:
+        """An observer of grouped linears: reports the GEMM of each group, or all of them to the observer of groups."""
+        if which == "output" and torch._C._current_graph_task_id() != -1:  # recomputed
+            return
+        name = self._forward if which == "output" else self._backward
+        with _disable_current_modes():
+            if self._grouped_observer is not None:
+                self._grouped_observer(name, which, tensors, operands, groups, out)
+                return
+            for parts, of_out in _groups_of(which, tensors, operands, groups, out):
+                self._observer(name, which, *parts, of_out)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -155,6 +183,29 @@ class _Reporter(TorchDispatchMode):
             with _disable_current_modes():
                 hp = DTensor.from_local(hp, self._meshes[name], [Shard(1)], run_check=False).full_tensor()
         return hp.reshape(-1, hp.shape[-1])
+
+
+def _groups_of(which, tensors, operands, groups, out) -> Iterator[tuple[list[GemmOperand], torch.Tensor]]:
+    """(operands, result) of each group's GEMM, as those of a linear."""
+    ends = groups.ends.tolist()
+    of_each = [{e: part for e, *_, part in grouped_operands.parts_of(q, ends)} for q in operands]
+    for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        rows = slice(begin, end)
+        parts = []
+        if begin == end and not all(q.scale.ndim == 0 for q in operands):
+            continue
+        for tensor, q, of_groups in zip(tensors, operands, of_each, strict=True):
+            whole = tensor[e] if q.codes.ndim == 3 else tensor[rows]
+            part = of_groups.get(e)
+            if part is None:  # no rows: one of zeros (X-6)
+                part = grouped_operands.of_group(q, e, begin, end)
+            codes = part.codes.view(torch.uint8)
+            missing = max(len(codes), 1) - len(whole)
+            whole = torch.nn.functional.pad(whole, (0, 0, 0, missing))
+            codes = torch.nn.functional.pad(codes, (0, 0, 0, max(1 - len(codes), 0)))
+            parts.append(GemmOperand(whole, codes, part.scale, part.scale_inv, q.axis))
+        of_out = out[e] if which == "grad_weight" else out[rows]
+        yield parts, of_out if len(of_out) else out.new_zeros(1, out.shape[-1])
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ puts it in a model.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,14 @@ from fp8ref.grouped import GroupedRecipe
 from fp8ref.recipe import OPERANDS, ROLES, Gemm, Recipe, Role
 from fp8ref.torch import cast, delayed, gemm, grouped_gemm, linear, linear_input
 from fp8ref.torch import grouped_operands as operands
-from fp8ref.torch.grouped_operands import Groups, Operand
+from fp8ref.torch.grouped_operands import Groups
+from fp8ref.torch.scaling import Quantized
+
+observers: list[Callable[[Gemm, tuple[torch.Tensor, torch.Tensor], tuple[Quantized, Quantized], Groups, torch.Tensor], None]] = []
+"""Functions that are called with (which, tensors, operands, groups, out) of every grouped FP8 GEMM that runs eagerly.
+
+``gemm_observer`` adds and removes them.
+"""
 
 
 class Bound(NamedTuple):
@@ -101,13 +108,14 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
 
 def quantize_operand(
     which: Gemm, role: Role, tensor: torch.Tensor, groups: Groups, recipe: GroupedRecipe, scale: torch.Tensor | None = None
-) -> Operand | torch.Tensor:
+) -> Quantized | torch.Tensor:
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E, N,
     K]; itself in high precision. scale is that of a delayed state."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
     how = (spec.a, spec.b)[at]
     if how is None:
         return tensor
+    scale = scale if how.delayed else None
     if role == "weight":  # [E, N, K]: K is reduced by the output, N by grad_input
         return operands.quantize_weights(tensor, how, -1 if which == "output" else -2, recipe.amax, scale)
     return operands.quantize_rows(tensor, how, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale)
@@ -169,11 +177,14 @@ def _gemm(
     """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the dtype of the operands."""
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
     dtype = tensors[roles[0]].dtype
-    a, b = (quantize_operand(which, role, tensors[role], groups, recipe, scales[ROLES.index(role)] if spec.fp8 else None) for role in roles)
-    if isinstance(a, Operand) and isinstance(b, Operand):
-        return grouped_gemm.multiply(which, a, b, groups, spec, gemm.output_dtype(spec, dtype)).to(dtype)
-    assert isinstance(a, torch.Tensor)
-    assert isinstance(b, torch.Tensor)
+    a, b = (quantize_operand(which, role, tensors[role], groups, recipe, scales[ROLES.index(role)]) for role in roles)
+    if isinstance(a, Quantized) and isinstance(b, Quantized):
+        out = grouped_gemm.multiply(which, a, b, groups, spec, gemm.output_dtype(spec, dtype))
+        for observer in observers:
+            observer(which, (tensors[roles[0]], tensors[roles[1]]), (a, b), groups, out)
+        return out.to(dtype)
+    # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
+    a, b = (operands.dequantized(v, groups).to(dtype) if isinstance(v, Quantized) else v for v in (a, b))
     return grouped_gemm.multiply_hp(which, a, b, groups)
 
 

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from torch.nn import functional
 
 from fp8ref.formats import FORMATS
 from fp8ref.granularity import by_name
 from fp8ref.recipe import Gemm, GemmSpec, Recipe
 from fp8ref.torch import gemm, hardware
-from fp8ref.torch.grouped_operands import Groups, Operand, exact_values
+from fp8ref.torch.grouped_operands import Groups, exact_values, parts_of
 from fp8ref.torch.scaling import Quantized
 
 Kernel = Literal["scaled_grouped_mm", "grouped_mm", "each_group"]
@@ -53,7 +52,7 @@ def kernels(recipe: Recipe, device: torch.device) -> str:
     return " and ".join(name for key, name in NAMES.items() if key in found)
 
 
-def multiply(which: Gemm, a: Operand, b: Operand, groups: Groups, spec: GemmSpec, out_dtype: torch.dtype) -> torch.Tensor:
+def multiply(which: Gemm, a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec, out_dtype: torch.dtype) -> torch.Tensor:
     """One grouped GEMM: output [M, N], grad_input [M, K] or grad_weight [E, N, K], of out_dtype.
 
     Zeros where no group writes (X-4, X-5).
@@ -91,30 +90,25 @@ def each_group(
 ) -> torch.Tensor:
     """One GEMM for each group that has rows, by ``gemm.matmul``.
 
-    Shapes:   codes and scale_inv as those of ``Operand``; formats and lines: the formats and
+    Shapes:   codes and scale_inv as those of an operand; formats and lines: the formats and
               granularities of a and b.
     """
-    fmt_a, fmt_b = (FORMATS[name] for name in formats.split())
-    line_a, line_b = lines.split()
+    (fmt_a, fmt_b), (line_a, line_b) = (FORMATS[name] for name in formats.split()), lines.split()
     out = _empty(which, codes_a, codes_b, len(ends), out_dtype).zero_()
-    groups = _host_groups(ends)
-    size = by_name(line_a).reduced or 1
-    blocks, axis = 0, 1 if which == "output" else 0
-    for e, begin, end in groups:
-        if which == "grad_weight":
-            count = -(-(end - begin) // size)
-            a, b = (
-                _of_rows(codes[begin:end], scale, e, blocks, count, size, fmt, line)
-                for codes, scale, fmt, line in ((codes_a, scale_inv_a, fmt_a, line_a), (codes_b, scale_inv_b, fmt_b, line_b))
-            )
-            blocks += count
-            out[e] = gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)  # [N, M_e] x [K, M_e]
-        else:
-            of_a = scale_inv_a if scale_inv_a.ndim == 0 else scale_inv_a[e] if line_a == "tensorwise" else scale_inv_a[begin:end]
-            of_b = scale_inv_b if scale_inv_b.ndim == 0 else scale_inv_b[e].reshape(()) if line_b == "tensorwise" else scale_inv_b[e]
-            a = Quantized(codes_a[begin:end], of_a, of_a, fmt_a, line_a, 1)
-            b = Quantized(codes_b[e], of_b, of_b, fmt_b, line_b, axis)
-            out[begin:end] = gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
+    axes = {"output": (-1, -1), "grad_input": (-1, -2), "grad_weight": (-2, -2)}[which]
+    a, b = (
+        Quantized(codes, scale, scale, fmt, line, axis)
+        for codes, scale, fmt, line, axis in zip(
+            (codes_a, codes_b), (scale_inv_a, scale_inv_b), (fmt_a, fmt_b), (line_a, line_b), axes, strict=True
+        )
+    )
+    host = ends.tolist()
+    for (e, begin, end, of_a), (*_, of_b) in zip(parts_of(a, host), parts_of(b, host), strict=True):
+        product = gemm.matmul(of_a, of_b, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
+        if which == "grad_weight":  # [N, M_e] x [K, M_e]
+            out[e] = product
+        else:  # [M_e, C] x [D, C]
+            out[begin:end] = product
     return out
 
 
@@ -158,25 +152,13 @@ def _host_groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     return ((e, begin, end) for e, (begin, end) in enumerate(zip([0, *found], found, strict=False)) if begin < end)
 
 
-def _of_rows(codes: torch.Tensor, scale_inv: torch.Tensor, e: int, first: int, count: int, size: int, fmt, line: str) -> Quantized:
-    """A group's rows [M_e, C], reduced along the rows: its last block filled with zeros (X-7)."""
-    if size > 1:
-        codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, count * size - len(codes))).view(codes.dtype)
-        scale = scale_inv[first : first + count]
-    elif scale_inv.ndim == 0:
-        scale = scale_inv
-    else:
-        scale = scale_inv[e] if line == "tensorwise" else scale_inv[e if len(scale_inv) > 1 else 0][None]
-    return Quantized(codes, scale, scale, fmt, line, 0)
-
-
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
     """Whether torch._scaled_grouped_mm runs on a device."""
     return device.type == "cuda" and hasattr(torch, "_scaled_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _rows_by_weights(a: Operand, b: Operand, groups: Groups, *, fast: bool) -> torch.Tensor:
+def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, *, fast: bool) -> torch.Tensor:
     """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced, by torch's grouped kernel."""
     experts = len(groups.sizes)
     codes = b.codes if b.axis == -1 else b.codes.transpose(-2, -1).contiguous()  # [E, D, C]
@@ -198,7 +180,7 @@ def _rows_by_weights(a: Operand, b: Operand, groups: Groups, *, fast: bool) -> t
     return groups.only(out)
 
 
-def _rows_by_rows(a: Operand, b: Operand, groups: Groups, *, fast: bool) -> torch.Tensor:
+def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, *, fast: bool) -> torch.Tensor:
     """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped kernel."""
     experts, rows = len(groups.sizes), len(a.codes)
     to, ends, total = padded_rows(groups, rows)

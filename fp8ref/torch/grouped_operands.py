@@ -1,40 +1,28 @@
 """The operands of grouped GEMMs: rows in groups, quantized (spec X-3, X-5, X-7).
 
-Nothing here reads a tensor's values on the host. Scales of groups are kept in a table with a line
-for each group, or for each block of a group's rows, in the order of the groups.
+Nothing here reads a tensor's values on the host. An operand is ``scaling.Quantized`` of axis -1 or -2,
+whose scales are those of its groups, in their order:
+
+    rows [M, C]        () or [E] for tensorwise; along C [M, 1], or [M, C / block] of blocks; along M [E,
+                       C], [1, C] of all groups, or [S, C] of blocks, a group's after those of the group
+                       before
+    weights [E, N, K]  (), [E, 1, 1], [E, N, 1] or [E, 1, K], or a line for each block
+
+``of_group`` is one group's part, as a GEMM takes it.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from fp8ref import granularity as granularities
-from fp8ref.formats import Format
 from fp8ref.granularity import by_name
 from fp8ref.grouped import Amax
 from fp8ref.recipe import CastSpec
-from fp8ref.torch import scales, scaling
-
-
-class Operand(NamedTuple):
-    """Rows [M, C], or weights [E, N, K], in FP8.
-
-    codes      native float8, of that shape.
-    scale, scale_inv
-               float32. Of rows: () or [E] for tensorwise; rowwise [M, 1] along C, and along M [E, C],
-               or [1, C] of all groups; of blocks [M, C / block] along C, and along M [S, C], a group's
-               blocks after those of the group before. Of weights: (), [E, 1, 1], [E, N, 1] or [E, 1,
-               K], or a line for each block.
-    axis       the reduced one, -1 or -2.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    scale_inv: torch.Tensor
-    fmt: Format
-    granularity: str
-    axis: int
+from fp8ref.torch import cast, scales, scaling
+from fp8ref.torch.scaling import Quantized
 
 
 class Groups(NamedTuple):
@@ -67,7 +55,7 @@ def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, in
     return torch.where(groups.group < experts, segment, count), first, count
 
 
-def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, amax: Amax, scale: torch.Tensor | None = None) -> Operand:
+def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, amax: Amax, scale: torch.Tensor | None = None) -> Quantized:
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2.
 
     scale     of a delayed state; None: by x's amaxes.
@@ -78,7 +66,7 @@ def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, am
         return _by_state(x, spec, axis, scale)
     if amax == "all" or (axis == -1 and spec.granularity != "tensorwise"):
         q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
-        return Operand(q.codes, q.scale, q.scale_inv, spec.fmt, spec.granularity, axis)
+        return q._replace(axis=axis)
     segment, count = groups.group, len(groups.sizes)
     if kind.reduced is not None:
         segment, _, count = blocks_of(groups, kind.reduced)
@@ -91,16 +79,16 @@ def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, am
     table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
     codes = scaling.scaled_codes(x, table.scale[segment], spec.fmt)
     scale, scale_inv = (v[:count, 0] if spec.granularity == "tensorwise" else v[:count] for v in table)
-    return Operand(codes, scale, scale_inv, spec.fmt, spec.granularity, axis)
+    return Quantized(codes, scale, scale_inv, spec.fmt, spec.granularity, axis)
 
 
-def quantize_weights(w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, scale: torch.Tensor | None = None) -> Operand:
+def quantize_weights(w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, scale: torch.Tensor | None = None) -> Quantized:
     """Quantize w [E, N, K] along axis -1 or -2: each expert's by itself, or all by one scale."""
     if scale is not None:
         return _by_state(w, spec, axis, scale)
     if amax == "all":
         q = scaling.quantize(w, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
-        return Operand(q.codes, q.scale, q.scale_inv, spec.fmt, spec.granularity, axis)
+        return q._replace(axis=axis)
     shape = tuple(w.shape[1:])
     sizes = (1, *granularities.blocks(spec.granularity, shape, axis))
     magnitudes = w.detach().abs()
@@ -111,10 +99,10 @@ def quantize_weights(w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, sca
     largest = magnitudes.reshape(parts).amax(dim=(1, 3, 5))  # [E, N / bn, K / bk]
     table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
     codes = scaling.scaled_codes(w, _spread(table.scale, sizes, w.shape), spec.fmt)
-    return Operand(codes, *table, spec.fmt, spec.granularity, axis)
+    return Quantized(codes, *table, spec.fmt, spec.granularity, axis)
 
 
-def exact_values(q: Operand, groups: Groups) -> torch.Tensor:
+def exact_values(q: Quantized, groups: Groups) -> torch.Tensor:
     """Dequantized rows or weights in blocks of scales that are powers of two: bfloat16, which holds them exactly (S-14)."""
     shape, kind = q.codes.shape, by_name(q.granularity)
     assert kind.reduced is not None
@@ -129,6 +117,53 @@ def exact_values(q: Operand, groups: Groups) -> torch.Tensor:
     return q.codes.to(torch.bfloat16) * scale.to(torch.bfloat16)
 
 
+def dequantized(q: Quantized, groups: Groups) -> torch.Tensor:
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape, of rows or weights."""
+    shape, kind, scale = q.codes.shape, by_name(q.granularity), q.scale_inv
+    if q.codes.ndim == 3:
+        sizes = (1, *granularities.blocks(q.granularity, tuple(shape[1:]), q.axis))
+        scale = _spread(scale, sizes, shape) if scale.ndim else scale
+    elif scale.ndim and q.axis == -1 and kind.other is not None:
+        scale = _spread(scale, (1, kind.reduced or shape[1]), shape)
+    elif scale.ndim:
+        line = groups.group if kind.reduced is None else blocks_of(groups, kind.reduced)[0]
+        scale = scale[line.clamp(max=len(scale) - 1)]
+        scale = scale[:, None] if scale.ndim == 1 else scale
+    return cast.decode(q.codes, q.fmt) * scale
+
+
+def of_group(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quantized:
+    """Group e's part of rows, those from begin to end, or its weight; axis 0 or 1 is reduced.
+
+    first     of rows that are reduced in blocks, the number of the group's first block. The last is
+              filled with zeros (X-7).
+    """
+    one = q.granularity == "tensorwise"
+    if q.codes.ndim == 3:
+        scale, scale_inv = (s if s.ndim == 0 else s[e].reshape(()) if one else s[e] for s in (q.scale, q.scale_inv))
+        return Quantized(q.codes[e], scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
+    codes, size = q.codes[begin:end], by_name(q.granularity).reduced
+    if q.axis == -1:
+        lines = slice(begin, end)
+    elif size is None:
+        lines = slice(e, e + 1) if q.scale_inv.ndim and len(q.scale_inv) > 1 else slice(0, 1)
+    else:
+        count = -(-len(codes) // size)
+        codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, count * size - len(codes))).view(codes.dtype)
+        lines = slice(first, first + count)
+    scale, scale_inv = (s if s.ndim == 0 else s[e] if one else s[lines] for s in (q.scale, q.scale_inv))
+    return Quantized(codes, scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
+
+
+def parts_of(q: Quantized, ends: Sequence[int]) -> Iterator[tuple[int, int, int, Quantized]]:
+    """(e, begin, end, ``of_group``) of each group that has rows, by the groups' ends on the host."""
+    size, first = by_name(q.granularity).reduced or 1, 0
+    for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if begin < end:
+            yield e, begin, end, of_group(q, e, begin, end, first)
+            first += -(-(end - begin) // size)
+
+
 def _spread(scale: torch.Tensor, sizes: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
     """Scales repeated over their blocks, so that they broadcast to a shape."""
     for dim, size in enumerate(sizes):
@@ -137,6 +172,5 @@ def _spread(scale: torch.Tensor, sizes: tuple[int, ...], shape: torch.Size) -> t
     return scale
 
 
-def _by_state(x: torch.Tensor, spec: CastSpec, axis: int, scale: torch.Tensor) -> Operand:
-    q = scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)
-    return Operand(q.codes, q.scale, q.scale_inv, spec.fmt, spec.granularity, axis)
+def _by_state(x: torch.Tensor, spec: CastSpec, axis: int, scale: torch.Tensor) -> Quantized:
+    return scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)._replace(axis=axis)

@@ -89,7 +89,7 @@ class Groups:
     style: Style | None = None
 
     def sharing(self, role: Role, granularity: str, axis: int) -> str | None:
-        """Of the ranks that hold parts of a group with one scale, if they are several (P-5).
+        """The name of the process group whose ranks merge this operand's amaxes; None: this rank's own is enough (P-5).
 
         axis      the one that the GEMM reduces, -2 or -1.
         """

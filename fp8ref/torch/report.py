@@ -26,6 +26,7 @@ from fp8ref.fp8_report import Row
 from fp8ref.recipe import Recipe
 from fp8ref.torch import block_gemm, gemm, grouped_gemm, hardware
 from fp8ref.torch.experts import ROUTER, Experts
+from fp8ref.torch.grouped_linear import GroupedLinear
 from fp8ref.torch.linear import Linear
 from fp8ref.torch.torchao_linear import Float8Linear
 
@@ -169,7 +170,7 @@ def _counted(model: nn.Module, inputs: tuple) -> _Products:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as entered:
         for module in model.modules():
-            if isinstance(module, nn.Linear | Experts):
+            if isinstance(module, nn.Linear | Experts | GroupedLinear):
                 for handle in (module.register_forward_pre_hook(counted.begin), module.register_forward_hook(counted.end)):
                     entered.callback(handle.remove)
         for context in (torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"), counted):
@@ -232,7 +233,7 @@ def _row(name: str, module: nn.Module, shapes: Mapping, sizes: Mapping, reason: 
         kernel=kernel,
         reason="never called" if isinstance(module, nn.Linear) and count == 0 else why,
         parameters=sum(sizes.values()),
-        in_fp8=0 if not recipe else module.in_fp8 if isinstance(module, Experts) else sizes.get("weight", 0),
+        in_fp8=0 if not recipe else module.in_fp8 if isinstance(module, Experts | GroupedLinear) else sizes.get("weight", 0),
         multiplications=count,
     )
 
@@ -244,7 +245,7 @@ def _dims(linear: nn.Linear, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int
 
 def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
     """The recipe's name and the kernel of an FP8 linear or of experts; None of any other module."""
-    if isinstance(module, Experts):
+    if isinstance(module, Experts) or (isinstance(module, GroupedLinear) and module.in_fp8):
         return module.recipe.name, module.kernels()
     if isinstance(module, Float8Linear | Linear):
         return module.recipe.name, gemm.kernel(module.recipe, module.weight.device, (module.out_features, module.in_features))

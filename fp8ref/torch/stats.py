@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8ref.attention_products import AttentionOperand
 from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS
 from fp8ref.stats import FIELDS, Operand
-from fp8ref.torch import cast, gemm_observer, scaling
+from fp8ref.torch import cast, gemm_observer, grouped_operands, scaling
 from fp8ref.torch.gemm_observer import GemmOperand
 from fp8ref.torch.scaling import Quantized
 
@@ -88,6 +89,25 @@ def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tenso
     return underflows, saturated, _overflows(scaled.abs_(), q.fmt) if beyond else torch.zeros_like(saturated), _squares(error)
 
 
+@torch.no_grad()
+def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.Tensor:
+    """float64 [FIELDS] of all rows in groups, x [M, C], or of all weights, x [E, N, K], and their quantized q."""
+    if x.ndim == 3:
+        of_each = [measure(x[e], grouped_operands.of_group(q, e, 0, 0)) for e in range(len(x))]
+    else:
+        of_each = []
+        for _, begin, end, part in grouped_operands.parts_of(q, ends):
+            missing = len(part.codes) - (end - begin)  # zeros of a last block, which count nothing
+            whole = measure(functional.pad(x[begin:end], (0, 0, 0, missing)), part)
+            whole[FIELDS.index("count")] -= missing * x.shape[1]
+            of_each.append(whole)
+    if not of_each:
+        return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
+    parts = torch.stack(of_each)
+    sums = len(FIELDS) - 3
+    return torch.cat([parts[:, :sums].sum(0), parts[:, sums : sums + 1].amax(0), parts[:, -2:-1].amin(0), parts[:, -1:].amax(0)])
+
+
 @contextmanager
 def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterator[None]:
     """Measure planned operands into found, in a context of one eager forward and backward pass.
@@ -128,7 +148,14 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
                     if operand.role == role:
                         found.setdefault(operand.name, []).append(measured(operand, of_gemm))
 
-    with gemm_observer.observe_gemms(model, observer):
+    def of_groups(name: str, gemm, tensors, operands, groups, out: torch.Tensor) -> None:
+        ends = groups.ends.tolist()
+        for role, x, q in zip(OPERANDS[gemm], tensors, operands, strict=True):
+            for operand in by_gemm.get((name, gemm), ()):
+                if operand.role == role:
+                    found.setdefault(operand.name, []).append(measure_groups(x, q, ends))
+
+    with gemm_observer.observe_gemms(model, observer, of_groups):
         yield
 
 

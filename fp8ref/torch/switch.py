@@ -17,6 +17,7 @@ from torch import nn
 from fp8ref.torch import delayed, delayed_checks
 from fp8ref.torch.delayed import RoleState
 from fp8ref.torch.experts import Experts
+from fp8ref.torch.grouped_linear import GroupedLinear
 from fp8ref.torch.linear import Linear
 
 
@@ -35,7 +36,7 @@ class Switch:
                   experts in FP8.
         """
         self.model, self.recipe = model, recipe
-        mine = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        mine = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | GroupedLinear)}
         self._linears = {recipe: mine}
         self._states: dict[str, RoleState] = dict(delayed.states(model))
         if twins and (gathered := [name for name, linear in mine.items() if hasattr(linear, "fp8_gather")]):
@@ -70,13 +71,13 @@ class Switch:
         """As ``delayed.states`` of the model, of all recipes."""
         yield from self._states.items()
 
-    def _sharing(self, name: str, linear: nn.Module, mine: nn.Linear) -> nn.Linear:
+    def _sharing(self, name: str, linear: nn.Module, mine: nn.Linear | GroupedLinear) -> nn.Linear | GroupedLinear:
         """A linear of a twin, with the Parameters of the model's own and one state for each role."""
-        assert isinstance(linear, nn.Linear)
+        assert isinstance(linear, nn.Linear | GroupedLinear)
         delayed_checks.unwatch(linear)
         # The dict itself: FSDP2 puts whole weights and shards into that of the module it first saw.
         vars(linear)["_parameters"] = vars(mine)["_parameters"]
-        if isinstance(linear, Linear):
+        if isinstance(linear, Linear | GroupedLinear):
             for role, state in linear.states.items():
                 assert isinstance(state, RoleState)
                 key = f"{name}.states.{role}"

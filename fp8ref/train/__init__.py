@@ -1,4 +1,4 @@
-"""The trainer: train a Llama in FP8 with JAX or PyTorch, from one configuration.
+"""The trainer: train a Llama, or a model of yours, in FP8 with JAX or PyTorch, from one configuration.
 
     config = config.load("tiny")                   # config.py, sections.py
     loop.train(config, "jax", Path("runs/tiny"))  # batches, steps, checkpoints, logs
@@ -10,6 +10,8 @@ The files of one training step, in order; docs/concepts/step-in-code.md goes on 
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
     {jax,torch}/step.py     forward, backward and update (spec T)
     {jax,torch}/llama.py    the model (spec M)
+
+A user's model (``architecture``) is built by {jax,torch}/custom_model.py, and trained by custom_trainer.py beside it.
 
 Paths without fp8ref/ are below this folder. The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
 puts in place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear, or

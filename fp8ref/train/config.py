@@ -17,7 +17,7 @@ from pathlib import Path
 import pydantic
 import tyro
 
-from fp8ref import attention, linear_rules, linear_selection, llama
+from fp8ref import attention, attention_delayed, grouped, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
 from fp8ref.attention import Variant
 from fp8ref.errors import ConfigError
@@ -25,9 +25,11 @@ from fp8ref.linear_rules import Rule
 from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.train import architecture as architectures
 from fp8ref.train import schedule as schedules
 from fp8ref.train.schedule import Phase, Schedule
 from fp8ref.train.sections import (
+    ArchitectureConfig,
     CheckpointConfig,
     DataConfig,
     LogConfig,
@@ -45,6 +47,7 @@ class Config:
     """The full run configuration, shared by both backends."""  # --help prints this line
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
+    architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
     data: DataConfig = field(default_factory=DataConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -65,17 +68,28 @@ class Config:
             self.numerics.rules is None or self.parallel.devices == 1,
             f"numerics.rules are for one device; parallel has {self.parallel.devices}. Leave one of them out.",
         )
-        if faults := self.numerics.unattended(self.model.head_dim):
+        if faults := architectures.faults(self) + self.numerics.unattended(self.model.head_dim) + self.without_experts():
             require(False, faults[0])
         require(
-            self.numerics.attention is None or self.parallel.attention == "xla",
+            self.numerics.attention is None or self.parallel.attention in ("xla", "tiles", "kernel"),
             f"parallel.attention chooses among JAX's own attentions; numerics.attention {self.numerics.attention!r} is none of them; got "
             f"{self.parallel.attention!r}. Leave one of them out.",
         )
         require(
+            self.numerics.attention is not None or self.parallel.attention not in ("tiles", "kernel"),
+            f"parallel.attention {self.parallel.attention!r} is of numerics.attention, which is left out. Name a variant, or leave it out.",
+        )
+        if self.parallel.attention == "kernel":
+            self._check_kernel()
+        require(
             self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
             f"{self.parallel.compile!r}. Set it to none, or the arithmetic to fast.",
+        )
+        require(
+            self.numerics.attention_scaling == "current" or self.parallel.compile == "none",
+            "numerics.attention_scaling 'delayed' observes amaxes inside attention, which is traced eagerly alone; got parallel.compile "
+            f"{self.parallel.compile!r}. Set it to none.",
         )
         size = self.model.vocab_size
         require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
@@ -91,6 +105,34 @@ class Config:
             "'update_error' in numerics.schedule is of states narrower than float32, by optimizer.kind 'adamw_states'; got kind "
             f"{self.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name such a layout, or begin at a step.",
         )
+
+    def without_experts(self) -> list[str]:
+        """The error messages for keys that a model with experts does not take (M-8)."""
+        if not self.model.num_experts:
+            return []
+        keys = self.parallel
+        return [
+            f"model.num_experts is for {what}. {remedy}"
+            for taken, what, remedy in (
+                (keys.devices == 1, f"one device; parallel has {keys.devices}", "Set parallel.* to 1, or leave out the experts."),
+                (
+                    keys.compile == "none",
+                    f"eager PyTorch, as the host reads each group's size; got parallel.compile {keys.compile!r}",
+                    "Set it to none.",
+                ),
+                (
+                    self.numerics.accumulate in (None, "native"),
+                    f"the framework's own GEMMs; got numerics.accumulate {self.numerics.accumulate!r}",
+                    "Leave it out.",
+                ),
+                (
+                    not self.optimizer.keeps_masters,
+                    f"float32 masters; optimizer.layout {self.optimizer.layout!r} stores narrower ones",
+                    "Name a layout of moments alone, such as sqrt_e4m3.",
+                ),
+            )
+            if not taken
+        ]
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -144,18 +186,42 @@ class Config:
                 "--numerics.schedule None, and name one by --recipe."
             )
 
-    def require_own_attention(self, who: str) -> None:
-        """ConfigError for attention by a variant, which ``who`` does not take."""
-        if self.numerics.attention is not None:
-            raise ConfigError(
-                f"{who} takes the framework's own attention; got numerics.attention {self.numerics.attention!r}. Leave it out, on the "
-                "command line by --numerics.attention None."
-            )
+    def _check_kernel(self) -> None:
+        """ValueError for a config that no library's FP8 kernel trains."""
+        keys, tiles = self.numerics, "Use parallel.attention 'tiles'."
+        require(
+            keys.attention == "cudnn" and keys.attention_scaling == "delayed",
+            "parallel.attention 'kernel' is cuDNN's FP8 attention, which casts with scales that are given: numerics.attention 'cudnn' with "
+            f"numerics.attention_scaling 'delayed'; got {keys.attention!r} with {keys.attention_scaling!r}. {tiles}",
+        )
+        length = self.data.sequence_length
+        require(
+            self.model.head_dim == 128 and length % 128 == 0,
+            f"parallel.attention 'kernel' takes heads of 128 features, and data.sequence_length in multiples of 128; got {self.model.head_dim} and "
+            f"{length}. {tiles}",
+        )
+        require(
+            self.parallel.devices == 1 and not keys.simulates and not self.statistics.every,
+            "parallel.attention 'kernel' is of one device, without numerics.accumulate and statistics.every, which look into the tiles; got "
+            f"{self.parallel.devices} devices, {keys.accumulate!r} and {self.statistics.every}. {tiles}",
+        )
+
+    def require_no_experts(self, who: str) -> None:
+        """ConfigError for a model with experts, which ``who`` does not take."""
+        if self.model.num_experts:
+            raise ConfigError(f"{who} takes no experts; got model.num_experts {self.model.num_experts}. Leave them out.")
 
     @property
     def attention_variant(self) -> Variant | None:
         """The variant of numerics.attention; None for the framework's own attention."""
         return None if self.numerics.attention is None else attention.by_name(self.numerics.attention)
+
+    @property
+    def attention_casts(self) -> dict[str, attention_delayed.Casts]:
+        """{name of a layer's attention: its roles with delayed scales, and how}; {} unless attention has delayed scales."""
+        if self.attention_variant is None or self.numerics.attention_scaling == "current":
+            return {}
+        return dict.fromkeys(self.attention_in_fp8, attention_delayed.casts(self.attention_variant))
 
     @property
     def attention_in_fp8(self) -> list[str]:
@@ -165,12 +231,19 @@ class Config:
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:
-        """numerics.filter_fqns, plus lm_head.
+        """numerics.filter_fqns, plus lm_head, or what makes the logits of a user's model.
 
         It stays in high precision unless fp8_fqns names it (spec R-2).
         """
-        head = () if self.model.tie_word_embeddings or "lm_head" in self.numerics.filter_fqns else ("lm_head",)
-        return (*self.numerics.filter_fqns, *head)
+        return (*self.numerics.filter_fqns, *(head for head in self.shapes.heads if head not in self.numerics.filter_fqns))
+
+    @property
+    def shapes(self) -> architectures.Shapes:
+        """The names and shapes of the model's parameters and linears; a user's model is built for them once.
+
+        Raises as ``architecture.shapes``.
+        """
+        return architectures.shapes(self)
 
     def decisions(self) -> list[Decision]:
         """For every linear of the model, its recipe and the reason (spec R-2).
@@ -178,9 +251,16 @@ class Config:
         Raises as ``linear_selection.select`` and ``linear_rules.apply``.
         """
         chosen = linear_selection.select(
-            llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
+            self.shapes.linears, self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
-        return linear_rules.apply(self.numerics.rules or (), chosen)
+        return linear_rules.apply(self.numerics.rules or (), [self._of_experts(decision) for decision in chosen])
+
+    def _of_experts(self, decision: Decision) -> Decision:
+        """A decision with the number of its weights and the recipe of grouped linears (X-8), if it is of experts."""
+        experts = llama.experts_of(decision.path, self.model)
+        if experts is None:
+            return decision
+        return dataclasses.replace(decision, experts=experts, recipe=grouped.of_linears(decision.recipe).recipe)
 
     def program_linears(self) -> dict[str, Recipe]:
         """The recipe of each linear of JAX's program, by name: of each layer's, or under
@@ -206,6 +286,7 @@ class Config:
 
 for _section in (
     LlamaConfig,
+    ArchitectureConfig,
     DataConfig,
     NumericsConfig,
     Rule,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from fp8ref import attention, llama
+from fp8ref import attention
 from fp8ref.linear_selection import Decision
 from fp8ref.train.config import Config
 
@@ -16,20 +16,26 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     is named; under ``adamw_states`` the layout of the moments too, and of masters that are stored.
 
     parameters       the share of parameters that are multiplied in FP8.
-    multiplications  the share of a forward pass's: M N K of linears and of a tied head, and both
-                     products of attention, whole scores included.
+    multiplications  the share of a forward pass's: M N K of linears and of a tied head, of experts
+                     those that take a token, and both products of attention, whole scores included.
     """
     model, length = config.model, config.data.sequence_length
     fp8 = [d for d in decisions if d.fp8]
-    in_fp8 = sum(math.prod(d.shape) for d in fp8)
-    parameters = in_fp8 / sum(map(math.prod, llama.parameter_shapes(model).values()))
-    linears = sum(math.prod(d.shape) for d in decisions) + model.tie_word_embeddings * model.vocab_size * model.hidden_size
-    attended, variant = 2 * length * model.hidden_size * model.num_hidden_layers, config.numerics.attention
+    in_fp8 = sum(d.size for d in fp8)
+    parameters = in_fp8 / sum(map(math.prod, config.shapes.parameters.values()))
+    linears, times = model.tie_word_embeddings * model.vocab_size * model.hidden_size, 0
+    for d in decisions:  # a token is multiplied by the weights of its own experts
+        of_token = math.prod(d.shape) * (1 if d.experts is None else model.num_experts_per_tok)
+        linears, times = linears + of_token, times + d.fp8 * of_token
+    linears += model.num_experts * model.hidden_size * model.num_hidden_layers  # routers
+    custom = config.architecture.kind != "llama"  # of what is no linear nothing is known
+    attended = (not custom) * 2 * length * model.num_attention_heads * model.head_dim * model.num_hidden_layers
+    variant = config.numerics.attention
     attends = variant is not None and attention.by_name(variant).fmt.bits == 8
-    multiplications = (in_fp8 + attends * attended) / (linears + attended)
+    multiplications = (times + attends * attended) / (linears + attended)
     recipes = ", ".join(dict.fromkeys(d.recipe.name for d in fp8))
     line = f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, {f'and attention ({variant}), ' * attends}"
-    line += f"{parameters:.1%} of the parameters and {multiplications:.1%} of the multiplications"
+    line += f"{parameters:.1%} of the parameters and {multiplications:.1%} of the multiplications{' of linears' * custom}"
     left_out = [f"{d.path} ({d.reason})" for d in decisions if not d.fp8]
     more = [f"and {len(left_out) - SHOWN} more"] * (len(left_out) > SHOWN)
     line += f". Not in FP8: {'; '.join([*left_out[:SHOWN], *more])}." if fp8 and left_out else "."
@@ -39,7 +45,7 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     layout = config.optimizer.moment_layout
     if layout is None:
         return found
-    sizes = [math.prod(shape) for shape in llama.parameter_shapes(model).values()]
+    sizes = [math.prod(shape) for shape in config.shapes.parameters.values()]
     kept = sum(size * layout.bytes_per_parameter(size) for size in sizes) / sum(sizes)
     summary = f"{line} AdamW's moments in layout {layout.name}: {kept:.2f} bytes a parameter."
     about = {"layout": layout.name, "bytes_per_parameter": kept}

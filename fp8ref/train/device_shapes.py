@@ -72,16 +72,17 @@ def copied(config: Config, backend: str) -> dict[str, Recipe]:
     possible = keys.gather == "fp8" if sharded(config, backend) else keys.compile == "none"
     if backend == "torch" and not (possible and len(config.recipes) == 1):
         return {}
-    return {d.path: d.recipe for d in config.decisions() if recipes.casts_weight_once(d.recipe)}
+    return {d.path: d.recipe for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe)}
 
 
 def kinds(config: Config) -> dict[str, int]:
     """Number of parameters by kind, and in all."""
-    found = dict.fromkeys(("embedding", "attention", "mlp", "norms", "lm_head"), 0)
+    found = dict.fromkeys(("embedding", "attention", "mlp", *(["experts"] if config.model.num_experts else []), "norms", "lm_head"), 0)
     for name, shape in llama.parameter_shapes(config.model).items():
         parts = name.split(".")
         kind = "embedding" if name == llama.EMBEDDING else "norms" if len(shape) < 2 else "lm_head" if parts[0] == "lm_head" else ""
-        found[kind or ("attention" if "self_attn" in parts else "mlp")] += math.prod(shape)
+        of_layer = "attention" if "self_attn" in parts else "experts" if len(shape) > 2 else "mlp"
+        found[kind or of_layer] += math.prod(shape)
     return found | {"all": sum(found.values())}
 
 

@@ -1,6 +1,5 @@
-"""Export and import weights of transformers' LlamaForCausalLM, in safetensors (spec K-7)."""
+"""Export and import weights of transformers' LlamaForCausalLM, Qwen3ForCausalLM and Qwen3MoeForCausalLM, in safetensors (spec K-7)."""
 
-import dataclasses
 import importlib
 import json
 import shutil
@@ -17,7 +16,7 @@ from safetensors.numpy import save_file
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
-from fp8ref.train import checkpoint, log
+from fp8ref.train import checkpoint, hugging_face, log
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
@@ -27,6 +26,9 @@ LARGEST = 5 * 2**30
 
 INDEX = "model.safetensors.index.json"
 """The file that says which file holds which tensor, where there are several."""
+
+OURS = {"moe_intermediate_size": "intermediate_size", "head_dim": "head_size"}
+"""Keys of config.json whose name in a config of fp8ref is another."""
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """{dtype in safetensors: NumPy's}; safetensors finds bfloat16 where ml_dtypes has defined it."""
@@ -64,15 +66,22 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
 
 def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
     config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
+    if config.architecture.kind in ("torch", "nnx"):
+        raise ConfigError(
+            f"an export has the format of transformers, which a model of kind {config.architecture.kind!r} has not; read {found.state}."
+        )
     used = config.data.tokenizer
     if tokenizer is None and used and Path(used).is_file():
         tokenizer = Path(used)
     beside = [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
     library = importlib.import_module(f"fp8ref.train.{found.manifest['backend']}.checkpoint")
+    if config.architecture.kind == "llama":
+        hugging_face.kind(config.model)  # refuses a model that transformers has not
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
     try:
         checkpoint.make_empty(unfinished)
-        _write(unfinished, config, library.weights(found.state, llama.parameter_shapes(config.model)))
+        weights = library.weights(found.state, config.shapes.parameters)
+        _write(unfinished, config, hugging_face.apart(weights) if config.architecture.kind == "llama" else weights)
         for file in beside:
             shutil.copyfile(file, unfinished / file.name)
         if out.exists():
@@ -117,6 +126,27 @@ def read(path: Path, model: LlamaConfig) -> dict[str, llama.Weight]:
               missing or damaged; weights of other names, shapes or dtypes.
     """
     _check_config(path, model)
+    weights = stored(path)
+    if model.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    try:
+        weights = hugging_face.together(weights)
+        llama.check_weights(weights, model)
+    except ValueError as error:
+        raise ConfigError(f"run.init_from {path}: {error}") from error
+    return weights
+
+
+def weights_of(path: Path, config: Config) -> dict[str, llama.Weight]:
+    """The weights of a directory for the model that a config trains; those of a user's model are compared with it when it is filled."""
+    return read(path, config.model) if config.architecture.kind == "llama" else stored(path)
+
+
+def stored(path: Path) -> dict[str, llama.Weight]:
+    """The weights in the safetensors of a directory, each read where it is used.
+
+    Raises:   ConfigError: none, or damaged ones; other dtypes than float32, float16 and bfloat16.
+    """
     index = path / INDEX
     try:
         names = (
@@ -131,12 +161,6 @@ def read(path: Path, model: LlamaConfig) -> dict[str, llama.Weight]:
             weights |= _stored(path / name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ConfigError(f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are never read.") from error
-    if model.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    try:
-        llama.check_weights(weights, model)
-    except ValueError as error:
-        raise ConfigError(f"run.init_from {path}: {error}") from error
     return weights
 
 
@@ -173,18 +197,14 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
 
 def _hugging_face(config: Config) -> dict[str, Any]:
     """The content of config.json."""
-    model = dataclasses.asdict(config.model)
-    theta = model.pop("rope_theta")
+    if config.architecture.kind == "transformers":
+        source = Path(config.architecture.source or "")
+        return json.loads((source / "config.json" if source.is_dir() else source).read_text(encoding="utf-8"))
+    theta = config.model.rope_theta
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        **model,
-        "head_dim": config.model.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **hugging_face.described(config.model),
+        "architectures": [hugging_face.KINDS[hugging_face.kind(config.model)]],
         "max_position_embeddings": config.data.sequence_length,
-        "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "dtype": "float32",
         "bos_token_id": None,
@@ -195,34 +215,32 @@ def _hugging_face(config: Config) -> dict[str, Any]:
 def _check_config(path: Path, model: LlamaConfig) -> None:
     """ConfigError if config.json describes another model.
 
-    initializer_range may differ, because it only drew the initial weights.
+    initializer_range and router_aux_loss_coef may differ: they drew the initial weights and train.
     """
     try:
         found = json.loads((path / "config.json").read_text(encoding="utf-8"))
         found.setdefault("rope_theta", (found.get("rope_parameters") or {}).get("rope_theta"))
+        if "num_local_experts" in found:  # as transformers 5 writes it
+            found.setdefault("num_experts", found["num_local_experts"])
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that fp8ref export wrote."
         ) from error
-    asked: Mapping[str, Any] = {
-        "model_type": "llama",
-        **dataclasses.asdict(model),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    asked: Mapping[str, Any] = hugging_face.described(model)
     scaled = (found.get("rope_parameters") or found.get("rope_scaling") or {}).get("rope_type", "default")
     if scaled != "default":
         raise ConfigError(
             f"run.init_from {path}: fp8ref has rotary tables of rope_type 'default' only (M-4); its config.json has {scaled!r}."
         )
-    for key in ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+    sizes = [key for key in ("num_experts", "moe_intermediate_size", "intermediate_size") if key in asked]
+    for key in ("model_type", "hidden_size", *sizes, "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if key not in found:
             raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")
-    for key in asked.keys() - {"initializer_range"}:
+    for key in asked.keys() - {"initializer_range", "router_aux_loss_coef"}:
         if key in found and found[key] is not None and found[key] != asked[key]:
+            ours = OURS.get(key, key)
             raise ConfigError(
-                f"run.init_from {path}: its config.json has {key} {found[key]!r}; model.{key} is {asked[key]!r}. Make them equal."
+                f"run.init_from {path}: its config.json has {key} {found[key]!r}; model.{ours} is {asked[key]!r}. Make them equal."
             )
 
 

@@ -26,7 +26,7 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
     found = by_name(name)
     decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions()]
     specs = [spec for d in decisions for spec in d.recipe.gemms.values() if spec.fp8]
-    if not specs:
+    if not specs and not config.attention_in_fp8:
         raise ConfigError(
             f"numerics.accumulate {name!r} simulates FP8 GEMMs; recipe "
             f"{', '.join(config.recipes)!r} has none. Leave it out, or use recipe 'tensorwise'."
@@ -35,6 +35,11 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
     if unknown := sorted({cast.fmt.name for cast in casts} - {"e4m3fn", "e5m2"}):
         raise ConfigError(f"numerics.accumulate {name!r}: tensor cores multiply e4m3fn and e5m2; the recipe has {', '.join(unknown)}.")
     epilogue = found.epilogue
+    if epilogue is not None and config.attention_in_fp8:
+        raise ConfigError(
+            f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} scales and rounds GEMMs of linears, and attention scales the sums of "
+            f"numerics.attention {config.numerics.attention!r} itself. Use a plan by name."
+        )
     if epilogue is not None and epilogue.round_first and any(granularity_of(cast.granularity).reduced is not None for cast in casts):
         raise ConfigError(
             f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} rounds the sum over all of K before it is scaled, and recipe "

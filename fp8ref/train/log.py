@@ -40,6 +40,7 @@ PACKAGES = (
     "safetensors",
     "tokenizers",
     "tiktoken",
+    "transformers",
 )
 """The packages whose versions a manifest records, where they are installed."""
 
@@ -166,6 +167,8 @@ def create(
         **_of_recipe(config, decisions, (proofs or {}).get(config.numerics.recipe)),
         "starts": _starts(out, start),
     }
+    if config.architecture.kind != "llama":
+        manifest["model"] = {"class": config.shapes.kind, "parameters": sum(map(math.prod, config.shapes.parameters.values()))}
     if simulated := hardware.to_manifest(config):
         manifest["hardware"] = simulated
     if config.numerics.schedule is not None:

@@ -14,8 +14,8 @@ import numpy as np
 from fp8ref import console, health, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.linear_selection import Decision
+from fp8ref.train import architecture, coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
 from fp8ref.train import config as configs
-from fp8ref.train import coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
 from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
@@ -79,10 +79,11 @@ class Trainer(Protocol):
         """The gradients of a batch's mean loss, before clipping; no state changes."""
         ...
 
-    def observe(self, tokens: np.ndarray, observer) -> None:
+    def observe(self, tokens: np.ndarray, observer, attention=None) -> None:
         """Run one forward and backward pass.
 
-        Each FP8 GEMM calls observer(layer, gemm, a, b, out).
+        Each FP8 GEMM calls observer(layer, gemm, a, b, out); each pass of attention by a variant calls attention(layer, phase,
+        arrays), if given, with what it made (``attention_products.SHOWN``).
         """
         ...
 
@@ -129,11 +130,13 @@ def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | 
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
+    architecture.check_backend(config, backend)
     parallel, optimizer = config.parallel, config.optimizer
     if refused := optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + config.unswitched(backend):
         raise ConfigError(refused[0])
     multiply = hardware.of(config, backend)
-    return importlib.import_module(f"fp8ref.train.{backend}.trainer").Trainer(config, weights, multiply=multiply)
+    kind = "trainer" if config.architecture.kind == "llama" else "custom_trainer"
+    return importlib.import_module(f"fp8ref.train.{backend}.{kind}").Trainer(config, weights, multiply=multiply)
 
 
 def train(
@@ -214,7 +217,7 @@ def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: b
     """
     given = config.run.init_from if initial else None
     try:
-        model = trainer(backend, config, export.read(Path(given), config.model) if given else None)
+        model = trainer(backend, config, export.weights_of(Path(given), config) if given else None)
     except MemoryError as error:
         raise ConfigError(
             f"the model does not fit into memory: {error}. Lower the sizes of model.*; --dry-run shows the memory that they need."
@@ -236,7 +239,12 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
 
     data.source may differ, because the hash of the text is compared.
     """
-    told = processes.gather({"config": configs.to_dict(config.replace(data={"source": "stdlib"})), "text": batches.description["sha256"]})
+    told = processes.gather(
+        {
+            "config": configs.to_dict(config.replace(data={"source": "stdlib", "mixture": None, "evaluation": None})),
+            "text": batches.description["sha256"],
+        }
+    )
     for index, other in enumerate(told):
         for key, (theirs, first) in configs.differences(other, told[0]).items():
             raise ConfigError(
@@ -336,7 +344,8 @@ class _Training:
             try:
                 about = {"step": step} | metrics
                 kept = failed_step.write(self.out, self.model, config, tokens, about, self.processes, recipe=self.recipe)
-                remedy = f"fp8ref crosscheck --replay {kept} names where it began."
+                replays = config.architecture.kind == "llama"
+                remedy = f"fp8ref crosscheck --replay {kept} names where it began." if replays else f"{kept} has the state and the batch."
             except Exception as error:  # a failure to save must not hide the non-finite loss
                 remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
             raise NonFiniteError(_explain(self.model, step, metrics, remedy))
@@ -344,11 +353,22 @@ class _Training:
         every = config.run.eval_every
         if (every and (step + 1) % every == 0) or step + 1 == config.run.steps:
             with watch("evaluation"):
-                losses = [self.model.evaluate(self.batches.held_out(i)) for i in range(config.run.eval_batches)]
-            line["val_loss"] = float(np.mean(losses))
-            if not math.isfinite(line["val_loss"]):
-                raise NonFiniteError(f"after step {step}: validation loss {line['val_loss']}. Lower optimizer.learning_rate.")
+                line |= self.validated(step)
         return line
+
+    def validated(self, step: int) -> dict[str, float]:
+        """Validation losses after a step: ``val_loss``, and ``val_loss_<name>`` of each set of data.evaluation.
+
+        Raises:   NonFiniteError: one that is not finite.
+        """
+        sets: dict[str, Callable[[int], np.ndarray]] = {"val_loss": self.batches.held_out}
+        sets |= {f"val_loss_{name}": functools.partial(self.batches.of_set, name) for name in self.batches.evaluation}
+        found = {}
+        for key, batch in sets.items():
+            found[key] = float(np.mean([self.model.evaluate(batch(i)) for i in range(self.config.run.eval_batches)]))
+            if not math.isfinite(found[key]):
+                raise NonFiniteError(f"after step {step}: validation loss {found[key]} ({key}). Lower optimizer.learning_rate.")
+        return found
 
     def switch(self, step: int) -> None:
         """Go over to the recipe of a step, where its phase has another (T-9)."""

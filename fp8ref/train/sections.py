@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 import tyro
 
-from fp8ref import attention, states
+from fp8ref import attention, attention_delayed, states
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
@@ -23,12 +23,38 @@ def require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArchitectureConfig:
+    """What is trained: the trainer's own Llama of section model, or a model of yours (spec T-10)."""
+
+    kind: Literal["llama", "transformers", "torch", "nnx"] = "llama"
+    """llama: the trainer's own. transformers: a causal model of transformers (PyTorch). torch, nnx: what an import path makes, for PyTorch or JAX."""
+    source: str | None = None
+    """transformers: a directory with config.json, or the file. torch, nnx: module:function; called with vocab_size= (nnx: and rngs=), it makes a model
+    that takes tokens [B, T] and returns logits [B, T, V]."""
+
+    def __post_init__(self) -> None:
+        given = self.source is not None
+        require(
+            given == (self.kind != "llama"),
+            f"architecture.source is of a model of yours, which architecture.kind names; got kind {self.kind!r} and source {self.source!r}.",
+        )
+        require(
+            self.kind not in ("torch", "nnx") or ":" in (self.source or ""),
+            f"architecture.source is module:function of kind {self.kind!r}; got {self.source!r}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The training text, and how it is cut into batches (spec D)."""
 
     source: str = "stdlib"
     """Training text: ``stdlib`` (sources of Python's standard library), a directory of text (``*.py``, ``*.md``, ``*.txt``), token shards (.bin,
     .npy) or documents (.parquet, .jsonl), as a file, directory or pattern. ``fp8ref data prepare`` also takes hf:org/name[:config]."""
+    mixture: tuple[tuple[str, float], ...] | None = None
+    """Sources and their weights, in place of source: [["books", 3.0], ["code", 1.0]] takes three sequences of books for each of code."""
+    evaluation: tuple[tuple[str, str], ...] | None = None
+    """Further sets to validate on, each a name and a source, of which all tokens are taken: [["code", "held-out/code"]] is val_loss_code."""
     tokenizer: str | None = None
     """Tokenizer: a tokenizer.json or tiktoken:NAME. Default: each byte is a token."""
     end_of_document: str | None = None
@@ -50,6 +76,19 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.source != "", "data.source is 'stdlib', a file, a directory or a pattern; got ''.")
+        if self.mixture is not None:
+            require(
+                self.source == "stdlib",
+                f"data.mixture names the sources in place of data.source; got {self.source!r} too. Leave one of them out.",
+            )
+            require(len(self.mixture) >= 1, "data.mixture has at least one source; got none. Leave it out.")
+            for name, weight in self.mixture:
+                require(name != "" and 0 < weight < math.inf, f"data.mixture has sources with weights above 0; got {[name, weight]}.")
+        names = [name for name, _ in self.evaluation or ()]
+        require(
+            len(set(names)) == len(names) and all(name.isidentifier() for name in names),
+            f"data.evaluation names each set once, by letters, digits and underscores; got {names}.",
+        )
         for key in ("tokenizer", "text_column"):
             require(getattr(self, key) != "", f"data.{key} is not empty; leave it out for its default.")
         require(self.sequence_length >= 1, f"data.sequence_length is at least 1; got {self.sequence_length}.")
@@ -81,8 +120,7 @@ class DataConfig:
 class NumericsConfig:
     """Which linears run in FP8, and how (spec R)."""
 
-    recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
-    """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise, mxfp8, blockwise_deepgemm or blockwise_ue8m0."""
+    recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"], help=f"One of {', '.join(recipes.trained_recipes())}.")] = "tensorwise"
     schedule: schedules.Entries | None = None
     """Recipes by phase, such as [[0, "tensorwise"], [8000, "bf16"]], the first of them numerics.recipe. A phase begins at a step, or at a string:
     "learning_rate < 3e-4" after warm-up, or, of what statistics.every measures, "sqnr < 18" (dB) of an operand of the phase before or "update_error > 0.1"
@@ -104,6 +142,10 @@ class NumericsConfig:
     attention_arithmetic: Literal["fast", "stated"] = "fast"
     """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
     stated order, rounded once, several times slower."""
+
+    attention_scaling: Literal["current", "delayed"] = "current"
+    """Where numerics.attention has its scales from: the tensors of the step itself; or, of cudnn alone, the amaxes of past steps (spec A-19), a state
+    for each of q, k, v, s, o, do, ds, dq, dk and dv of a layer."""
 
     def __post_init__(self) -> None:
         recipes.check_trained(self.recipe, "numerics.recipe")
@@ -129,6 +171,16 @@ class NumericsConfig:
             f"numerics.attention_arithmetic is of numerics.attention, which is left out; got {self.attention_arithmetic!r}. Leave both out, or "
             "name a variant.",
         )
+        require(
+            self.attention_scaling in ("current", "delayed"),
+            f"numerics.attention_scaling is current or delayed; got {self.attention_scaling!r}.",
+        )
+        require(
+            self.attention_scaling == "current"
+            or (self.attention in attention.VARIANTS and bool(attention_delayed.roles(attention.by_name(self.attention)))),
+            "numerics.attention_scaling 'delayed' is of attention with one FP8 scale for a tensor; got numerics.attention "
+            f"{self.attention!r}. Use variant 'cudnn', or leave it out.",
+        )
         if self.attention is not None:
             trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
             require(
@@ -137,9 +189,9 @@ class NumericsConfig:
                 "framework's own attention.",
             )
             require(
-                not self.simulates,
-                f"numerics.accumulate simulates the GEMMs of linears alone; got {self.accumulate!r} with numerics.attention "
-                f"{self.attention!r}. Leave one of them out.",
+                not self.simulates or attention.by_name(self.attention).granularity != "mx_1x32",
+                f"numerics.accumulate multiplies FP8 codes, and attention multiplies MX blocks dequantized; got {self.accumulate!r} with "
+                f"numerics.attention {self.attention!r}. Leave one of them out, or use variant 'cudnn'.",
             )
 
     def unattended(self, head_dim: int) -> list[str]:
@@ -201,9 +253,10 @@ class ParallelConfig:
     """PyTorch: compute the scales of all weights gathered in FP8 with one all-reduce for each forward pass, not one for each weight."""
     reduction: Literal["native", "ordered"] = "native"
     """PyTorch: sum gradients over FSDP devices as the backend does (native) or in rank order (ordered)."""
-    attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
     """JAX: attention by XLA, which writes all scores (xla) or those of 512 queries at a time (chunked); or by cuDNN's fused kernel, which needs
-    an NVIDIA GPU."""
+    an NVIDIA GPU. Of numerics.attention, in either backend: tile by tile (tiles, its default), or a library's FP8 kernel (kernel): cuDNN's in JAX, of
+    cudnn with delayed scales."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing. Recompute nothing, everything except the outputs of linears and attention, or the whole layer. In JAX selective
     also recomputes attention's scores."""
@@ -277,7 +330,7 @@ class ParallelConfig:
         theirs = (
             (
                 "through",
-                "attention",
+                *(["attention"] if self.attention not in ("tiles", "kernel") else []),
                 "scan",
                 "reduce",
                 "accumulate_dtype",

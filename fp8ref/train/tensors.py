@@ -54,7 +54,7 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     is updated.
 
     Raises:   ConfigError: no run; a run of several devices; no checkpoint; a layer that does not
-              run in FP8.
+              run in FP8, or is of experts.
     """
     manifest, lines = run_files.manifest(run), run_files.statistics(run)
     config = configs.load(run / "config.toml")
@@ -65,6 +65,8 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
         raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
     recipe = config.scheduled(last.manifest.get("measured", [])).recipe(last.step)
     planned = [decision.path for decision in config.under(recipe).decisions() if decision.fp8]
+    if of_experts := [d.path for d in config.decisions() if d.experts and d.path in layers]:
+        raise ConfigError(f"tensors are taken from linears with one weight; {of_experts[0]} has one for each expert. Name others.")
     if absent := [layer for layer in layers if layer not in planned]:
         raise ConfigError(f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
     trainer = loop.trainer(manifest["backend"], config)

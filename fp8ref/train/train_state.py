@@ -4,7 +4,8 @@ Both backends share this declaration.
 
     model.<parameter>                    the float32 master; under a layout with masters (O-14) the fields of a narrower one
     exp_avg.<parameter>                  AdamW's first moment; exp_avg_sq.<parameter> is its second
-    fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module, <linear>.states.<role>
+    fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module, <linear>.states.<role>. A layer's
+                                         attention is <layer>.self_attn
     exp_avg.<parameter>.<field>          under ``adamw_states``, in place of a moment: the fields of its layout (O-1)
     count                                JAX: steps taken. PyTorch restores them from the manifest's step
 
@@ -24,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import llama
 from fp8ref.recipe import delayed_casts
 from fp8ref.states import Moment
 from fp8ref.train.config import Config
@@ -108,7 +108,7 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for one in PER_PARAMETER:
-        for name, shape in llama.parameter_shapes(config.model).items():
+        for name, shape in config.shapes.parameters.items():
             stored = one.stored(config.optimizer, math.prod(shape))
             if stored is None:
                 found[f"{one.name}.{name}"] = Tensor(shape, "float32")
@@ -150,9 +150,11 @@ def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
     # linear under ``states``.
     module, scale, count = (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
     found: dict[str, Tensor] = {}
-    for decision in (d for recipe in config.recipes for d in config.under(recipe).decisions()):
-        for role, (_, delayed) in delayed_casts(decision.recipe).items():
-            prefix = f"{FP8}.{decision.path}{module}.{role}"
+    decisions = (d for recipe in config.recipes for d in config.under(recipe).decisions())
+    keepers: list[tuple[str, Mapping]] = [(d.path, delayed_casts(d.recipe)) for d in decisions]
+    for path, casts in keepers + list(config.attention_casts.items()):
+        for role, (_, delayed) in casts.items():
+            prefix = f"{FP8}.{path}{module}.{role}"
             found[f"{prefix}.{scale}"] = Tensor((), "float32")
             found[f"{prefix}.amax_history"] = Tensor((delayed.history_length,), "float32")
             found[f"{prefix}.step"] = Tensor((), count)

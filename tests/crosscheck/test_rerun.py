@@ -65,6 +65,23 @@ def test_an_output_that_overflows_is_located(recipe, linear, row, backend, small
     assert not found.ok
 
 
+@BACKENDS
+def test_an_experts_output_that_overflows_is_located(backend, small, tmp_path):  # K-9, M-8
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
+    config = small.replace(numerics={"recipe": "rowwise"}, model=experts)
+    name = f"{LAYER}.mlp.experts.up_proj"
+    weights = llama.initial_weights(config.model, seed=0)
+    weights[llama.EMBEDDING][:] = np.where(np.arange(config.model.hidden_size) % 2, -1, 1)
+    weights[llama.EMBEDDING][TOKEN] = 1
+    weights[f"{LAYER}.self_attn.v_proj.weight"][:] = weights[f"{LAYER}.mlp.experts.down_proj.weight"][:] = 0
+    weights[f"{name}.weight"][:, 5] = 1e38  # of each expert, times TOKEN's 32 ones
+    found = rerun(kept(config, backend, weights, tmp_path))
+    assert (found.first.layer, found.first.role, found.first.element[-1], found.first.found_by) == (name, "output", 5, "sim")
+    assert found.first.value == np.inf
+    assert found.reproduced
+    assert found.faithful
+
+
 @pytest.mark.slow
 @BACKENDS
 def test_a_step_under_a_plan_is_rerun_under_it(backend, small, tmp_path, monkeypatch):  # K-9, G-19

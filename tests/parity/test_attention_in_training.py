@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from fp8ref import llama
-from fp8ref.crosscheck import one_device
+from fp8ref.crosscheck import one_device, rerun
 from fp8ref.errors import ConfigError
 from fp8ref.jax import attention as attention_jax
 from fp8ref.sim import llama as simulated
 from fp8ref.torch import attention as attention_torch
-from fp8ref.train import failed_step, loop
+from fp8ref.train import failed_step, hardware, loop
 from fp8ref.train.data import loader
 from fp8ref.train.processes import Alone
 
@@ -69,8 +69,6 @@ def test_a_mesh_takes_the_scales_of_whole_tensors_in_jax(parallel, config):  # A
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatch):
-    from fp8ref.crosscheck import rerun
-
     weights = llama.initial_weights(config.model, seed=0)
     weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3e38)
     trainer = loop.trainer(backend, config, weights)
@@ -86,12 +84,26 @@ def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatc
     assert found.reproduced
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_failed_step_names_the_scores(backend, config, tmp_path):  # K-9
+    """q and k of 1e20 are finite, and so are their scales: their scores are not."""
+    weights = llama.initial_weights(config.model, seed=0)
+    for role in "qk":
+        weights[f"model.layers.0.self_attn.{role}_proj.weight"] *= np.float32(1e21)
+    trainer, tokens = loop.trainer(backend, config, weights), loader.open_batches(config).step(0)
+    written = failed_step.write(tmp_path, trainer, config, tokens, {"step": 0, **trainer.step(tokens)}, Alone())
+    found = rerun.rerun(tmp_path / written)
+    assert (found.first.layer, found.first.role, found.first.found_by) == ("model.layers.0.self_attn", "S", backend)
+    assert found.first.why == "q, k and their scales are finite: their product left float32's range"
+    assert (found.operands, found.faithful) == (3, True)  # q, k and v; dO is not finite
+
+
 REFUSED = [
     ({"attention": "fa3"}, r"numerics.attention is one of exact, bf16, cudnn, mxfp8, which have gradients; got 'fa3'"),
     ({"attention": "flash"}, r"numerics.attention is one of .*; got 'flash'"),
     ({"attention": "cudnn", "attention_arithmetic": "exact"}, r"attention_arithmetic is one of fast, stated; got 'exact'"),
     ({"attention": None, "attention_arithmetic": "stated"}, r"is of numerics.attention, which is left out; got 'stated'"),
-    ({"attention": "cudnn", "accumulate": "hopper"}, r"simulates the GEMMs of linears alone; got 'hopper' with numerics.attention 'cudnn'"),
+    ({"attention": "mxfp8", "accumulate": "hopper"}, r"attention multiplies MX blocks dequantized; got 'hopper' with .* 'mxfp8'"),
 ]
 
 
@@ -106,6 +118,43 @@ def test_heads_that_a_variant_does_not_take_are_refused(small):
         small.replace(numerics={"attention": "mxfp8"})
     with pytest.raises(ValueError, match=r"'cudnn' takes heads of at most 256 features; got 512"):
         small.replace(model={"hidden_size": 1024}, numerics={"attention": "cudnn"})
+
+
+KERNEL = {"parallel": {"attention": "kernel"}}
+REFUSED_KERNELS = [
+    (
+        {},
+        r"numerics.attention 'cudnn' with numerics.attention_scaling 'delayed'; got 'cudnn' with 'current'. Use parallel.attention 'tiles'",
+    ),
+    ({"numerics": {"attention_scaling": "delayed"}}, r"heads of 128 features, and data.sequence_length in multiples of 128; got 32 and 16"),
+    ({"numerics": {"attention": None}}, r"got None with 'current'|is of numerics.attention, which is left out"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), REFUSED_KERNELS)
+def test_a_kernel_that_cannot_train_is_refused(change, said, config):  # A-20
+    with pytest.raises(ValueError, match=said):
+        config.replace(**KERNEL, **change)
+
+
+def test_a_kernel_is_never_replaced(small):  # A-20
+    wide = small.replace(model={"hidden_size": 256}, data={"sequence_length": 128})
+    config = wide.replace(numerics={"attention": "cudnn", "attention_scaling": "delayed"}, **KERNEL)
+    with pytest.raises(ConfigError, match=r"'kernel' needs an NVIDIA GPU; jax runs on cpu. Set parallel.attention to tiles"):
+        loop.trainer("jax", config)
+    with pytest.raises(
+        ConfigError, match=r"no FP8 kernel of variant 'cudnn' with gradients.*Set parallel.attention to tiles, or train in JAX"
+    ):
+        loop.trainer("torch", config)
+    with pytest.raises(
+        ValueError, match=r"without numerics.accumulate and statistics.every, which look into the tiles; got 1 devices, 'hopper'"
+    ):
+        config.replace(numerics={"accumulate": "hopper"})
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_tiles_may_be_named(backend, config):
+    assert loop.trainer(backend, config.replace(parallel={"attention": "tiles"})).config.parallel.attention == "tiles"
 
 
 def test_two_choices_of_attention_are_refused(config):
@@ -143,8 +192,20 @@ def test_the_stated_arithmetic_is_a_choice_by_name(backend, config, monkeypatch)
     assert found[0] == pytest.approx(found[1], rel=2**-10)  # a code in a thousand is a neighbor, averaged over tokens
 
 
-def test_what_knows_only_the_frameworks_attention_says_so(config):
-    from fp8ref.crosscheck.divergence import live
-
-    with pytest.raises(ConfigError, match=r"--first-divergence, of this config, takes the framework's own attention"):
-        live.check_alone(config, "this config")
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_simulated_hardware_multiplies_its_products(backend, config):  # G-19, B-12, B-15
+    """The simulator has the logits of the same plan, but for roundings of norms and rotations: more than of exact sums."""
+    config = config.replace(model={"num_key_value_heads": 1}, numerics={"attention_arithmetic": "stated", "accumulate": "hopper"})
+    weights = {name: 4 * w for name, w in llama.initial_weights(config.model, seed=0).items()}
+    trainer, tokens = loop.trainer(backend, config, weights), loader.open_batches(config).step(0)
+    found = trainer.logits(tokens[:, :-1])
+    equal = [
+        float((simulated.forward(tokens[:, :-1], weights, config.model, {}, attention="cudnn", multiply=plan) == found).mean())
+        for plan in (hardware.of(config), None)
+    ]
+    assert equal[0] > 0.95
+    assert equal[1] < equal[0] - 0.02
+    proven = trainer.prove(tokens)
+    assert {(gemm["plan"], gemm["accumulate"]) for gemm in proven["attention"]["gemms"]} == {("hopper", "slow")}
+    assert len(proven["attention"]["gemms"]) == 6
+    assert proven["missing"] == []

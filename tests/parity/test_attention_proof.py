@@ -76,7 +76,7 @@ def test_attention_by_another_function_stops_a_jax_run(config, monkeypatch):  # 
 
     def other(q, k, v, *, tap, **how):
         heads = (x.swapaxes(1, 2) for x in (q, k, v))
-        return jax.nn.dot_product_attention(*heads, is_causal=True).swapaxes(1, 2), tap
+        return jax.nn.dot_product_attention(*heads, is_causal=True).swapaxes(1, 2), None, tap
 
     monkeypatch.setattr(attention_jax, "apply_with_stats", other)
     with pytest.raises(ConfigError, match=rf"{LAYER}/scores: planned f8e4m3fn x f8e4m3fn, slow; found no such dot"):

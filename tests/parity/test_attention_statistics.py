@@ -83,8 +83,8 @@ def tensors(monkeypatch):
         passed.defvjp(lambda o: (o, None), backward)
         for role, x in (("q", q), ("k", k), ("v", v)):
             jax.debug.callback(note(name, role), x)
-        o, tap = apply(q, k, v, name=name, tap=tap, **how)
-        return passed(o), tap
+        o, seen, tap = apply(q, k, v, name=name, tap=tap, **how)
+        return passed(o), seen, tap
 
     monkeypatch.setattr(attention_observer, "report", reported)
     monkeypatch.setattr(attention_jax, "apply_with_stats", applied)

@@ -1,5 +1,7 @@
 """Grouped linears of both backends against the simulator: codes and scales bit for bit, GEMMs within B-1, on integers equal (spec X)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,11 @@ from grouped_cases import DYNAMIC, EVERY, GEMMS, OFFS, SIZES, E, M, N, integers,
 from fp8ref import grouped as recipes
 from fp8ref.conformance.gemm import bound
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.grouped import GROUPED_RECIPES
 from fp8ref.jax import delayed as jax_delayed
 from fp8ref.jax import grouped as jax_grouped
 from fp8ref.jax import grouped_operands as jax_operands
-from fp8ref.recipe import OPERANDS
+from fp8ref.recipe import OPERANDS, Recipe
 from fp8ref.sim import cast, delayed
 from fp8ref.sim import grouped as sim
 from fp8ref.sim import hardware as sim_hardware
@@ -199,3 +202,24 @@ def test_on_simulated_hardware(recipe, rng):  # G-19, X-10
 def test_all_recipes_are_compared():
     assert {*DYNAMIC, "delayed", "bf16"} == set(recipes.GROUPED_RECIPES)
     assert N % 128 == 0
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8"])
+def test_one_operand_alone_is_cast_dequantized_and_multiplied(backend, name, rng):  # L-4
+    """The product in high precision, of a group's operand as the simulator dequantizes it."""
+    x, w, g = tensors(rng)
+    base = GROUPED_RECIPES[name].recipe
+    gemms = {
+        "output": dataclasses.replace(base.output, b=None, accumulate=None),
+        "grad_input": dataclasses.replace(base.grad_input, a=None, accumulate=None),
+        "grad_weight": dataclasses.replace(base.grad_weight, a=None, accumulate=None),
+    }
+    recipe = Recipe(name=f"{name} of one operand", **gemms)
+    narrow = [v.astype(jnp.bfloat16) for v in (x, w, g)]  # the dtype that dequantized operands are rounded to
+    expected, sizes = simulated(*narrow, recipe), simulated(*map(np.abs, narrow), recipe)
+    found = {"torch": torch_results, "jax": jax_results}[backend](x, w, g, recipe)
+    for which in GEMMS:
+        # Both sum at most 256 products, each sum within 256 x 2^-24 of the products' magnitudes, and round it once to bfloat16: by 2^-8 of it.
+        allowed = 2 * 256 * 2**-24 * sizes[which] + 2 * 2**-8 * np.abs(expected[which])
+        assert (np.abs(found[which] - expected[which]) <= allowed).all(), which

@@ -9,6 +9,7 @@ import tomli_w
 
 from fp8ref import configs as shipped
 from fp8ref.errors import ConfigError
+from fp8ref.recipe import trained_recipes
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config, DataConfig, NumericsConfig, OptimizerConfig, RunConfig
 
@@ -164,7 +165,7 @@ def test_every_mistake_of_a_file_is_reported_at_once(tmp_path):
 def test_an_unknown_recipe_names_the_known_ones(tmp_path, recipe):
     with pytest.raises(
         ConfigError,
-        match=f"bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise, mxfp8, blockwise_deepgemm, blockwise_ue8m0; got '{recipe}'",
+        match=f"{', '.join(trained_recipes())}; got '{recipe}'",
     ):
         configs.load(write(tmp_path, f"[numerics]\nrecipe = '{recipe}'"))
 

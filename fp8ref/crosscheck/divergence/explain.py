@@ -14,6 +14,7 @@ import numpy as np
 
 from fp8ref.conformance.compare import Check, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.crosscheck import bounds
+from fp8ref.crosscheck.divergence import attention
 from fp8ref.crosscheck.divergence.difference import Difference
 from fp8ref.crosscheck.divergence.report import Reason
 from fp8ref.crosscheck.divergence.step_values import Value, site_before
@@ -23,6 +24,7 @@ from fp8ref.hardware import Factor, Multiply
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import delayed, gemm, scaling
+from fp8ref.train.sections import NumericsConfig
 
 REASONS = {
     "tokens": Reason(("D-2", "D-3"), "a batch is a function of the text, data.seed and the step: one of them differs"),
@@ -30,6 +32,9 @@ REASONS = {
     "state": Reason(("K-2",), "both continue from different states"),
     "recipe": Reason(("R-1",), "the recipes quantize it differently"),
     "absent": Reason(("R-2",), "one of the recipes runs this GEMM in high precision"),
+    "attention": Reason(
+        ("A-1",), "one of them attends by another variant, or by the framework's own attention: numerics.attention differs"
+    ),
     "weight": Reason(("M-2",), "the master weights are equal, but a backend multiplies values that are not their rounding"),
     "logits": Reason(
         ("G-9", "M-3"), "lm_head in high precision sums in float32 in any order, and so does model.norm before it. B-2 bounds logits"
@@ -78,6 +83,7 @@ class Context:
     outputs     A's observed forward GEMM outputs [B, T, N], by linear.
     unobserved  linears in high precision before the value, which no observer sees.
     multiply    simulated hardware of each backend (G-19); None: the framework's own GEMMs.
+    numerics    both configs', of attention by a variant.
     """
 
     names: tuple[str, str]
@@ -87,6 +93,7 @@ class Context:
     outputs: Mapping[str, np.ndarray]
     unobserved: Sequence[str] = ()
     multiply: tuple[Multiply | None, Multiply | None] = (None, None)
+    numerics: tuple[NumericsConfig, NumericsConfig] | None = None
 
 
 def explain(a: Value, b: Value, d: Difference, context: Context) -> Reason:
@@ -95,6 +102,9 @@ def explain(a: Value, b: Value, d: Difference, context: Context) -> Reason:
         return REASONS[_kind(a)]
     if a.gemm is not None:
         return _of_gemm(a, b, d, context)
+    if a.passes:
+        assert context.numerics is not None
+        return attention.explain(a, b, context.names, context.numerics, context.multiply, context.states)
     if a.role == "weight's gradient":
         return _of_parameter(a, context)
     return REASONS[a.role]

@@ -28,7 +28,7 @@ from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Re
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.errors import ConfigError
 from fp8ref.sim import delayed
-from fp8ref.train import hardware, loop
+from fp8ref.train import architecture, hardware, loop
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.data.loader import Batches
@@ -72,10 +72,11 @@ def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS
 def check_alone(config: Config, whose: str) -> None:
     """Check that the training was on one device and in one recipe: one device cannot repeat the sums of several.
 
-    Raises:   ConfigError: several devices; a schedule.
+    Raises:   ConfigError: several devices; a schedule; a user's model; experts, whose rows two sides may send elsewhere.
     """
+    architecture.require_llama(config, f"--first-divergence of {whose}")
     config.require_one_recipe(f"--first-divergence, of {whose},")
-    config.require_own_attention(f"--first-divergence, of {whose},")
+    config.require_no_experts(f"--first-divergence, of {whose},")
     if config.parallel.devices > 1:
         raise ConfigError(
             f"--first-divergence trains on one device; {whose} has parallel.* for "
@@ -90,7 +91,7 @@ def parts_of(*configs: Config) -> list[str]:
     if all(config.data.microbatches == 1 for config in configs):
         return []
     return [
-        "operands of GEMMs and logits are not observed with data.microbatches above 1: only "
+        "operands of GEMMs, attention and logits are not observed with data.microbatches above 1: only "
         "the batch, loss, gradients and states were compared"
     ]
 
@@ -170,9 +171,12 @@ def _first_in_step(a: Side, b: Side, tokens: np.ndarray, step: int, report: Repo
         outputs=outputs,
         unobserved=unobserved,
         multiply=(hardware.of(a.config), hardware.of(b.config)),
+        numerics=(a.config.numerics, b.config.numerics),
     )
     other = {w.key: w for w in sequences[1]}.get(v.key)
     if other is None or v.key not in {w.key for w in sequences[0]}:
+        if v.passes:
+            return located(step, v, d, REASONS["attention"])
         # only one backend has this GEMM: report the GEMM, not the operand that is its first value
         return located(step, dataclasses.replace(v, role=v.gemm or v.role, observation=None), d, REASONS["absent"])
     return located(step, v, d, explain(v, other, d, context))
@@ -186,7 +190,7 @@ def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, rep
     """
     ours, others = list(mine), list(theirs)
     keys = [{v.key for v in values} for values in (ours, others)]
-    ours, others = ([v for v in values if v.gemm or v.key in there] for values, there in ((ours, keys[1]), (others, keys[0])))
+    ours, others = ([v for v in values if v.gemm or v.passes or v.key in there] for values, there in ((ours, keys[1]), (others, keys[0])))
     suffix = f"{b}-{a}"
     for v, w in itertools.zip_longest(ours, others):
         if v is None or w is None or v.key != w.key:

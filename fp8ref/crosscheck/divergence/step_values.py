@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import llama
+from fp8ref.attention_products import Phase as AttentionPhase
+from fp8ref.crosscheck.attention import SYMBOLS, AttentionPass, format_of
 from fp8ref.crosscheck.operands import Observation, backward, in_pass_order, observe, whole
 from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe
@@ -33,6 +35,8 @@ class Value:
     gemm         the FP8 GEMM that has the array as operand or result.
     cast         how the operand is quantized.
     observation  the whole of that GEMM.
+    passes       the passes of the layer's attention so far, if the value is of attention by a variant.
+    codes_of     the format of codes of attention.
     """
 
     phase: Phase
@@ -43,6 +47,8 @@ class Value:
     gemm: Gemm | None = None
     cast: CastSpec | None = None
     observation: Observation | None = None
+    passes: tuple[AttentionPass, ...] = ()
+    codes_of: Format | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -58,14 +64,15 @@ class Value:
     @property
     def fmt(self) -> Format | None:
         """The format of codes; None for other arrays."""
-        return self.cast.fmt if self.cast and self.part == "codes" else None
+        return self.codes_of or (self.cast.fmt if self.cast and self.part == "codes" else None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """GEMMs, logits and gradients of a forward and backward pass, before its step is taken."""
+    """GEMMs, passes of attention, logits and gradients of a forward and backward pass, before its step is taken."""
 
     gemms: Sequence[Observation]
+    attention: Sequence[AttentionPass]
     logits: np.ndarray | None
     gradients: Mapping[str, np.ndarray]
 
@@ -73,10 +80,13 @@ class Pass:
 def look(trainer: loop.Trainer, tokens: np.ndarray, config: Config, *, operands: bool) -> Pass:
     """Run a forward and backward pass that updates nothing.
 
-    operands   also observe FP8 GEMMs and logits.
+    operands   also observe FP8 GEMMs, attention by a variant, and logits.
     """
+    passes: list[AttentionPass] = []
+    watched = passes if config.numerics.attention is not None else None
     return Pass(
-        gemms=in_pass_order(observe(trainer, tokens), config) if operands else [],
+        gemms=in_pass_order(observe(trainer, tokens, watched), config) if operands else [],
+        attention=passes,
         logits=trainer.logits(tokens[:, :-1]) if operands else None,
         gradients=trainer.gradients(tokens),
     )
@@ -85,12 +95,15 @@ def look(trainer: loop.Trainer, tokens: np.ndarray, config: Config, *, operands:
 def of_step(
     found: Pass, metrics: Mapping[str, float], tokens: np.ndarray, config: Config, recipes: Mapping[str, Recipe], learning_rate: float
 ) -> Iterator[Value]:
-    """GEMMs, logits, loss, gradients, norm and learning rate of a step, in that order."""
+    """GEMMs and attention, logits, loss, gradients, norm and learning rate of a step, in that order."""
     # The order is B-10's: each value is computed from values before it. The first that differs has
     # equal inputs, so that its own operation is what differs.
-    for o in found.gemms:
-        if o.gemm == "output":
-            yield from _of_gemm(o, "forward", recipes, tokens.shape)
+    outputs = {o.layer: o for o in found.gemms if o.gemm == "output"}
+    for name in llama.linear_shapes(config.model):
+        if name in outputs:
+            yield from _of_gemm(outputs[name], "forward", recipes, tokens.shape)
+        if name.endswith("self_attn.v_proj"):
+            yield from _of_attention(found, name.rpartition(".")[0], "forward", config)
     if found.logits is not None:
         yield Value(phase="forward", layer="lm_head", role="logits", value=found.logits)
     yield Value(phase="loss", layer="loss", role="mean", value=np.asarray(metrics["loss"], np.float64))
@@ -100,6 +113,8 @@ def of_step(
                 yield from _of_gemm(o, "backward", recipes, tokens.shape)
         if f"{module}.weight" in found.gradients:
             yield Value(phase="backward", layer=module, role="weight's gradient", value=found.gradients[f"{module}.weight"])
+        if module.endswith("self_attn.o_proj"):
+            yield from _of_attention(found, module.rpartition(".")[0], "backward", config)
     yield Value(phase="backward", layer="gradient", role="norm", value=np.asarray(metrics["grad_norm"], np.float64))
     yield Value(phase="optimizer", layer="optimizer", role="learning rate", value=np.asarray(learning_rate, np.float64))
 
@@ -119,7 +134,9 @@ def of_state(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]
         for name in llama.parameter_shapes(config.model)
     ]
     states = trainer.fp8_states()
-    for name in [f"{layer}/{role}" for layer in llama.linear_shapes(config.model) for role in ROLES if f"{layer}/{role}" in states]:
+    attended = [f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts]
+    of_linears = [f"{layer}/{role}" for layer in llama.linear_shapes(config.model) for role in ROLES if f"{layer}/{role}" in states]
+    for name in of_linears + attended:
         (stored, history, _), (layer, _, role) = states[name], name.rpartition("/")
         values.append(Value(phase=phase, layer=layer, role=f"{role} amax history", value=np.asarray(history)))
         values.append(Value(phase=phase, layer=layer, role=f"{role} stored scale", value=np.asarray(stored)))
@@ -153,6 +170,19 @@ def unobserved(layer: str, config: Config) -> list[str]:
     recipes = {d.path: d.recipe for d in config.decisions()}
     until = names.index(layer) if layer in names else len(names)
     return [name for name in names[:until] if name not in recipes or not recipes[name].output.fp8]
+
+
+def _of_attention(found: Pass, layer: str, phase: AttentionPhase, config: Config) -> Iterator[Value]:
+    passes = [one for one in found.attention if one.layer == layer]
+    variant = config.attention_variant
+    for one in passes:
+        if one.phase != phase or variant is None:
+            continue
+        until = tuple(p for p in passes if p.phase == "forward" or phase == "backward")
+        for what, part, value in one.parts():
+            fmt = format_of(what, variant) if part == "codes" else None
+            role = SYMBOLS.get(what, what)
+            yield Value(phase=phase, layer=layer, role=role, value=value, part=part, passes=until, codes_of=fmt)  # type: ignore[arg-type]
 
 
 def _of_gemm(o: Observation, phase: Phase, recipes: Mapping[str, Recipe], batch: tuple[int, ...]) -> Iterator[Value]:

@@ -11,11 +11,13 @@
 
     proof.missing_products(program, ["layers.0.attention"], variant)
                                     # products of attention by a variant that are absent
+    proof.missing_kernels(proof.kernel_calls(text), ["layers.0.attention"])
+                                    # a library's kernels of attention that are absent (A-20)
 
 ``hlo`` parses programs; ``verdict`` compares them with the recipes, ``attention`` with a variant of attention.
 """
 
-from fp8ref.jax.proof.attention import manifest_of_products, missing_products
+from fp8ref.jax.proof.attention import kernel_calls, manifest_of_products, missing_kernels, missing_products
 from fp8ref.jax.proof.verdict import (
     Collective,
     Gemm,
@@ -38,11 +40,13 @@ __all__ = [
     "collectives",
     "gathers",
     "gemms",
+    "kernel_calls",
     "kernels",
     "lost",
     "manifest",
     "manifest_of_products",
     "missing",
+    "missing_kernels",
     "missing_products",
     "read",
     "read_compiled",

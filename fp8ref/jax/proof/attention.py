@@ -1,25 +1,31 @@
 """The verdict on attention by a variant: which of its products a step runs, and in which types (spec B-15)."""
 
+import re
 from collections.abc import Sequence
 
 from fp8ref.attention import Variant
 from fp8ref.attention_products import Product, formats, products
 from fp8ref.jax import cast
+from fp8ref.jax.attention_kernel import CALLS
 from fp8ref.jax.attention_operands import FAST
+from fp8ref.jax.proof import hlo
 from fp8ref.jax.proof.verdict import Gemm, Program, gemms, hlo_name
 
 
-def missing_products(program: Program, layers: Sequence[str], variant: Variant) -> list[str]:
+def missing_products(program: Program, layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[str]:
     """Products of these layers' attention that a step needs and the program lacks, a line for each.
 
     Each product must be there. Of FP8 codes each of its dots must take two FP8 operands of the variant's formats,
     accumulated as its plan says; under ``mx_1x32`` they take dequantized operands (G-16).
+
+    plan    the simulated hardware that each must run under (B-12); None: XLA's own dots.
     """
     lines, dots = [], gemms(program)
     for layer in layers:
         for product in products(variant):
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, product)]
             wanted = _wanted(product, variant)
+            wanted = wanted and wanted + (f", under {plan}" if plan else "")
             promise = f"{layer}/{product}: planned {wanted or 'a dot of dequantized operands'}"
             others = {_said(dot) for dot in here} - {wanted} if wanted else set()
             lines += [f"{promise}; {have}" for have in (sorted(others) if here else ["found no such dot"])]
@@ -29,7 +35,11 @@ def missing_products(program: Program, layers: Sequence[str], variant: Variant) 
 def manifest_of_products(program: Program, layers: Sequence[str], variant: Variant) -> dict:
     """The proof of attention as a run's manifest keeps it: each distinct dot once, and products of dequantized operands."""
     here = [dot for dot in gemms(program) if dot.layer in layers and dot.which in products(variant)]
-    found = [{"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in here]
+    found = [
+        {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8}
+        | ({"plan": dot.plan} if dot.plan else {})
+        for dot in here
+    ]
     return {
         "variant": variant.name,
         "gemms": [one for i, one in enumerate(found) if one not in found[:i]],
@@ -37,6 +47,27 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
             f"{layer}/{product}" for layer in layers for product in products(variant) if _wanted(product, variant) is None
         ],
     }
+
+
+def kernel_calls(text: str) -> list[str]:
+    """The passes of attention that a library's kernel runs in optimized HLO's text, as ``<layer>: <call>``, in order (A-20)."""
+    found = []
+    for one in hlo.instructions(text):
+        call = next((call for call in CALLS.values() if f'custom_call_target="{call}"' in one.line), None)
+        scope = re.search(r"(?P<layer>[^/()]+)/attention:kernel_", one.path)
+        if call is not None:
+            found.append(f"{scope['layer'] if scope else 'no layer'}: {call}")
+    return found
+
+
+def missing_kernels(calls: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """The passes of these layers' attention that no kernel runs, a line for each."""
+    return [
+        f"{layer}/attention: planned the kernel {call}; found {', '.join(calls) or 'no such call'}"
+        for layer in layers
+        for call in CALLS.values()
+        if f"{layer}: {call}" not in calls
+    ]
 
 
 def _wanted(product: Product, variant: Variant) -> str | None:
@@ -48,4 +79,4 @@ def _wanted(product: Product, variant: Variant) -> str | None:
 
 
 def _said(dot: Gemm) -> str:
-    return f"{dot.a} x {dot.b}, {dot.accumulate}"
+    return f"{dot.a} x {dot.b}, {dot.accumulate}" + (f", under {dot.plan}" if dot.plan else "")

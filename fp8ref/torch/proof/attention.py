@@ -17,16 +17,17 @@ def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.dev
     return arithmetic == "stated" or attention_fast_operands.takes_codes(torch.empty(0, device=device), variant)
 
 
-def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool) -> list[str]:
+def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool, plan: str | None = None) -> list[str]:
     """A line for each product of these layers' attention that did not run, or ever ran otherwise than planned.
 
     codes       ``multiplies_codes``: types and accumulation are compared. Without, a product must have run.
+    plan        the simulated hardware that each must run under (B-12); None: the framework's own GEMMs.
     """
     here: dict[str, set[ProductRecord]] = {}
     for one in trace.products:
         here.setdefault(one.name, set()).add(one)
     lines = []
-    for wanted in _planned(layers, variant):
+    for wanted in _planned(layers, variant, plan):
         found = here.get(wanted.name, set())
         others = sorted(str(one) for one in found - {wanted}) if codes else []
         promise = f"{wanted.name}: planned {wanted if codes else 'a product of dequantized operands'}"
@@ -40,6 +41,7 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
         "variant": variant.name,
         "gemms": [
             {"gemm": one.name, "a": one.a, "b": one.b, "accumulate": one.accumulate, "fp8": one.fp8}
+            | ({"plan": one.plan} if one.plan else {})
             for one in dict.fromkeys(trace.products)
             if one.layer in layers
         ],
@@ -47,7 +49,7 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
     }
 
 
-def _planned(layers: Sequence[str], variant: Variant) -> list[ProductRecord]:
+def _planned(layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[ProductRecord]:
     accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
     of_variant = [(product, [type_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant)]) for product in products(variant)]
-    return [ProductRecord(layer, product, a, b, accumulate) for layer in layers for product, (a, b) in of_variant]
+    return [ProductRecord(layer, product, a, b, accumulate, plan) for layer in layers for product, (a, b) in of_variant]

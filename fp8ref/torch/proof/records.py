@@ -9,7 +9,8 @@ from torch import nn
 
 from fp8ref.attention_products import Product
 from fp8ref.recipe import Gemm
-from fp8ref.torch import batched_gemm, block_gemm, hardware
+from fp8ref.torch import batched_gemm, block_gemm, grouped_gemm, hardware
+from fp8ref.torch.grouped_linear import GroupedLinear
 
 _aten = torch.ops.aten
 SCALED_MM = _aten._scaled_mm.default
@@ -24,6 +25,9 @@ BLOCKS = {"torchao_triton": "blocks", "deep_gemm": "blocks, DeepGEMM"}
 SIMULATED = hardware.OPERATOR
 """The operator of simulated hardware (G-19)."""
 
+GROUPED_GEMM, GROUPED_GEMM_HP = grouped_gemm.OPERATORS
+"""The operators of one GEMM for each group (X-10), in FP8 and in high precision."""
+
 SCALED_MMS = batched_gemm.OPERATOR
 """The operator of a batch of products of attention, in compiled graphs."""
 
@@ -31,6 +35,8 @@ OPERANDS_AT: dict[Any, tuple[int, int]] = {
     SCALED_MM: (0, 1),
     BLOCK_GEMM: (0, 1),
     SIMULATED: (0, 1),
+    GROUPED_GEMM: (1, 3),
+    GROUPED_GEMM_HP: (1, 2),
     _aten.mm.default: (0, 1),
     _aten.addmm.default: (1, 2),
 }
@@ -91,13 +97,18 @@ class GemmRecord:
 
 @dataclass(frozen=True)
 class ProductRecord:
-    """One product of attention, as it ran (B-15). accumulate: None of one in high precision."""
+    """One product of attention, as it ran (B-15).
+
+    accumulate   None of one in high precision.
+    plan         the simulated hardware that it ran under (G-19); None if the framework multiplied.
+    """
 
     layer: str
     product: Product
     a: str
     b: str
     accumulate: str | None
+    plan: str | None = None
 
     @property
     def name(self) -> str:
@@ -110,7 +121,7 @@ class ProductRecord:
         return self.a.startswith("f8") and self.b.startswith("f8")
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate)))
+        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.plan and f"under {self.plan}")))
 
 
 @dataclass
@@ -134,10 +145,10 @@ class GemmTrace:
         return self.unwanted - self.wanted - {gemm.name for gemm in self.gemms}
 
 
-def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear, by its name before modules were compiled or wrapped for checkpointing."""
+def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | GroupedLinear]]:
+    """Every linear and grouped linear, by its name before modules were compiled or wrapped for checkpointing."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | GroupedLinear):
             yield unwrapped(name), module
 
 
@@ -166,19 +177,25 @@ def granularity(*scales: torch.Tensor) -> str:
 
 def of_product(layer: str, product: Product, func: Any, types: tuple[str, str], args: tuple, kwargs: dict) -> ProductRecord:
     """The record of a product of attention by an operator of PRODUCTS_AT."""
-    accumulate = None
+    accumulate = plan = None
     if func is SCALED_MM:
         accumulate = "fast" if arguments(func, args, kwargs).get("use_fast_accum") else "slow"
     elif func is SCALED_MMS:
         accumulate = "fast" if args[3] else "slow"
     elif func is SIMULATED:
-        accumulate = str(args[6])
-    return ProductRecord(layer, product, *types, accumulate)
+        accumulate, _, plan = of_simulated(args)
+    return ProductRecord(layer, product, *types, accumulate, plan)
 
 
 def of_blocks(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[str, str]:
     """Accumulation and granularity of a GEMM by kernels for scales of blocks (G-17)."""
     return BLOCKS[by], f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"
+
+
+def of_groups(arguments: Sequence[Any]) -> tuple[str, str]:
+    """Accumulation and granularity of the GEMMs of all groups."""
+    line_a, line_b = arguments[7].split()
+    return arguments[8], hardware.granularity(line_a, line_b)
 
 
 def of_simulated(arguments: Sequence[Any]) -> tuple[str, str, str]:

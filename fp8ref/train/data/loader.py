@@ -2,15 +2,15 @@
 
 import hashlib
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import grain
 import numpy as np
 
 from fp8ref.errors import ConfigError
 from fp8ref.train.config import Config
-from fp8ref.train.data import documents, shards, sources, tokenizers, windows
+from fp8ref.train.data import documents, mixture, shards, sources, tokenizers, windows
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import InMemory, Windows
 
@@ -23,12 +23,14 @@ class Batches:
 
     train, validation  datasets of rows: row j of batch k is row k * batch_size + j.
     description        the source as JSON; its sha256 changes if the tokens do.
+    evaluation         datasets of data.evaluation, by name.
     """
 
     train: grain.MapDataset
     validation: grain.MapDataset
     batch_size: int
     description: dict
+    evaluation: Mapping[str, grain.MapDataset] = field(default_factory=dict)
 
     def step(self, step: int) -> np.ndarray:
         """The training batch of a step. No other batch is read."""
@@ -37,6 +39,10 @@ class Batches:
     def held_out(self, index: int) -> np.ndarray:
         """A validation batch; an index always gives the same one."""
         return self._rows(self.validation, index)
+
+    def of_set(self, name: str, index: int) -> np.ndarray:
+        """A batch of a set of data.evaluation; an index always gives the same one."""
+        return self._rows(self.evaluation[name], index)
 
     def _rows(self, dataset: grain.MapDataset, batch: int) -> np.ndarray:
         return np.stack([dataset[batch * self.batch_size + row] for row in range(self.batch_size)])
@@ -53,6 +59,76 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
               too few tokens.
     """
     data = config.data
+    evaluation, evaluation_described = _evaluation(config, first)
+    apart = [_alone(config, source) for source, _ in data.mixture or ((data.source, 1.0),)]
+    opened = [_open(one, first) for one in apart]
+    if data.mixture is None:
+        ((of_train, of_validation, description),) = opened
+        train, validation = _shuffled(of_train, data.seed).repeat(), _shuffled(of_validation, 0)
+    else:
+        weights = [weight for _, weight in data.mixture]
+        train = mixture.train([split for split, _, _ in opened], weights, data.seed)
+        validation = mixture.validation([split for _, split, _ in opened], weights)
+        description = mixture.described(data.mixture, [about for _, _, about in opened])
+        if len(validation) < (least := data.batch_size * config.run.eval_batches):
+            raise ConfigError(_too_short("data.mixture", "validation", len(validation), least, data.sequence_length))
+    return Batches(
+        train=train,
+        # validation has a fixed seed: data.seed may differ between runs whose losses are compared
+        validation=validation,
+        batch_size=data.batch_size,
+        description={"source": data.source, **description} | evaluation_described,
+        evaluation=evaluation,
+    )
+
+
+def _alone(config: Config, source: str) -> Config:
+    """The config with one source alone."""
+    return config.replace(data={"source": source, "mixture": None, "evaluation": None})
+
+
+def _shuffled(split: Windows, seed: int) -> grain.MapDataset:
+    return grain.MapDataset.source(split).seed(seed).shuffle()
+
+
+def _evaluation(config: Config, first: bool) -> tuple[dict[str, grain.MapDataset], dict]:
+    """data.evaluation: all windows of each set, in an order of its own that never changes; and what a manifest says."""
+    found, described = {}, {}
+    least = config.data.batch_size * config.run.eval_batches
+    for name, source in config.data.evaluation or ():
+        train, held_out, about = _splits(_alone(config, source), first)
+        both = Windows([*train.parts, *held_out.parts], config.data.sequence_length)
+        if not least <= len(both) <= windows.MOST:
+            raise ConfigError(_too_short(f"data.evaluation {name!r}", "whole", len(both), least, config.data.sequence_length))
+        found[name], described[name] = _shuffled(both, 0), {"source": source, **about}
+    return found, {"evaluation": described} if described else {}
+
+
+def _open(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
+    """(training windows, validation windows, description) of data.source.
+
+    Raises:   ConfigError: a split has too few windows, or more than can be shuffled.
+    """
+    data = config.data
+    train, validation, description = _splits(config, first)
+    needed = {"train": (train, data.batch_size), "validation": (validation, data.batch_size * config.run.eval_batches)}
+    for name, (split, least) in needed.items():
+        if not least <= len(split) <= windows.MOST:
+            raise ConfigError(_too_short(f"data.source {data.source!r}", name, len(split), least, data.sequence_length))
+    return train, validation, description
+
+
+def _too_short(what: str, split: str, found: int, least: int, length: int) -> str:
+    return f"{what}: the {split} split holds {found} sequences of {length} tokens, and " + (
+        f"{least} are needed. Give more text, in more files (a file belongs to one split), lower data.batch_size, "
+        "data.sequence_length or run.eval_batches, or change data.validation_fraction."
+        if found < least
+        else f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or name fewer files."
+    )
+
+
+def _splits(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
+    data = config.data
     source = sources.find(data)
     if source.kind == "hub":
         raise ConfigError(
@@ -67,30 +143,10 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
             f"{source.files[0][0]!r} (D-5). Add files for training, or rename some."
         )
     if source.kind == "shards":
-        train, validation, description = _shards(config, source, first)
-    elif source.kind == "text" and data.tokenizer is None and data.end_of_document is None:
-        train, validation, description = _bytes(config, source)
-    else:
-        train, validation, description = _documents(config, source, first)
-    needed = {"train": (train, data.batch_size), "validation": (validation, data.batch_size * config.run.eval_batches)}
-    for name, (split, least) in needed.items():
-        if not least <= len(split) <= windows.MOST:
-            raise ConfigError(
-                f"data.source {data.source!r}: the {name} split holds {len(split)} sequences of {data.sequence_length} tokens, and "
-                + (
-                    f"{least} are needed. Give more text, in more files (a file belongs to one split), lower data.batch_size, "
-                    "data.sequence_length or run.eval_batches, or change data.validation_fraction."
-                    if len(split) < least
-                    else f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or name fewer files."
-                )
-            )
-    return Batches(
-        # validation has a fixed seed: data.seed may differ between runs whose losses are compared
-        train=grain.MapDataset.source(train).seed(data.seed).shuffle().repeat(),
-        validation=grain.MapDataset.source(validation).seed(0).shuffle(),
-        batch_size=data.batch_size,
-        description={"source": data.source, **description},
-    )
+        return _shards(config, source, first)
+    if source.kind == "text" and data.tokenizer is None and data.end_of_document is None:
+        return _bytes(config, source)
+    return _documents(config, source, first)
 
 
 def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:

@@ -48,6 +48,11 @@ class Windows:
         self._ends = np.cumsum([part.number for part in self._parts])
         self._length = length
 
+    @property
+    def parts(self) -> list[Part]:
+        """The parts that hold windows."""
+        return list(self._parts)
+
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._parts else 0
 

@@ -17,12 +17,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
-from fp8ref.attention import Arithmetic, Mask
+from fp8ref.attention import Arithmetic, Mask, by_name
 from fp8ref.hardware import Multiply
-from fp8ref.jax import attention, delayed, linear
+from fp8ref.jax import attention, attention_kernel, delayed, grouped, linear
 from fp8ref.jax.scaling import Quantized
-from fp8ref.llama import STACK, LlamaConfig
+from fp8ref.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig
 from fp8ref.recipe import Recipe
+from fp8ref.train.jax import experts
+from fp8ref.train.jax.experts import Balance
 from fp8ref.train.jax.mesh import Layout
 
 Weights = Mapping[str, np.ndarray]
@@ -49,39 +51,54 @@ class Pass:
     taps       statistics accumulators by linear and by attention (``apply_with_stats``); each replaces its own.
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked": XLA's, of
                QUERIES queries at a time.
-    variant    of ``fp8ref.attention``, in place of ``attention``; None: none.
+    variant    of ``fp8ref.attention``, computed by "tiles", or cuDNN's "kernel" (spec A-20); None: none.
     arithmetic of the variant.
     checkpointing
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
                ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
     copies     FP8 copies of weights by linear, which are multiplied in place of a cast of the weight (O-16).
+    balance    of experts, by layer (M-8); each replaces its own.
     """
 
     state: Mapping[str, delayed.State] = field(default_factory=dict)
     seen: dict[str, delayed.Seen] = field(default_factory=dict)
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
-    attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
     variant: str | None = None
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
     copies: Mapping[str, Quantized] = field(default_factory=dict)
+    balance: dict[str, Balance] = field(default_factory=dict)
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
         """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads."""
-        if self.variant is not None:
+        if self.variant is not None and self.attention == "kernel":
+            heads = (x.swapaxes(1, 2) for x in (q, k, v))
+            scales = {role: one.stored for role, one in self.state[name].items()}
+            by: dict = {"scales": scales, "variant": self.variant, "mask": Mask(causal=True), "platform": "cuda", "name": name}
+            y, seen = attention_kernel.apply(*heads, **by, seen=self.seen[name])
+            assert seen is not None
+            y, self.seen[name] = y.swapaxes(1, 2), seen
+        elif self.variant is not None:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
-            y, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
+            how["multiply"] = self.multiply if by_name(self.variant).fmt.bits == 8 else None
+            if (state := self.state.get(name)) is not None:
+                how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
+            y, seen, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
+            if seen is not None:
+                self.seen[name] = seen
             if tap is not None:
                 self.taps[name] = tap
             y = y.swapaxes(1, 2)
         elif self.attention == "chunked":
             y = _attended_in_chunks(q, k, v)
         else:
+            assert self.attention in ("xla", "cudnn")
             y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
         return checkpoint_name(y, "attention")
 
@@ -101,6 +118,17 @@ class Pass:
             multiply=self.multiply,
             quantized=self.copies.get(name),
         )
+        if seen is not None:
+            self.seen[name] = seen
+        if tap is not None:
+            self.taps[name] = tap
+        return checkpoint_name(y, "linear")
+
+    def grouped(self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
+        """rows [M, K] in groups x w [E, N, K] -> [M, N], with the state and observations of the
+        grouped linear ``name``."""
+        how: dict = {"recipe": recipe, "state": self.state.get(name), "seen": self.seen.get(name), "tap": self.taps.get(name)}
+        y, seen, tap = grouped.apply_with_stats(rows, w.swapaxes(-1, -2), sizes, **how, name=name)
         if seen is not None:
             self.seen[name] = seen
         if tap is not None:
@@ -164,11 +192,17 @@ class Attention(nnx.Module):
         self.head_dim, self.name = config.head_dim, name
         for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
+        self.normalizes = config.qk_norm
+        if config.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                setattr(self, norm, RMSNorm(weights[f"{name}.{norm}.weight"], eps=config.rms_norm_eps))
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
         q, k, v = (p(x, run) for p in (self.q_proj, self.k_proj, self.v_proj))
         batch, length, _ = q.shape
         q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))  # [B, T, H, D]
+        if self.normalizes:
+            q, k = self.q_norm(q), self.k_norm(k)
         y = run.attended(_rotate(q, cos, sin), _rotate(k, cos, sin), v, self.name)
         return self.o_proj(y.reshape(batch, length, -1), run)
 
@@ -187,6 +221,49 @@ class MLP(nnx.Module):
         return self.down_proj(_swiglu(gate, up), run)
 
 
+class Router(nnx.Module):
+    """The router's weight [E, hidden]."""
+
+    def __init__(self, weight: np.ndarray) -> None:
+        self.weight = nnx.Param(jnp.asarray(weight))
+
+
+class Experts(nnx.Module):
+    """SwiGLU of each expert, as grouped linears: rows [M, hidden] in groups -> [M, hidden]."""
+
+    def __init__(self, name: str, weights: Weights, recipes: Recipes) -> None:
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
+
+    def __call__(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
+        def product(x: jax.Array, of: Linear) -> jax.Array:
+            return run.grouped(x, of.weight[...], sizes, of.recipe, of.name)
+
+        gate, up = jax.lax.optimization_barrier((product(rows, self.gate_proj), product(rows, self.up_proj)))
+        return product(_swiglu(gate, up), self.down_proj)
+
+
+class MixtureMLP(nnx.Module):
+    """The weighted sum of a token's experts, and a shared MLP's output if there is one (spec M-8)."""
+
+    def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
+        self.name, self.chosen, self.count, self.normalizes = name, config.num_experts_per_tok, config.num_experts, config.norm_topk_prob
+        self.gate = Router(weights[f"{name}{ROUTER}.weight"])
+        self.experts = Experts(f"{name}{EXPERTS}", weights, recipes)
+        self.shares = config.shared_expert_intermediate_size > 0
+        if self.shares:
+            self.shared_expert = MLP(f"{name}{SHARED}", weights, recipes)
+
+    def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen, weights, probabilities = experts.route(tokens, self.gate.weight[...], self.chosen, normalizes=self.normalizes)
+        y, sizes = experts.mixture(tokens, chosen, weights, self.count, lambda rows, sizes: self.experts(rows, sizes, run))
+        run.balance[self.name] = Balance(sizes.astype(jnp.float32), probabilities.sum(0))
+        if self.shares:
+            y = y + self.shared_expert(tokens, run).astype(jnp.float32)
+        return rounded(y, x.dtype).reshape(x.shape)
+
+
 class Layer(nnx.Module):
     """h + attention(norm(h)), then h + MLP(norm(h)): [B, T, hidden] -> [B, T, hidden]."""
 
@@ -194,7 +271,8 @@ class Layer(nnx.Module):
         self.input_layernorm = RMSNorm(weights[f"{name}.input_layernorm.weight"], eps=config.rms_norm_eps)
         self.self_attn = Attention(f"{name}.self_attn", config, weights, recipes)
         self.post_attention_layernorm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], eps=config.rms_norm_eps)
-        self.mlp = MLP(f"{name}.mlp", weights, recipes)
+        mlp = f"{name}.mlp"
+        self.mlp = MixtureMLP(mlp, config, weights, recipes) if config.num_experts else MLP(mlp, weights, recipes)
 
     def __call__(self, h: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
         h = _sum(h, self.self_attn(self.input_layernorm(h), cos, sin, run))
@@ -242,9 +320,10 @@ class Llama(nnx.Module):
         if self.model.stacked:
             graph, params = nnx.split(self.model.layers, nnx.Param)
             one = _checkpointed(functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=True)
-            h, (seen, taps) = lax.scan(lambda h, of_layer: one(h, *of_layer), h, (params, *run.of(STACK)))
+            h, (seen, taps, balance) = lax.scan(lambda h, of_layer: one(h, *of_layer), h, (params, *run.of(STACK)))
             run.seen |= seen
             run.taps |= taps
+            run.balance |= balance
         else:
             for i, layer in enumerate(self.model.layers):
                 if run.checkpointing == "none":
@@ -252,9 +331,10 @@ class Llama(nnx.Module):
                     continue
                 graph, params = nnx.split(layer, nnx.Param)
                 one = _checkpointed(functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=False)
-                h, (seen, taps) = one(h, params, *run.of(f"model.layers.{i}"))
+                h, (seen, taps, balance) = one(h, params, *run.of(f"model.layers.{i}"))
                 run.seen |= seen
                 run.taps |= taps
+                run.balance |= balance
         h = self.model.norm(h)
         if not self.config.tie_word_embeddings:
             return self.lm_head(h, run)
@@ -279,10 +359,10 @@ class Llama(nnx.Module):
 def _layer(
     graph, cos: jax.Array, sin: jax.Array, run: Pass, h: jax.Array, params, state: Mapping, seen: Mapping, taps: Mapping, copies: Mapping
 ):
-    """One layer as a pure function: (h, (observations, taps)) after it."""
-    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), copies=copies)
+    """One layer as a pure function: (h, (observations, taps, balance of experts)) after it."""
+    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), copies=copies, balance={})
     h = nnx.merge(graph, params)(h, cos, sin, own)
-    return h, (own.seen, own.taps)
+    return h, (own.seen, own.taps, own.balance)
 
 
 def _checkpointed(layer: Callable, how: str, *, in_loop: bool) -> Callable:

@@ -56,6 +56,10 @@ class Layout:
             raise ConfigError(
                 f"parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to xla."
             )
+        if config.parallel.attention == "kernel" and not self.on_gpu:
+            raise ConfigError(
+                f"parallel.attention 'kernel' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to tiles."
+            )
         self.mesh: Mesh | None = None
         if config.parallel.devices == 1 and jax.process_count() == 1:
             return

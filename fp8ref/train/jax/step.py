@@ -28,6 +28,7 @@ from fp8ref.recipe import Role
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax.cross_entropy import cross_entropy
+from fp8ref.train.jax.experts import balancing_loss
 from fp8ref.train.jax.gradient_sums import GradientSums
 from fp8ref.train.jax.layer_stacks import LayerStacks
 from fp8ref.train.jax.llama import Llama, Pass
@@ -83,6 +84,8 @@ class Step:
         self.optimizer = Optimizer(config.optimizer, layout, self.stacks, self._params)
         self._specs = self.optimizer.parameter_specs
         name = llama.stack_of if config.parallel.scan else str
+        self.attention_casts = {name(path): casts for path, casts in config.attention_casts.items()}
+        self._keepers: dict[str, Any] = {**self.linears, **self.attention_casts}
         self._copied = {name(path): recipe for path, recipe in device_shapes.copied(own, "jax").items()}
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
@@ -99,6 +102,7 @@ class Step:
         llama.check_weights(weights, config.model)
         planned = (item for recipe in config.recipes for item in config.under(recipe).program_linears().items())
         fp8 = {name: delayed.init(recipe, self.stacks.leading(name)) for name, recipe in planned if delayed.keeps_state(recipe)}
+        fp8 |= {name: delayed.init(casts, self.stacks.leading(name)) for name, casts in self.attention_casts.items()}
         specs = State(*self.optimizer.specs, jax.tree.map(lambda _: P(), fp8))
         if layout.abstract:
             return jax.tree.map(layout.put, State(*self.optimizer.shapes(), fp8), specs), specs
@@ -114,7 +118,7 @@ class Step:
         loss, grads, seen = self.gradients(state.params, state.fp8, tokens)
         params, optimizer, norm, finite = self.optimizer.update(state.params, state.optimizer, grads, loss, lr)
         # States of a recipe that this step does not use stay as they are (T-9).
-        fp8 = state.fp8 | {name: delayed.update(state.fp8[name], found, recipe=self.linears[name]) for name, found in seen.items()}
+        fp8 = state.fp8 | {name: delayed.update(state.fp8[name], found, recipe=self._keepers[name]) for name, found in seen.items()}
         return State(params, optimizer, new_if(finite, fp8, state.fp8)), loss, norm
 
     def tensors(self, state: State) -> dict[str, Any]:
@@ -183,7 +187,7 @@ class Step:
         def loss_of(params, copies, fp8_state, tokens):
             if tokens.ndim == 3:
                 return lax.map(lambda part: loss_of(params, copies, fp8_state, part), tokens).mean()
-            return self._loss_of(params, self._unseen(), copies, fp8_state, tokens)[0]
+            return self._loss_of(params, self._unseen(), copies, fp8_state, tokens, trains=False)[0]
 
         specs = (self._specs, self._specs_of(copies), P(), self._cut(tokens))
         return self.layout.map(loss_of, specs, P())(params, copies, fp8_state, tokens)
@@ -284,7 +288,7 @@ class Step:
 
     def _unseen(self) -> dict[str, delayed.Seen]:
         return {
-            name: delayed.unseen(recipe, self.stacks.leading(name)) for name, recipe in self.linears.items() if delayed.keeps_state(recipe)
+            name: delayed.unseen(recipe, self.stacks.leading(name)) for name, recipe in self._keepers.items() if delayed.keeps_state(recipe)
         }
 
     def _model(self, params) -> Llama:
@@ -294,15 +298,22 @@ class Step:
         )
         return nnx.merge(self._graph, nnx.State(compute))
 
-    def _loss_of(self, params, seen, copies, fp8_state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
-        """(mean loss of the whole batch, amax observations of this device's forward pass)."""
+    def _loss_of(
+        self, params, seen, copies, fp8_state, tokens: jax.Array, *, trains: bool = True
+    ) -> tuple[jax.Array, dict[str, delayed.Seen]]:
+        """(mean loss of the whole batch, amax observations of this device's forward pass). trains: with what a step
+        adds to it, the load-balancing loss of experts times its factor (M-8)."""
         run = self._pass(fp8_state, dict(seen), copies)
-        return self._loss_in(run, params, tokens), run.seen
+        return self._loss_in(run, params, tokens, trains=trains), run.seen
 
-    def _loss_in(self, run: Pass, params, tokens: jax.Array) -> jax.Array:
+    def _loss_in(self, run: Pass, params, tokens: jax.Array, *, trains: bool = True) -> jax.Array:
         logits = self._model(params)(tokens[:, :-1], run)  # [B, T, V]
         targets = self.layout.own_sequence(tokens[:, 1:])
-        return self.layout.mean(cross_entropy(logits, targets))
+        loss = self.layout.mean(cross_entropy(logits, targets))
+        if not (trains and run.balance):
+            return loss
+        model = self.config.model
+        return loss + model.router_aux_loss_coef * balancing_loss(list(run.balance.values()), model.num_experts_per_tok)
 
     def _cut(self, tokens: jax.Array) -> P:
         return self.layout.parts if tokens.ndim == 3 else self.layout.tokens

@@ -3,6 +3,7 @@
 ``step.Step`` holds the functions that it compiles.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from fp8ref.attention_products import AttentionOperand
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.health import recorded
-from fp8ref.jax import hardware, health, linear, proof, stats
+from fp8ref.jax import attention_observer, hardware, health, linear, proof, stats
 from fp8ref.stats import Operand, merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
@@ -35,6 +36,7 @@ class _Programs(NamedTuple):
     measure: Callable
     gradients: Callable
     observed: Callable
+    watched: Callable
     health: Callable
 
 
@@ -82,6 +84,7 @@ class Trainer:
         self._programs = {config.numerics.recipe: self._of_step(first)}
         self.switch(config.numerics.recipe)
         self._observer: Callable
+        self._watcher: Callable
         self._count = 0
         self._store = Store()
         self.device = self._layout.description
@@ -97,7 +100,8 @@ class Trainer:
         if recipe not in self._programs:
             self._programs[recipe] = self._of_step(Step(self.config, self._layout, self._multiply, recipe))
         self.recipe = recipe
-        self._step, self._train, self._loss, self._measure, self._gradients, self._observed, self._health = self._programs[recipe]
+        self._step, self._train, self._loss, self._measure, self._gradients, *others = self._programs[recipe]
+        self._observed, self._watched, self._health = others
         self.decisions = self._step.decisions
 
     def _of_step(self, step: Step) -> _Programs:
@@ -110,6 +114,7 @@ class Trainer:
             gradients=compiled(step.gradients),
             # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
             observed=compiled(lambda *arguments: step.gradients(*arguments)[1]),
+            watched=compiled(lambda *arguments: step.gradients(*arguments)[1]),
             health=compiled(lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)),
         )
 
@@ -180,9 +185,9 @@ class Trainer:
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._layout.devices if device in jax.local_devices()]
         return max((peak for peak in peaks if peak is not None), default=None)
 
-    def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass whose FP8 GEMMs call observer (see ``linear.observing``), on
-        one device.
+    def observe(self, tokens: np.ndarray, observer, attention: Callable | None = None) -> None:
+        """A forward and backward pass whose FP8 GEMMs call observer (see ``linear.observing``), and whose attention by a
+        variant calls attention (see ``attention_observer.watching``), on one device.
 
         Each microbatch reports once; nothing is updated.
         """
@@ -194,11 +199,15 @@ class Trainer:
             apart = Trainer(plain, self.weights(), multiply=self._multiply)
             apart._state = apart._step.restored(apart._state, self._step.tensors(self._state))
             apart.switch(self.recipe)
-            apart.observe(tokens, observer)
+            apart.observe(tokens, observer, attention)
             return
-        self._observer = observer
-        with linear.observing(lambda *gemm: self._observer(*gemm)):
-            gradients = self._observed(self._params, self._fp8_state, self._parts(tokens))
+        self._observer, self._watcher = observer, attention or (lambda *shown: None)
+        with contextlib.ExitStack() as observing:
+            observing.enter_context(linear.observing(lambda *gemm: self._observer(*gemm)))
+            if attention is not None:
+                observing.enter_context(attention_observer.watching(lambda *shown: self._watcher(*shown)))
+            run = self._observed if attention is None else self._watched
+            gradients = run(self._params, self._fp8_state, self._parts(tokens))
         jax.block_until_ready(gradients)
         jax.effects_barrier()
 
@@ -272,9 +281,13 @@ class Trainer:
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(program, planned, placements, plan)
         attended = self._step.attention_in_program
-        if self._variant is not None:
-            missing += proof.missing_products(program, attended, self._variant)
-        compiled = proof.read_compiled(lowered.compile()) if self._layout.on_gpu else None
+        by_kernel = self.config.parallel.attention == "kernel"
+        if self._variant is not None and not by_kernel:
+            missing += proof.missing_products(program, attended, self._variant, plan)
+        executable = lowered.compile() if self._layout.on_gpu else None
+        compiled = proof.read_compiled(executable) if executable else None
+        kernels = proof.kernel_calls(executable.as_text() or "") if executable and by_kernel else []
+        missing += proof.missing_kernels(kernels, attended) if by_kernel else []
         missing += proof.lost(compiled, program) if compiled else []
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
@@ -285,7 +298,10 @@ class Trainer:
         for key in ("gemms", "simulated", "on_dequantised_operands"):
             if key in found:
                 found[key] = [self._of_layer(one, i) for one in found[key] for i in self._layers_of(one)]
-        if self._variant is not None and attended:
+        if self._variant is not None and by_kernel:
+            of_layers = [str(self._of_layer(one, i)) for one in kernels for i in self._layers_of(one)]
+            found["attention"] = {"variant": self._variant.name, "gemms": [], "kernels": of_layers}
+        elif self._variant is not None and attended:
             found["attention"] = proof.manifest_of_products(program, attended, self._variant)
             for key in ("gemms", "on_dequantised_operands"):
                 found["attention"][key] = [self._of_layer(one, i) for one in found["attention"][key] for i in self._layers_of(one)]

@@ -11,10 +11,11 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fp8ref.attention_products import MEASURED
+from fp8ref.plots import legends, readout
 from fp8ref.recipe import ROLES
 from fp8ref.train.report import gap as gap_intervals
 from fp8ref.train.report import runs, svg
@@ -36,6 +37,8 @@ MEASURES: dict[str, tuple[str, bool, Callable]] = {
 """{measure: (title, whether a cell shows the larger value of the two GEMMs that use a tensor,
 transform)}."""
 
+ONE_SCALE = ("sqnr", "underflow_rate", "saturation_rate")
+"""The measures whose maps have one scale of colors, for all roles of all runs of a group: they compare."""
 
 STATES = {
     "v_lost": "v lost",
@@ -59,7 +62,6 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
             steps = np.array(list(run.losses))
             width = _width(seeds, len(steps))
             _line(ax, steps[width - 1 :], gap_intervals.running_mean(runs.at(run.losses, steps), width), run.name, look)
-        _legend(ax)
     return figure
 
 
@@ -77,12 +79,12 @@ def gaps(compared: Sequence[Compared], group: Sequence[Run], seeds: Seeds, *, ma
         for one in compared:
             look = looks[id(one.runs[0])]
             _band(ax, one.steps, one.gap.low, one.gap.high, look["color"])
-            _line(ax, one.steps, one.gap.mean, one.runs[0].name + f", {len(one.runs)} seeds" * (len(one.runs) > 1), look)
+            name = one.runs[0].name + f", {len(one.runs)} seeds" * (len(one.runs) > 1)
+            _line(ax, one.steps, one.gap.mean, name, look, low=one.gap.low, high=one.gap.high)
         widest = 1.25 * max(np.abs([one.gap.low, one.gap.high]).max() for one in compared)
         seen = max(widest, 1.5 * margin if margin < 3 * widest else 0)
         if seen > 0:
             ax.set_ylim(-seen, seen)
-        _legend(ax)
     return figure
 
 
@@ -106,35 +108,49 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter(NullFormatter())
-        _legend(ax)
     return figure
 
 
-def heat_map(statistics: Sequence[dict], measure: str) -> Figure | None:
+def scale(group: Sequence[Sequence[dict]], measure: str) -> tuple[float, float] | None:
+    """The ends of the one scale of colors of a measure's maps, of several runs' statistics; None if there is none.
+
+    Raises:   KeyError: an unknown measure.
+    """
+    found = [values for statistics in group for _, values in _tables(statistics, measure).values()]
+    numbers = np.concatenate([values[np.isfinite(values)] for values in found]) if found else np.empty(0)
+    return (float(numbers.min()), float(numbers.max())) if numbers.size and measure in ONE_SCALE else None
+
+
+def heat_map(statistics: Sequence[dict], measure: str, ends: tuple[float, float] | None = None) -> Figure | None:
     """A measure over layers and steps, a map for each role of linears and of attention; None if it was never recorded.
 
     A tensor is used by two GEMMs of its layer: the worse value is shown.
+
+    ends      of the one scale of colors of all roles (``scale``); None: each role has its own.
     """
-    title, larger, scaled = MEASURES[measure]
-    tables = {role: _table(statistics, role, measure, larger) for role in (*ROLES, *MEASURED)}
-    tables = {role: (layers, scaled(values)) for role, (layers, values) in tables.items() if np.isfinite(values).any()}
+    title, tables = MEASURES[measure][0], _tables(statistics, measure)
     if not tables:
         return None
+    low, high = ends or (None, None)
     steps = [line["step"] for line in statistics]
     rows = max(len(layers) for layers, _ in tables.values())
     with matplotlib.rc_context(svg.STYLE):
         figure = Figure(figsize=(4.8, 0.9 + len(tables) * min(3.2, 0.55 + 0.14 * rows)), layout="constrained")
         axes = np.atleast_1d(figure.subplots(len(tables), 1, sharex=True))
         for ax, (role, (layers, values)) in zip(axes, tables.items(), strict=True):
-            image = ax.imshow(np.ma.masked_invalid(values), aspect="auto", interpolation="nearest", cmap="cividis")
+            look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "cividis", "vmin": low, "vmax": high}
+            image = ax.imshow(np.ma.masked_invalid(values), **look)
+            of_ticks = {"labels": [short(layer) for layer in layers], "places": steps}
+            readout.cells(image, layers, [f"step {step}" for step in steps], what=title, **of_ticks)
             ax.set_title(role, fontsize=10, loc="left")
             every = -(-len(layers) // 24)
-            ax.set_yticks(range(0, len(layers), every), [_short(layer) for layer in layers[::every]], fontsize=7, parse_math=False)
+            ax.set_yticks(range(0, len(layers), every), [short(layer) for layer in layers[::every]], fontsize=7, parse_math=False)
             shown = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).astype(int))
             ax.set_xticks(shown, [steps[i] for i in shown])
-            bar = figure.colorbar(image, ax=ax, fraction=0.06)
-            bar.set_label(title, fontsize=8)
-            bar.ax.tick_params(labelsize=8)
+            if ends is None:
+                _colorbar(figure, image, [ax], title)
+        if ends is not None:
+            _colorbar(figure, image, list(axes), title)
         axes[-1].set_xlabel("optimizer step")
     return figure
 
@@ -150,26 +166,42 @@ def states(statistics: Sequence[dict]) -> Figure | None:
     curves = {label: values for label, values in curves.items() if values.any()}
     figures = {"update error": "update_error", "bias of sqrt(v)": "root_bias"}
     marked = {"marker": "o", "markersize": 3} if len(lines) <= 40 else {}
+    entries: dict[str, Any] = {}
     with matplotlib.rc_context(svg.STYLE):
         figure = Figure(figsize=(4.8, 4.8), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)
         for ax, of_ax in ((upper, curves), (lower, {label: _percent(lines, key) for label, key in figures.items()})):
-            for i, (label, values) in enumerate(of_ax.items()):
+            for label, values in of_ax.items():
+                i = len(entries)
                 color, dash = svg.RUNS[i % len(svg.RUNS)], DASHES[i // len(svg.RUNS) % len(DASHES)]
-                ax.plot(steps, values, color=color, linestyle=dash, linewidth=1.5, label=label, **marked)
+                (entries[label],) = ax.plot(steps, values, color=color, linestyle=dash, linewidth=1.5, label=label, **marked)
             ax.spines[["top", "right"]].set_visible(False)
             ax.grid(axis="y", color=svg.LINE, linewidth=0.6)
-            if of_ax:
-                ax.legend(fontsize=8, frameon=False, ncols=2)
+            ax.set_xlabel("optimizer step")
+        upper.xaxis.label.set_visible(False)  # a readout names it
         upper.set(ylabel="% of elements")
-        lower.set(xlabel="optimizer step", ylabel="%")
+        lower.set(ylabel="%")
         lower.axhline(0, color=svg.MUTED, linewidth=0.8)
         lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+        legends.below(figure, entries)
     return figure
+
+
+def _colorbar(figure: Figure, image: AxesImage, axes: list[Axes], title: str) -> None:
+    bar = figure.colorbar(image, ax=axes, fraction=0.06, aspect=18 * len(axes))
+    bar.set_label(title, fontsize=8)
+    bar.ax.tick_params(labelsize=8)
 
 
 def _percent(lines: Sequence[tuple[int, dict]], key: str) -> np.ndarray:
     return np.array([np.nan if whole.get(key) is None else 100 * whole[key] for _, whole in lines])
+
+
+def _tables(statistics: Sequence[dict], measure: str) -> dict[str, tuple[list[str], np.ndarray]]:
+    """{role: (layers, values [layers, steps])} of a measure, as a map shows it; without roles that have no finite number."""
+    _, larger, shown = MEASURES[measure]
+    tables = {role: _table(statistics, role, measure, larger) for role in (*ROLES, *MEASURED)}
+    return {role: (layers, shown(values)) for role, (layers, values) in tables.items() if np.isfinite(values).any()}
 
 
 def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) -> tuple[list[str], np.ndarray]:
@@ -190,7 +222,8 @@ def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) ->
     return layers, table
 
 
-def _short(layer: str) -> str:
+def short(layer: str) -> str:
+    """A layer's name in a map: without what all share."""
     return layer.removeprefix("model.layers.").removeprefix("model.")
 
 
@@ -232,10 +265,10 @@ def _band(ax: Axes, x, low, high, color: str) -> None:
     ax.fill_between(x[some], low[some], high[some], color=color, alpha=0.3, linewidth=0)
 
 
-def _line(ax: Axes, x, y, name: str, look: dict[str, Any]) -> None:
+def _line(ax: Axes, x, y, name: str, look: dict[str, Any], *, low=None, high=None) -> None:
     some = _every(len(x))
     (line,) = ax.plot(x[some], y[some], **look)
-    line.set_gid(name)  # the name for the legend: matplotlib would parse a label as markup
+    readout.name(line, name, **({} if low is None else {"low": low[some], "high": high[some]}))
 
 
 @contextmanager
@@ -249,20 +282,8 @@ def _axes(xlabel: str, ylabel: str) -> Iterator[tuple[Figure, Axes]]:
         ax.set_axisbelow(True)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         yield figure, ax
-
-
-def _legend(ax: Axes) -> None:
-    """Legend of the runs; the seeds share an entry.
-
-    Names are plain text: "$" is no formula, and "_" hides nothing.
-    """
-    entries: dict[str, Line2D] = {}
-    for line in ax.lines:
-        if name := line.get_gid():
-            entries.setdefault("bf16 seeds" if line.get_color() == svg.SEED else name, line)
-            line.set_gid(None)
-    below = {"loc": "outside lower center", "ncols": 2, "frameon": False, "fontsize": 9}
-    made = ax.figure.legend(list(entries.values()), ["-"] * len(entries), **below)
-    for text, name in zip(made.get_texts(), entries, strict=True):
-        text.set_parse_math(False)
-        text.set_text(name if len(name) <= 40 else f"...{name[-37:]}")
+        entries: dict[str, Any] = {}  # all seeds have one
+        for line in ax.lines:
+            if (name := readout.name_of(line)) is not None:
+                entries.setdefault("bf16 seeds" if line.get_color() == svg.SEED else name, line)
+        legends.below(figure, entries, columns=2)

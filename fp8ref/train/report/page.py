@@ -1,7 +1,7 @@
 """The HTML report on runs: FP8 loss against bf16 seeds, what ran in FP8, speed (spec E).
 
-One HTML file without scripts or external resources, for light and dark screens. Its figures are
-also written as PNGs.
+One HTML file without external resources, for light and dark screens. Its script shows values on hover
+and zooms; the page reads without it. Its figures are also written as PNGs.
 """
 
 import importlib.resources
@@ -19,7 +19,7 @@ import fp8ref
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
-from fp8ref.train.report import figures, svg
+from fp8ref.train.report import figures, settings, svg, worst_layers
 from fp8ref.train.report import gap as gaps
 from fp8ref.train.report import verdict as verdicts
 from fp8ref.train.report.runs import Run
@@ -78,11 +78,16 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
         of_arms = [verdict.compared for _, verdict in compared if verdict.compared]
         widest = max(verdict.margin or 0.0 for _, verdict in compared)
         made.append(("gap", figures.gaps(of_arms, group, seeds, margin=widest), "Gap to bf16, with its confidence interval"))
-    made += [(key, figures.metric(group, seeds, key, label), label.capitalize()) for key, label in METRICS.items()]
+    sets = dict.fromkeys(key for run in group for line in run.lines for key in line if key.startswith("val_loss_"))
+    metrics = METRICS | {key: f"validation loss on {key.removeprefix('val_loss_')}, nats" for key in sets}
+    made += [(key, figures.metric(group, seeds, key, label), label.capitalize()) for key, label in metrics.items()]
     statistics = []
-    for number, run in enumerate(run for run in group if any(line["statistics"] for line in run.statistics)):
-        maps = [(f"stats{number}-{m}", figures.heat_map(run.statistics, m), figures.MEASURES[m][0]) for m in figures.MEASURES]
-        statistics.append((run, [f"g{index}-{name}" for name, figure, _ in maps if figure is not None], _non_finite(run)))
+    recorded = [run for run in group if any(line["statistics"] for line in run.statistics)]
+    ends = {measure: figures.scale([run.statistics for run in recorded], measure) for measure in figures.MEASURES}
+    for number, run in enumerate(recorded):
+        maps = [(f"stats{number}-{m}", figures.heat_map(run.statistics, m, ends[m]), figures.MEASURES[m][0]) for m in figures.MEASURES]
+        names = [f"g{index}-{name}" for name, figure, _ in maps if figure is not None]
+        statistics.append((run, names, _non_finite(run), worst_layers.worst(run.statistics)))
         made += [(name, figure, f"{run.name}: {title}, by layer and step") for name, figure, title in maps]
     states = [(number, run) for number, run in enumerate(group) if any(line.get("states") for line in run.statistics)]
     made += [(f"states{number}", figures.states(run.statistics), f"{run.name}: health of optimizer states") for number, run in states]
@@ -107,6 +112,7 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
     return template.render(
         generator=markupsafe.Markup(GENERATOR),
         style=markupsafe.Markup(svg.style()),
+        script=markupsafe.Markup(svg.script()),
         version=fp8ref.__version__,
         groups=groups,
         runs=given,
@@ -114,21 +120,9 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         confidence=confidence,
         gemms=fp8_coverage,
         shares=figures.STATES.values(),
-        settings=_settings(given),
+        differences=settings.differences(given),
+        flat=settings.flat,
     )
-
-
-def _settings(given: Sequence[Run]) -> list[tuple[str, list]]:
-    """(dotted key, each run's value) wherever config, versions, backend, device or text differ."""
-    settings = [{**run.settings, "versions": run.versions} for run in given]
-    keys = dict.fromkeys(key for other in settings for key in configs.differences(settings[0], other))
-
-    def value(of: dict, dotted: str):
-        for part in dotted.split("."):
-            of = of.get(part) if isinstance(of, dict) else None  # type: ignore[assignment]
-        return "-" if of is None else of
-
-    return [(key, [value(of, key) for of in settings]) for key in keys]
 
 
 def _speed(run: Run, group: Sequence[Run]) -> dict:

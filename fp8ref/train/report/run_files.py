@@ -186,11 +186,13 @@ class Simulated:
 
 @dataclass
 class AttentionProof:
-    """The products of attention by a variant in a traced step, each distinct one once."""
+    """The products of attention by a variant in a traced step, each distinct one once; or a library's kernels, as
+    ``<layer>: <call>``."""
 
     variant: str
     gemms: list[Gemm]
     on_dequantised_operands: list[str] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
 
 
 @dataclass

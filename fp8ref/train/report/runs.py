@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fp8ref import console
 from fp8ref.errors import ConfigError
 from fp8ref.train import run_dir
 from fp8ref.train.report import run_files
@@ -106,7 +107,8 @@ class Run:
     @property
     def reference(self) -> dict:
         """What this run shares with its bf16 reference runs (E-1)."""
-        return {**{key: self.key(key) for key in SAME}, "text": self.text}
+        architecture = self.manifest["config"].get("architecture", {"kind": "llama"})  # of a run before there were others
+        return {**{key: self.key(key) for key in SAME}, "architecture": architecture, "text": self.text}
 
 
 def read(path: Path) -> Run:
@@ -129,24 +131,38 @@ def read(path: Path) -> Run:
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """The runs in directories; a directory of runs gives all of them, in the order of their names.
+    """The runs in directories; a directory of runs gives all of them at any depth, in the order of their names.
 
-    Raises as ``read``, and ConfigError if one is named twice.
+    Of such a directory a run that has no step yet is left out, and said.
+    Raises as ``read``, and ConfigError if one is named twice, or none has a step.
     """
     named: dict[str, Path] = {}
-    paths = [run for path in paths for run in _runs_in(path)]
+    found: list[Run] = []
     for path in paths:
-        first = named.setdefault(os.path.realpath(path), path)
-        if first is not path:
-            raise ConfigError(f"every run is named once; got {path} and {first}. Leave one out.")
-    return [read(path) for path in paths]
+        inner = _runs_in(path)
+        for one in inner:
+            first = named.setdefault(os.path.realpath(one), one)
+            if first is not one:
+                raise ConfigError(f"every run is named once; got {one} and {first}. Leave one out.")
+            if one is not path and not _has_steps(one):
+                console.say(f"{one} has no step yet, and is left out")
+                continue
+            found.append(read(one))
+    if not found:
+        raise ConfigError(f"no run in {', '.join(map(str, paths))} has a step yet. Train them first.")
+    return found
+
+
+def _has_steps(path: Path) -> bool:
+    return bool(run_files.metrics(path)) or str(run_files.manifest(path).get("error", "")).startswith("NonFiniteError")
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The runs directly in a directory that is none itself; else the directory."""
+    """The runs within a directory that is none itself; else the directory."""
     if not path.is_dir() or (path / "manifest.json").exists():
         return [path]
-    return sorted(inner.parent for inner in path.glob("*/manifest.json")) or [path]
+    inner = [child for child in sorted(path.iterdir()) if child.is_dir() and not child.is_symlink() and not child.name.startswith(".")]
+    return [run for child in inner for run in _runs_in(child) if (run / "manifest.json").exists()] or [path]
 
 
 class Curve(Protocol):

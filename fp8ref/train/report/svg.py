@@ -8,6 +8,8 @@ import warnings
 import matplotlib
 from matplotlib.figure import Figure
 
+from fp8ref.plots import readout
+
 COLORS = {
     "ink": ("#1c1d21", "#e8e8ec"),
     "muted": ("#5d6068", "#a3a6b0"),
@@ -52,15 +54,20 @@ def variables(dark: bool) -> str:
 def style() -> str:
     """The style sheet of a page: colors for light and dark screens, tables, figures."""
     light, dark = f"{variables(dark=False)} --good: #00684c; --bad: #a83200;", f"{variables(dark=True)} --good: #4fd1a5; --bad: #ff9468;"
-    rest = importlib.resources.files("fp8ref.train.report").joinpath("style.css").read_text(encoding="utf-8")
+    rest = _file("style.css")
     return f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{rest}"
+
+
+def script() -> str:
+    """The script of a page: values on hover, and zoom, of the figures that ``inline`` made."""
+    return _file("page.js")
 
 
 def inline(figure: Figure, name: str, label: str) -> str:
     """The figure as an <svg> element whose colors are CSS variables. label: for screen readers.
 
     Ids that are referred to get the prefix ``name``, so that several figures fit one page; others
-    are removed.
+    are removed. Axes and ticks have classes, and the element has ``readout.of``, for ``script``.
     """
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         written = io.StringIO()
@@ -71,12 +78,14 @@ def inline(figure: Figure, name: str, label: str) -> str:
     view = re.search(r'viewBox="([^"]*)"', head)
     assert view is not None
     body = body.replace("xlink:href", "href")
+    body = re.sub(r'\bid="(axes|xtick|ytick)_\d+"', r'class="\1"', body)
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', body))
     body = re.sub(r'\s*\bid="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
     body = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", body)
+    values = f'data-readout="{_attribute(readout.of(figure))}"'
     for variable, (light, _) in COLORS.items():
-        body = body.replace(light, f"var(--{variable})")
-    return f'<svg viewBox="{view[1]}" role="img" aria-label="{_attribute(label)}">{body}'
+        body, values = (text.replace(light, f"var(--{variable})") for text in (body, values))
+    return f'<svg viewBox="{view[1]}" role="img" aria-label="{_attribute(label)}" {values}>{body}'
 
 
 def png(figure: Figure) -> bytes:
@@ -91,6 +100,10 @@ def _save(figure: Figure, target, **keys) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
         figure.savefig(target, **keys)
+
+
+def _file(name: str) -> str:
+    return importlib.resources.files("fp8ref.train.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _attribute(text: str) -> str:

@@ -283,7 +283,7 @@ def of_arm(run: Run) -> dict:
     settings = {key: value for key, value in run.settings.items() if key not in NO_BITS}
     return {
         **settings,
-        "data": {key: value for key, value in settings["data"].items() if key not in ("seed", "source")},
+        "data": {key: value for key, value in settings["data"].items() if key not in ("seed", "source", "mixture", "evaluation")},
         "run": {key: value for key, value in settings["run"].items() if key != "seed" and not key.startswith("eval_")},
     }
 

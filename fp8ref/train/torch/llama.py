@@ -8,8 +8,10 @@ from torch.nn import functional
 from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import attention
+from fp8ref.torch import attention, attention_delayed
 from fp8ref.torch.tensor_parallel import TensorPlan
+from fp8ref.train.torch import experts
+from fp8ref.train.torch.experts import MixtureMLP
 
 _CAUSAL = Mask(causal=True)
 
@@ -20,9 +22,9 @@ class RMSNorm(nn.Module):
     In float32, rounded once to x's dtype.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, features: int | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(features or config.hidden_size))
         self.eps = config.rms_norm_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,6 +68,7 @@ class Attention(nn.Module):
     variant     of ``fp8ref.attention``; None: torch's own attention.
     arithmetic  of the variant.
     amax_group  name of the process group whose ranks share the batch and heads.
+    states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
     variant: str | None = None
@@ -75,38 +78,58 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, hidden, bias=False)
+        hidden, width, kv = config.hidden_size, *(n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(hidden, width, bias=False)
         self.k_proj = nn.Linear(hidden, kv, bias=False)
         self.v_proj = nn.Linear(hidden, kv, bias=False)
-        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+        self.o_proj = nn.Linear(width, hidden, bias=False)
+        self.q_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
+        self.states = nn.ModuleDict()
+
+    def attend_by(self, variant: str | None, arithmetic: Arithmetic, amax_group: str | None, *, delays: bool) -> None:
+        """Attend by a variant from now on; delays: by delayed scales."""
+        self.variant, self.arithmetic, self.amax_group = variant, arithmetic, amax_group
+        if delays and variant is not None:
+            self.states = attention_delayed.states(variant, self.q_proj.weight.device, amax_group)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D]."""
         batch, length, _ = x.shape
         heads = [p(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = heads  # [B, H, T, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         if self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            y = attention.apply(q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic, amax_group=self.amax_group)
+            how: dict = {"variant": self.variant, "mask": _CAUSAL, "arithmetic": self.arithmetic, "amax_group": self.amax_group}
+            y = attention_delayed.apply(q, k, v, states=self.states, **how) if self.states else attention.apply(q, k, v, **how)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
 class MLP(nn.Module):
     """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (spec M-3)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP of x [..., hidden], of x's shape and dtype."""
         gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
         return self.down_proj((functional.silu(gate) * up).to(x.dtype))
+
+
+def _mlp(config: LlamaConfig) -> nn.Module:
+    """A layer's MLP, or its experts."""
+    if not config.num_experts:
+        return MLP(config, config.intermediate_size)
+    shared = config.shared_expert_intermediate_size
+    return MixtureMLP(config, MLP(config, shared) if shared else None)
 
 
 class Layer(nn.Module):
@@ -117,7 +140,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config)
-        self.mlp = MLP(config)
+        self.mlp = _mlp(config)
 
     def forward(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """h [B, T, hidden] after attention and MLP; cos and sin are rotary tables [T, D]."""
@@ -175,6 +198,11 @@ class Llama(nn.Module):
         if not self.config.tie_word_embeddings:
             return self.lm_head(h)
         return functional.linear(h, self.model.embed_tokens.weight.to(dtype))
+
+    def balancing_loss(self) -> torch.Tensor:
+        """The load-balancing loss of the last forward pass (M-8), float32 (); of a model with experts."""
+        found = [module.balance for module in self.modules() if isinstance(module, MixtureMLP) and module.balance is not None]
+        return experts.balancing_loss(found, self.config.num_experts_per_tok)
 
 
 def _make_tables(model: nn.Module, args: tuple) -> None:

@@ -103,8 +103,9 @@ class Step:
         group = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
         for module in model.modules():
             if isinstance(module, Attention):
-                module.variant, module.arithmetic = self.config.numerics.attention, self.config.numerics.attention_arithmetic
-                module.amax_group = None if group is None else group.group_name
+                keys = self.config.numerics
+                name = None if group is None else group.group_name
+                module.attend_by(keys.attention, keys.attention_arithmetic, name, delays=keys.attention_scaling == "delayed")
         return model
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
@@ -116,7 +117,7 @@ class Step:
         parts, losses = self.config.data.parts(tokens), []
         with self.computing():
             for part in parts:
-                loss = self.loss(self.own(part))
+                loss = self.trained(self.own(part))
                 loss.backward()  # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
                 losses.append(loss.detach())
         if len(parts) > 1:
@@ -236,6 +237,13 @@ class Step:
         batch = self.tokens(tokens)
         logits = self.model(batch[:, :-1])  # [B, T, V]
         return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).mean()
+
+    def trained(self, tokens: np.ndarray) -> torch.Tensor:
+        """What a step differentiates: ``loss``, and that of unbalanced experts times its factor (M-8)."""
+        loss = self.loss(tokens)
+        if not self.config.model.num_experts:
+            return loss
+        return loss + self.config.model.router_aux_loss_coef * self.model.balancing_loss()  # type: ignore[operator]
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """Mean over all ranks' losses [microbatches]: float64 (), on the device."""

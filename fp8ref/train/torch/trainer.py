@@ -19,7 +19,7 @@ from fp8ref.attention_products import AttentionOperand
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.stats import Operand, merged, planned
-from fp8ref.torch import attention_stats, delayed, health, proof, stats
+from fp8ref.torch import attention_observer, attention_stats, delayed, hardware, health, proof, stats
 from fp8ref.torch.gemm_observer import observe_gemms
 from fp8ref.torch.parallel import AXES
 from fp8ref.torch.proof.records import unwrapped
@@ -50,6 +50,11 @@ class Trainer:
         self.config = config
         self._multiply = multiply
         config.numerics.check_multiply(multiply)
+        if config.parallel.attention == "kernel":
+            raise ConfigError(
+                f"PyTorch has no FP8 kernel of variant {config.numerics.attention!r} with gradients: FlashAttention-3's is forward alone. Set "
+                "parallel.attention to tiles, or train in JAX (--backend jax)."
+            )
         if multiply is not None and torch.cuda.is_available():
             raise ConfigError(
                 f"numerics.accumulate {config.numerics.accumulate!r}: simulated hardware multiplies on the host's CPU; torch has "
@@ -152,8 +157,9 @@ class Trainer:
         """The most bytes of GPU memory in tensors since the trainer was made; None on a CPU."""
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
-    def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass whose FP8 GEMMs call observer (see ``observe_gemms``).
+    def observe(self, tokens: np.ndarray, observer, attention: Callable | None = None) -> None:
+        """A forward and backward pass whose FP8 GEMMs call observer (see ``observe_gemms``), and whose attention by a
+        variant calls attention (see ``observe_attention``).
 
         Nothing is updated.
 
@@ -165,7 +171,15 @@ class Trainer:
             operands = [(_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale, *_ in (a, b)]
             observer(name, gemm, *operands, _copy(out.float()))
 
-        with self._step.uncast(), observe_gemms(self.model, as_numpy):
+        def shown(name, phase, tensors):
+            arrays = {key: _copy(x if x.dtype == torch.uint8 else x.float()) for key, x in tensors.items()}
+            attention(name, phase, arrays)  # type: ignore[misc]
+
+        with contextlib.ExitStack() as observing:
+            observing.enter_context(self._step.uncast())
+            observing.enter_context(observe_gemms(self.model, as_numpy))
+            if attention is not None:
+                observing.enter_context(attention_observer.observe_attention(dict(self._attention()), None, shown))
             self._step.backward(tokens)
         self._step.forget()
 
@@ -256,10 +270,11 @@ class Trainer:
         missing = proof.missing(traced, planned, plan)
         if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
             missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
-        codes = variant is not None and proof.multiplies_codes(variant, self.config.numerics.attention_arithmetic, self._device)
+        with hardware.simulating(self._multiply):
+            codes = variant is not None and proof.multiplies_codes(variant, self.config.numerics.attention_arithmetic, self._device)
         layers = self.config.attention_in_fp8
         if variant is not None:
-            missing += proof.missing_products(traced, layers, variant, codes=codes)
+            missing += proof.missing_products(traced, layers, variant, codes=codes, plan=plan)
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
                 "the step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."

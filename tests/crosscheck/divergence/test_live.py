@@ -200,7 +200,7 @@ def test_with_parts_of_a_batch_operands_are_left_out(small, planted):  # T-7
     planted(fault)
     found = live.of_backends(small.replace(data={"microbatches": 2}), "torch", "torch", steps=1)
     assert (found.first.phase, found.first.layer) == ("loss", "loss")
-    assert "operands of GEMMs and logits are not observed" in found.notes[0]
+    assert "operands of GEMMs, attention and logits are not observed" in found.notes[0]
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from fp8ref.train.data import loader, windows
 
 
 def config_of(
-    source: Path | str, *, length: int = 8, batch: int = 4, fraction: float = 0.25, seed: int = 0, eval_batches: int = 2
+    source: Path | str, *, length: int = 8, batch: int = 4, fraction: float = 0.25, seed: int = 0, eval_batches: int = 2, **keys
 ) -> Config:
-    section = DataConfig(source=str(source), sequence_length=length, batch_size=batch, validation_fraction=fraction, seed=seed)
+    section = DataConfig(source=str(source), sequence_length=length, batch_size=batch, validation_fraction=fraction, seed=seed, **keys)
     return Config(data=section, run=RunConfig(eval_batches=eval_batches))
 
 
@@ -370,3 +370,53 @@ def test_opening_imports_neither_torch_nor_a_library_that_is_not_needed(tmp_path
         sources.append(stored(kind, tmp_path / kind))
     shown = subprocess.run([sys.executable, "-c", OPENED, *sources], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout.strip() == "[]"
+
+
+def test_a_mixture_takes_rows_of_each_source_by_its_weight(tmp_path):  # D-8
+    for name, letter in (("a", b"a"), ("b", b"b")):
+        for split in ("train", "validation"):
+            path = tmp_path / name / path_in(split)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(letter * 2000)
+    mixed = ((str(tmp_path / "a"), 3.0), (str(tmp_path / "b"), 1.0))
+    sets = (("b", str(tmp_path / "b")),)
+    batches = opened("stdlib", mixture=mixed, evaluation=sets)
+    rows = np.concatenate([batches.step(i) for i in range(20)])
+    assert (rows[:, 0] == ord("a")).mean() == pytest.approx(0.75, abs=1 / len(rows))
+    assert {int(token) for token in batches.held_out(0)[:, 0]} == {ord("a"), ord("b")}
+    assert np.all(batches.of_set("b", 0) == ord("b"))
+    about = batches.description
+    assert [one["weight"] for one in about["mixture"]] == [3.0, 1.0]
+    assert about["evaluation"]["b"]["source"] == str(tmp_path / "b")
+    assert about["sha256"] != opened("stdlib", mixture=mixed[::-1]).description["sha256"]
+
+
+def test_a_set_takes_both_splits_of_its_source(tmp_path):  # D-9
+    for split, letter in (("train", b"t"), ("validation", b"v")):
+        path = tmp_path / path_in(split)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(letter * 2000)
+    batches = opened(tmp_path, evaluation=(("all", str(tmp_path)),))
+    seen = {int(token) for i in range(20) for token in batches.of_set("all", i)[:, 0]}
+    assert seen == {ord("t"), ord("v")}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"source": "x", "mixture": (("a", 1.0),)}, "names the sources in place of data.source"),
+        ({"mixture": ()}, "at least one source"),
+        ({"mixture": (("a", 0.0),)}, "weights above 0"),
+        ({"evaluation": (("x", "a"), ("x", "b"))}, "names each set once"),
+        ({"evaluation": (("a/b", "a"),)}, "letters, digits and underscores"),
+    ],
+)
+def test_mixtures_and_sets_are_checked(keys, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**keys)
+
+
+def test_a_set_that_is_too_short_is_named(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"x" * 20)
+    with pytest.raises(ConfigError, match=r"data\.evaluation 'short': the whole split holds"):
+        opened("stdlib", evaluation=(("short", str(tmp_path)),))

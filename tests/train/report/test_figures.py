@@ -39,8 +39,7 @@ def test_a_legend_names_seeds_once_and_runs_as_they_are(group, seeds):
     shown = [text.get_text() for text in legend.get_texts()]
     assert shown[0] == "bf16 seeds"
     assert len(shown) == 2
-    assert shown[1].endswith("/_fp8")
-    assert len(shown[1]) <= 40
+    assert shown[1].replace("\n", "") == group[3].name
     assert not any(text.get_parse_math() for text in legend.get_texts())
 
 
@@ -66,6 +65,18 @@ def test_a_metric_is_drawn_where_it_was_written(group, seeds):
 
 def line(step: int, **operands) -> dict:
     return {"step": step, "statistics": {key.replace("__", "/").replace("_of_", "."): values for key, values in operands.items()}}
+
+
+def test_maps_of_a_group_have_one_scale():
+    runs = [[line(0, a__output__input={"sqnr": low}, a__output__weight={"sqnr": 35.0})] for low in (12.0, 30.0)]
+    ends = figures.scale(runs, "sqnr")
+    assert ends == (12, 35)
+    figure = figures.heat_map(runs[1], "sqnr", ends)
+    images = [ax.images[0] for ax in figure.axes if ax.images]
+    assert [image.get_clim() for image in images] == [ends, ends]
+    assert len(figure.axes) == 3  # two roles and one colorbar
+    assert figures.scale([[line(0, a__output__input={"amax": 1.0})]], "amax") is None
+    assert figures.scale([[]], "sqnr") is None
 
 
 def maps(measure: str, *lines) -> dict:

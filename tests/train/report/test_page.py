@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import made_runs
@@ -42,7 +43,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, text):
-        if self.open[-1:] != ["style"]:
+        if self.open[-1:] not in (["style"], ["script"]):
             self.text += " " + re.sub(r"\s+", " ", text)
 
 
@@ -83,10 +84,12 @@ def write(tmp_path, monkeypatch):
         said = page.write(given, out, **keys)
         text = out.read_text()
         # Nothing is asked of anywhere: no address at all, and references into the page, or data, alone.
-        assert "http" not in text
+        assert not re.search("https?:", text)
+        assert "default-src 'none'" in text
         assert not re.search(r"url\((?!#)", text)
         parsed = Page(text)
-        assert {"script", "link", "iframe", "img"}.isdisjoint(parsed.tags)
+        assert {"link", "iframe", "img"}.isdisjoint(parsed.tags)
+        assert parsed.tags.count("script") == 1
         assert all(value.startswith(("#", "data:image/png")) for key, value in parsed.attributes if key in ("href", "src", "xlink:href"))
         assert len(parsed.ids) == len(set(parsed.ids))
         assert {value[1:] for key, value in parsed.attributes if key == "href" and value[0] == "#"} <= set(parsed.ids)
@@ -234,11 +237,44 @@ def test_what_ran_under_a_schedule_is_shown_by_recipe(seeds, tmp_path, small, wr
         runs.read(tmp_path / "run")
 
 
-def test_what_differs_is_a_table(seeds, fp8, write):
-    shown, _ = write([*seeds, fp8(backend="jax")])
-    assert re.search(r"numerics\.recipe\s+bf16\s+bf16\s+bf16\s+tensorwise", shown.text)
-    assert re.search(r"backend\s+torch\s+torch\s+torch\s+jax", shown.text)
-    assert "model.hidden_size" not in shown.text
+def test_what_differs_from_the_baseline_is_a_table(seeds, fp8, write):
+    shown, _ = write([fp8(backend="jax"), *seeds])
+    assert f"Differences from the baseline, {seeds[0].name}" in shown.text
+    assert re.search(r"numerics\.recipe\s+bf16\s+tensorwise\s+bf16\s+bf16", shown.text)
+    assert re.search(r"backend\s+torch\s+jax\s+torch\s+torch", shown.text)
+    assert shown.text.count("model.hidden_size") == 1  # among all keys of the baseline alone
+    assert f"All keys of {seeds[0].name}, the baseline" in shown.text
+
+
+def test_the_worst_ten_layers_are_a_table(seeds, fp8, write):
+    worse = [{"step": 0, "statistics": {f"layer{i:02}/output/input": {"amax": 1.0, "sqnr": 20.0 + i} for i in range(12)}}]
+    shown, _ = write([*seeds, fp8(statistics=worse)])
+    assert "The ten worst layers" in shown.text
+    assert re.search(r"layer00\s+output/input\s+20\.0\s+0\s+20\.0", shown.text)
+    table = shown.text[: shown.text.index("Maps are by layer")]
+    assert "layer09" in table
+    assert "layer10" not in table
+
+
+def test_the_script_has_the_values_that_figures_show(seeds, fp8, write):
+    shown, _ = write([*seeds, fp8(statistics=statistics())])
+    of = [json.loads(value) for key, value in shown.attributes if key == "data-readout"]
+    assert len(of) == shown.tags.count("svg")
+    losses = of[0][0]["series"][-1]
+    assert losses["name"].endswith("fp8")
+    assert losses["color"] == "var(--run0)"
+    assert losses["x"] == list(range(4, 60))
+    sqnr = next(axes for axes in of[-1] if axes)
+    assert (sqnr["rows"], sqnr["values"]) == (LAYERS, [[30, 30, 30]] * 2)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_script_runs(seeds, fp8, write, tmp_path):
+    write([seeds[0], fp8(statistics=statistics())])
+    how = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    ran = subprocess.run([*how, (tmp_path / "out" / "report.html").as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    shown = Page(ran.stdout)
+    assert shown.tags.count("button") == 3 * shown.tags.count("svg")  # made after every figure's values were read
 
 
 def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(seeds, tmp_path, small, write):

@@ -75,6 +75,24 @@ def test_a_run_is_named_once(made):
         runs.read_all([made.path, made.path / ".." / "run"])
 
 
+def test_a_directory_gives_its_runs_at_any_depth(tmp_path, small, capsys):
+    """Checkpoints have a manifest.json too, and are within runs; a run without a step is left out."""
+    for name in ("sweep/b", "sweep/a", "alone"):
+        made_runs.make(tmp_path / "runs" / name, small, [1.0])
+    (tmp_path / "runs" / "alone" / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "runs" / "alone" / "checkpoints" / "step-1" / "manifest.json").write_text("{}")
+    new = tmp_path / "runs" / "new"
+    with pytest.raises(ConfigError, match="no step yet"):
+        made_runs.make(new, small, [], status="running")
+    names = [str(tmp_path / "runs" / name) for name in ("alone", "sweep/a", "sweep/b")]
+    assert [run.name for run in runs.read_all([tmp_path / "runs"])] == names
+    assert f"{new} has no step yet, and is left out" in "".join(capsys.readouterr())
+    with pytest.raises(ConfigError, match="has no step yet"):
+        runs.read_all([new])
+    with pytest.raises(ConfigError, match="is not a directory"):
+        runs.read_all([tmp_path / "absent"])
+
+
 def test_common_steps_are_those_of_all(tmp_path, small):
     long, short = (made_runs.make(tmp_path / str(n), small, np.arange(n)) for n in (6, 4))
     assert runs.common_steps([long, short]).tolist() == [0, 1, 2, 3]

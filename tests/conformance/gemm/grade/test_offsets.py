@@ -166,7 +166,7 @@ def test_fp8refs_in_jax():  # X-5
         first, second = (
             Quantized(codes=q, scale=s, scale_inv=s, fmt=E4M3FN, granularity="rowwise", axis=-1) for q, s in ((a, scale_a), (b, scale_b))
         )
-        return jax_operands.rows_by_weights(first, second, SPEC, groups, jnp.bfloat16)
+        return jax_operands.rows_by_weights(first, second, SPEC, groups, jnp.bfloat16, scope="layer/output")
 
     require_offsets(function, framework="jax")
 

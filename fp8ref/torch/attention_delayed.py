@@ -1,0 +1,51 @@
+"""Delayed scaling of attention (spec A-12, A-19): a state for each tensor that has one scale.
+
+states = attention_delayed.states("cudnn", device)              # an nn.ModuleDict, of a module of yours
+o = attention_delayed.apply(q, k, v, states=states, variant="cudnn")
+...
+delayed.update(model)                                           # rolls them with those of linears
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fp8ref import attention as data
+from fp8ref import attention_delayed
+from fp8ref.attention import Variant
+from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.torch import attention, delayed
+from fp8ref.torch.delayed import RoleState
+
+
+def states(
+    variant: str | Variant, device: torch.device | str, group: str | None = None, config: DelayedScaling = DELAYED["delayed"]
+) -> nn.ModuleDict:
+    """A state for each role of a variant.
+
+    group     name of the process group whose ranks have other sequences or heads of the same tensors (H-4).
+    Raises:   ValueError: a variant without such roles; histories that this backend does not keep.
+    """
+    casts = attention_delayed.casts(data.by_name(variant), delayed.implemented(config))
+    return nn.ModuleDict({role: RoleState(fmt, how, torch.device(device), group) for role, (fmt, how) in casts.items()})
+
+
+def apply(q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: str | Variant, **how) -> Tensor:
+    """``attention.apply`` by the scales of these states, which observe where gradients are enabled.
+
+    how       other arguments of ``attention.apply``.
+    Raises:   ValueError: as ``attention.apply``; states of another variant.
+    """
+    roles = attention_delayed.roles(data.by_name(variant))
+    if set(states) != set(roles):
+        raise ValueError(
+            f"variant {data.by_name(variant).name!r} has states of {', '.join(roles) or 'no role'}; got {', '.join(states) or 'none'}. Make them by "
+            "attention_delayed.states."
+        )
+    kept: dict[str, RoleState] = {role: state for role, state in states.items() if isinstance(state, RoleState)}
+    if not torch.is_grad_enabled():
+        scales = {role: kept[role].scale for role in kept if role in data.ROLES}
+        return attention.apply(q, k, v, variant=variant, scales=scales, **how)
+    for state in kept.values():
+        state.used = True
+    scales, seen = {role: state.scale for role, state in kept.items()}, {role: state.seen for role, state in kept.items()}
+    return attention.apply(q, k, v, variant=variant, scales=scales, seen=seen, **how)

@@ -1,0 +1,85 @@
+"""Attention in FP8 by FlashAttention-3's own kernel, forward alone (spec A-20).
+
+    o, lse = attention_kernel.forward(q, k, v, mask=Mask(causal=True))
+
+q, k and v are quantized here, with the bits of A-2; the kernel does all else. ``attention`` computes the same variant from
+tiles. FlashAttention-4's interface (commit 0251105) takes no scales of FP8 operands.
+"""
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8ref import attention as data
+from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.formats import E4M3FN
+from fp8ref.torch import attention_inputs
+from fp8ref.torch import attention_operands as operands
+from fp8ref.torch.attention_inputs import Spec
+
+VARIANTS = ("fa3", "fa3_promoted")
+"""The variants that builds of FlashAttention-3 compute: which of both, the build decides."""
+
+_INSTEAD = "Use fp8ref.torch.attention, which computes it tile by tile."
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str | Variant = "fa3",
+    mask: Mask = FULL,
+    scale: float | None = None,
+    scales: dict[str, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn: (o, log-sum-exp). Not differentiable.
+
+    scales    {role: scale} of q, k and v, float32 [B, Hkv, 1, 1]; the others come from the tensors themselves.
+    Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], 16 dividing D; o [B, H, Tq, D] of q's dtype, lse float32 [B, H, Tq].
+    Order:    of q, k and v A-2; of all else the kernel's.
+    Raises:   ValueError: another variant; shapes or masks that the kernel does not take; tensors elsewhere than on a Hopper GPU.
+              ImportError: flash_attn_interface is not installed.
+    Source:   Dao-AILab/flash-attention, commit 01afd16, hopper/flash_attn_interface.py.
+    """
+    variant = data.by_name(variant)
+    if variant.name not in VARIANTS or variant.fmt != E4M3FN or variant.granularity != "head":
+        raise ValueError(f"FlashAttention-3 computes {' or '.join(VARIANTS)}; got variant {variant.name!r}. {_INSTEAD}")
+    spec = Spec(variant=variant, mask=mask, scale=scale)
+    shape = attention_inputs.check(q, k, v, spec)
+    if shape.features % 16 or mask.alignment != "end":
+        raise ValueError(
+            f"FlashAttention-3 takes features in multiples of 16, and masks that are aligned to the end; got {shape.features} and {mask}. {_INSTEAD}"
+        )
+    given = attention_inputs.check_scales(scales, variant, ("q", "k", "v"), shape)
+    run = library(q.device)
+    tensors = operands.quantize(q, k, v, spec, given, report="nothing")
+    codes = (tensors[role].codes.transpose(1, 2) for role in ("q", "k", "v"))  # [B, T, heads, D]
+    descales = {f"{role}_descale": tensors[role].scale_inv[:, :, 0, 0].contiguous() for role in ("q", "k", "v")}
+    left, right = mask.window or (None, None)
+    window = -1 if left is None else left, -1 if right is None else right
+    o, lse, *_ = run(
+        *codes, softmax_scale=spec.softmax_scale(shape.features), causal=mask.causal, window_size=window, return_attn_probs=True, **descales
+    )
+    return o.transpose(1, 2).to(q.dtype), lse
+
+
+def library(device: torch.device) -> Callable:
+    """flash_attn_interface.flash_attn_func.
+
+    Raises:   ValueError: another device than a Hopper GPU. ImportError: it is not installed.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
+        raise ValueError(f"FlashAttention-3's FP8 kernel needs a Hopper GPU; the tensors are on {where}. {_INSTEAD}")
+    try:
+        flash_attn_interface = importlib.import_module("flash_attn_interface")
+    except ImportError as error:
+        raise ImportError(
+            "FlashAttention-3's kernel is in flash_attn_interface, which is not installed. Build hopper/ of Dao-AILab/flash-attention, or use "
+            "fp8ref.torch.attention."
+        ) from error
+    return flash_attn_interface.flash_attn_func

@@ -1,0 +1,87 @@
+"""A projection of experts: what nn.Linear is to a linear, a ``GroupedLinear`` is to a grouped one (spec X).
+
+    up = GroupedLinear(8, 128, 384)        # 8 experts, weight [8, 384, 128]
+    y = up(rows, ends)                     # [M, 128] -> [M, 384], rows in groups that end at ends
+    convert.convert(model, "rowwise")      # in FP8, as the model's linears
+
+``convert`` puts it in FP8 by the grouped recipe that goes with the linears' (X-8). The module stays
+the same, and so does its Parameter.
+"""
+
+import torch
+from torch import nn
+
+from fp8ref import grouped as recipes
+from fp8ref.grouped import GroupedRecipe
+from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.torch import delayed, grouped, grouped_gemm
+
+
+class GroupedLinear(nn.Module):
+    """Each group's rows times the weight of its expert; without bias.
+
+    Shapes:   weight [E, N, K]; rows [M, K] and int32 ends [E] -> [M, N], of rows' dtype.
+    recipe    the grouped recipe; ``bf16`` until it is converted.
+    states    by role, the states of delayed scaling (X-9).
+    fqn       its name in the model that was converted, for errors.
+    """
+
+    bias = None
+    fqn: str = "a grouped linear"
+
+    def __init__(self, experts: int, in_features: int, out_features: int, *, device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.states = nn.ModuleDict()
+        self._take("bf16")
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """rows [M, K] of groups that end at ends -> [M, N]. Raises as ``grouped.apply``."""
+        return grouped.apply(rows, self.weight, ends, recipe=self._bound, states=self.states, observe=self.training, name=self.fqn)
+
+    def convert(self, recipe: str | Recipe | GroupedRecipe, *, group: str | None = None) -> None:
+        """Multiply by this recipe from now on, with new states of delayed scaling.
+
+        group     name of the process group whose ranks share those states.
+        Raises:   ValueError: as ``grouped.check_recipe``.
+        """
+        made = grouped.check_recipe(recipe)
+        casts = delayed.casts(made.recipe).items()
+        device = self.weight.device
+        self.states = nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}).train(self.training)
+        self._take(made)
+
+    @property
+    def in_fp8(self) -> int:
+        """The number of parameters that are multiplied in FP8."""
+        return self.weight.numel() if self.recipe.recipe.fp8 else 0
+
+    def kernels(self) -> str:
+        """What multiplies, for reports."""
+        return grouped_gemm.kernels(self.recipe.recipe, self.weight.device)
+
+    def _take(self, recipe: str | Recipe | GroupedRecipe) -> None:
+        self._bound = grouped.bind(recipe)
+        self.recipe = self._bound.recipe
+
+    def __getstate__(self) -> dict:
+        return {key: value for key, value in vars(self).items() if key != "_bound"}  # whose class pickle cannot find
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._take(self.recipe)
+
+    def extra_repr(self) -> str:
+        """Its sizes, and the recipe's name."""
+        experts, n, k = self.weight.shape
+        return f"experts={experts}, in_features={k}, out_features={n}, recipe={self.recipe.name}"
+
+
+def found(model: nn.Module) -> dict[str, GroupedLinear]:
+    """The grouped linears of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, GroupedLinear)}
+
+
+def recipe_of(recipe: Recipe) -> Recipe:
+    """The recipe of each group that goes with a recipe of linears (X-8); one in high precision is bf16."""
+    return recipes.of_linears(recipe).recipe if recipe.fp8 else RECIPES["bf16"]

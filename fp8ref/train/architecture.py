@@ -1,0 +1,150 @@
+"""What a config trains: the trainer's own Llama, or a model of the user's (spec T-10).
+
+A user's model is built by its framework, ``{jax,torch}/custom_model.py``. This module says what all of
+the trainer needs to know of it: the names and shapes of its parameters and linears.
+"""
+
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from fp8ref import llama
+from fp8ref.errors import ConfigError
+from fp8ref.llama import LlamaConfig
+from fp8ref.train.sections import ArchitectureConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
+
+BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
+"""{kind of a user's model: the backend that trains it}."""
+
+
+class Sections(Protocol):
+    """The sections of a config that this module reads."""
+
+    @property
+    def architecture(self) -> ArchitectureConfig:
+        """What is trained."""
+        ...
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The trainer's own model, and the vocabulary of any."""
+        ...
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The mesh."""
+        ...
+
+    @property
+    def numerics(self) -> NumericsConfig:
+        """Recipes and rules."""
+        ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The optimizer."""
+        ...
+
+    @property
+    def run(self) -> RunConfig:
+        """Length, seed and initial weights."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """A model's parameters and linears.
+
+    kind        the class that was built, for the manifest.
+    parameters  {name: shape}, each once, where modules share it.
+    linears     {path: (N, K)} of what a recipe may convert, in the model's order.
+    heads       the linears that stay in high precision unless fp8_fqns names them: those of the logits.
+    """
+
+    kind: str
+    parameters: Mapping[str, tuple[int, ...]]
+    linears: Mapping[str, tuple[int, int]]
+    heads: tuple[str, ...]
+
+
+def shapes(config: Sections) -> Shapes:
+    """Of the model that a config trains.
+
+    Raises:   ConfigError: a user's model that cannot be built, or that the trainer cannot train.
+    """
+    keys = config.architecture
+    if keys.kind == "llama":
+        head = () if config.model.tie_word_embeddings else ("lm_head",)
+        found = llama.parameter_shapes(config.model), llama.linear_shapes(config.model)
+        return Shapes(kind="llama", parameters=found[0], linears=found[1], heads=head)
+    return _custom(keys, config.model.vocab_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _custom(keys: ArchitectureConfig, vocab_size: int) -> Shapes:
+    try:
+        library = importlib.import_module(f"fp8ref.train.{BACKEND[keys.kind]}.custom_model")
+    except ImportError as error:
+        raise ConfigError(f"architecture.kind {keys.kind!r} needs {error.name}. Install the extra of its backend.") from error
+    return library.shapes(keys, vocab_size)
+
+
+def faults(config: Sections) -> list[str]:
+    """The error messages for keys that a user's model does not take (T-10); none of the trainer's own."""
+    keys = config.architecture
+    if keys.kind == "llama":
+        return []
+    default = LlamaConfig(vocab_size=config.model.vocab_size)
+    own = [key for key, value in vars(config.model).items() if value != getattr(default, key)]
+    parallel, numerics, nnx = config.parallel, config.numerics, keys.kind == "nnx"
+    what = f"architecture.kind {keys.kind!r}"
+    wrong = {
+        f"of model.* takes vocab_size alone, as its own configuration says the rest; got model.{', model.'.join(own)}": bool(own),
+        f"is for one device, whose linears no plan cuts; got parallel of {parallel.devices}": parallel.devices > 1,
+        f"has layers that the trainer does not know; got parallel.checkpointing {parallel.checkpointing!r}": parallel.checkpointing
+        != "none",
+        f"has layers that the trainer does not know; got parallel.compile {parallel.compile!r}": parallel.compile != "none",
+        "has layers that the trainer does not know; got parallel.scan": parallel.scan,
+        f"has attention of its own; got parallel.attention {parallel.attention!r}": parallel.attention != "xla",
+        f"has attention of its own; got numerics.attention {numerics.attention!r}": numerics.attention is not None,
+        f"has float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower ones": config.optimizer.keeps_masters,
+        "takes one recipe for every linear of a module of Flax; got numerics.rules": nnx and numerics.rules is not None,
+        "takes one recipe; got numerics.schedule": nnx and numerics.schedule is not None,
+        f"sums gradients in float32; got parallel.accumulate_dtype {parallel.accumulate_dtype!r}": parallel.accumulate_dtype != "float32",
+        f"has initial weights of its own; got run.init_from {config.run.init_from!r}": nnx and config.run.init_from is not None,
+    }
+    return [f"{what} {text}. Leave it out." for text, is_so in wrong.items() if is_so]
+
+
+def check_backend(config: Sections, backend: str) -> None:
+    """ConfigError unless a backend trains the config's model."""
+    kind = config.architecture.kind
+    if kind != "llama" and BACKEND[kind] != backend:
+        raise ConfigError(f"architecture.kind {kind!r} is trained by --backend {BACKEND[kind]}; got {backend}.")
+
+
+def require_llama(config: Sections, who: str) -> None:
+    """ConfigError for a user's model, which ``who`` does not take."""
+    if config.architecture.kind != "llama":
+        raise ConfigError(
+            f"{who} takes the trainer's own Llama, whose layers it knows; got architecture.kind {config.architecture.kind!r}. Leave out architecture.*."
+        )
+
+
+def imported(source: str):
+    """What an import path ``package.module:name`` names.
+
+    Raises:   ConfigError: no such module or name.
+    """
+    module, _, name = source.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"architecture.source {source!r} cannot be imported ({error}). Name module:function, of a module on PYTHONPATH."
+        ) from error
+    return found

@@ -1,0 +1,90 @@
+"""The model in the terms of ``transformers``: its config.json, and the names of its weights (spec K-7).
+
+A dense model is Llama's, or Qwen3's with ``qk_norm``; one with experts is Qwen3-MoE's. A file holds
+each expert's weights by themselves, where the trainer has one parameter [E, N, K] of a projection.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8ref.errors import ConfigError
+from fp8ref.llama import EXPERTS, LlamaConfig, Weight
+
+_OF_EXPERT = re.compile(r"^(?P<mlp>.*)\.experts\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
+
+KINDS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+"""{model_type: class}."""
+
+
+def kind(model: LlamaConfig) -> str:
+    """The model_type; ConfigError for a model that none of ``KINDS`` is."""
+    if not model.num_experts:
+        return "qwen3" if model.qk_norm else "llama"
+    if model.shared_expert_intermediate_size or not model.qk_norm:
+        has = "no qk_norm" if not model.qk_norm else f"shared_expert_intermediate_size {model.shared_expert_intermediate_size}"
+        raise ConfigError(
+            f"transformers has experts with qk_norm and without a shared expert, Qwen3-MoE's; the model has {has}. Use run.init_from "
+            "and export with such a model alone."
+        )
+    return "qwen3_moe"
+
+
+def described(model: LlamaConfig) -> dict[str, Any]:
+    """The keys of config.json that say which model it is."""
+    known = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    keys = {key: getattr(model, key) for key in (*known, "rope_theta", "tie_word_embeddings", "initializer_range")}
+    found = {"model_type": kind(model), **keys, "head_dim": model.head_dim, "hidden_act": "silu", "attention_bias": False}
+    if not model.num_experts:
+        return found | {"intermediate_size": model.intermediate_size} | ({} if model.qk_norm else {"mlp_bias": False})
+    of_experts = {key: getattr(model, key) for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")}
+    every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return found | {"moe_intermediate_size": model.intermediate_size, **of_experts, **every_layer}
+
+
+def apart(weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and weights as files have them, of the trainer's."""
+    for name, value in weights:
+        mlp, dot, projection = name.rpartition(f"{EXPERTS}.")
+        if not dot:
+            yield name, value
+            continue
+        yield from ((f"{mlp}{EXPERTS}.{e}.{projection}", value[e]) for e in range(len(value)))
+
+
+def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    """The trainer's names and weights, of those of files. ValueError: an expert is missing, or has another shape."""
+    found: dict[str, Weight] = {}
+    experts: dict[str, dict[int, Weight]] = {}
+    for name, value in weights.items():
+        if match := _OF_EXPERT.match(name):
+            experts.setdefault(f"{match['mlp']}{EXPERTS}.{match['projection']}.weight", {})[int(match["expert"])] = value
+        else:
+            found[name] = value
+    for name, of_each in experts.items():
+        if set(of_each) != set(range(len(of_each))) or len({w.shape for w in of_each.values()}) > 1:
+            raise ValueError(
+                f"{name} has experts 0 to {len(of_each) - 1} of one shape; found {sorted(of_each)[:8]} of {[w.shape for w in of_each.values()][:2]}"
+            )
+        found[name] = ExpertsWeight(tuple(of_each[e] for e in range(len(of_each))))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsWeight:
+    """A projection's weight [E, N, K], of each expert's own [N, K]: only what is asked for is read."""
+
+    of_each: tuple[Weight, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, N, K]."""
+        return (len(self.of_each), *self.of_each[0].shape)
+
+    def __getitem__(self, index) -> np.ndarray:
+        """float32 values at slices; ... is the whole."""
+        experts, rows = (index[0], index[1:]) if isinstance(index, tuple) else (slice(None), ())
+        return np.stack([one[rows or ...] for one in np.array([*self.of_each, None], object)[:-1][experts]])

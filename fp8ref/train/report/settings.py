@@ -1,0 +1,48 @@
+"""The configuration of a report's baseline, and what other runs have in place of it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8ref.train import config as configs
+from fp8ref.train.report.runs import Run
+
+
+@dataclass(frozen=True)
+class Differences:
+    """baseline: the run that others are compared with; others: those; rows: (dotted key, the baseline's value, the others')."""
+
+    baseline: Run
+    others: tuple[Run, ...]
+    rows: tuple[tuple[str, str, tuple[str, ...]], ...]
+
+
+def differences(runs: Sequence[Run]) -> Differences:
+    """Keys of the config, versions, backend, device and text in which any run is not like the baseline: the first bf16
+    run, or the first."""
+    baseline = next((run for run in runs if run.bf16), runs[0])
+    others = tuple(run for run in runs if run is not baseline)
+    of = {id(run): {**run.settings, "versions": run.versions} for run in runs}
+    keys = dict.fromkeys(key for run in others for key in configs.differences(of[id(baseline)], of[id(run)]))
+    rows = ((key, _at(of[id(baseline)], key), tuple(_at(of[id(run)], key) for run in others)) for key in keys)
+    return Differences(baseline, others, tuple(rows))
+
+
+def flat(settings: dict, path: str = "") -> list[tuple[str, str]]:
+    """(dotted key, value) of a nested config, in its order."""
+    found: list[tuple[str, str]] = []
+    for key, value in settings.items():
+        dotted = f"{path}.{key}" if path else key
+        found += flat(value, dotted) if isinstance(value, dict) else [(dotted, _said(value))]
+    return found
+
+
+def _at(settings: Any, dotted: str) -> str:
+    for part in dotted.split("."):
+        settings = settings.get(part) if isinstance(settings, dict) else None
+    return _said(settings)
+
+
+def _said(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

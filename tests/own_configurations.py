@@ -1,0 +1,26 @@
+"""Sections ``architecture`` of models of a user's."""
+
+import json
+
+from fp8ref.train.sections import ArchitectureConfig
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+
+
+def of(name: str) -> ArchitectureConfig:
+    return ArchitectureConfig(kind="torch", source=f"own_torch_models:{name}")
+
+
+def transformers(folder, **keys) -> ArchitectureConfig:
+    (folder / "config.json").write_text(json.dumps(QWEN3 | keys))
+    return ArchitectureConfig(kind="transformers", source=str(folder))

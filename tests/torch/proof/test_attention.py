@@ -1,0 +1,53 @@
+"""The verdict on attention's products in PyTorch, from traces made here (spec B-15)."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fp8ref.attention import VARIANTS
+from fp8ref.attention_products import PRODUCTS
+from fp8ref.sim import hardware as simulated
+from fp8ref.torch import hardware
+from fp8ref.torch.proof.attention import manifest_of_products, missing_products, multiplies_codes
+from fp8ref.torch.proof.records import GemmTrace, ProductRecord
+
+CUDNN = VARIANTS["cudnn"]
+
+
+def trace(*, leave_out=(), **changed) -> GemmTrace:
+    record = ProductRecord("layer", "scores", "f8e4m3fn", "f8e4m3fn", "slow")
+    return GemmTrace("eager", products=[dataclasses.replace(record, product=p, **changed) for p in PRODUCTS if p not in leave_out])
+
+
+def test_a_product_that_is_missing_wider_or_faster_is_named():
+    assert missing_products(trace(), ["layer"], CUDNN, codes=True) == []
+    assert missing_products(trace(leave_out=("grad_q",)), ["layer"], CUDNN, codes=True) == [
+        "layer/grad_q: planned f8e4m3fn x f8e4m3fn, slow; no product of it was seen"
+    ]
+    assert "; f32 x f8e4m3fn, slow" in missing_products(trace(a="f32"), ["layer"], CUDNN, codes=True)[0]
+    assert missing_products(trace(a="f32", b="f32", accumulate=None), ["layer"], CUDNN, codes=False) == []
+    assert len(missing_products(trace(accumulate="fast"), ["layer"], CUDNN, codes=True)) == len(PRODUCTS)
+
+
+def test_under_simulated_hardware_each_names_its_plan():  # B-12
+    assert missing_products(trace(plan="hopper"), ["layer"], CUDNN, codes=True, plan="hopper") == []
+    assert "slow, under hopper; f8e4m3fn x f8e4m3fn, slow" in missing_products(trace(), ["layer"], CUDNN, codes=True, plan="hopper")[0]
+
+
+def test_the_manifest_has_each_distinct_product_once():
+    twice = trace()
+    twice.products *= 2
+    found = manifest_of_products(twice, ["layer"], CUDNN, codes=False)
+    assert [gemm["gemm"] for gemm in found["gemms"]] == [f"layer/{product}" for product in PRODUCTS]
+    assert found["on_dequantised_operands"] == [f"layer/{product}" for product in PRODUCTS]
+
+
+@pytest.mark.parametrize(
+    ("variant", "arithmetic", "codes"),
+    [("cudnn", "stated", True), ("cudnn", "fast", False), ("mxfp8", "stated", False), ("bf16", "stated", False)],
+)
+def test_a_cpu_multiplies_codes_in_the_stated_form_alone(variant, arithmetic, codes):
+    assert multiplies_codes(VARIANTS[variant], arithmetic, torch.device("cpu")) == codes
+    with hardware.simulating(simulated.by_name("exact")):
+        assert multiplies_codes(CUDNN, "fast", torch.device("cpu"))

@@ -1,0 +1,75 @@
+import pytest
+
+from fp8ref.errors import ConfigError
+from fp8ref.train import architecture, loop
+from fp8ref.train import config as configs
+from fp8ref.train.config import Config
+from fp8ref.train.sections import ArchitectureConfig
+
+TORCH = {"kind": "torch", "source": "own_torch_models:Tied"}
+NNX = {"kind": "nnx", "source": "own_nnx_models:Plain"}
+
+
+def custom(kind: dict, **sections) -> Config:
+    return Config(architecture=ArchitectureConfig(**kind)).replace(**sections)
+
+
+def test_the_trainer_s_own_model_is_known_without_a_framework():
+    found = architecture.shapes(Config())
+    assert found.kind == "llama"
+    assert found.heads == ("lm_head",)
+    assert found.linears["lm_head"] == (256, 128)
+    assert architecture.shapes(Config().replace(model={"tie_word_embeddings": True})).heads == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "message"),
+    [
+        (TORCH, {"model": {"hidden_size": 256}}, r"of model\.\* takes vocab_size alone.*got model\.hidden_size"),
+        (TORCH, {"parallel": {"fsdp": 2}}, "is for one device.*got parallel of 2"),
+        (TORCH, {"parallel": {"tensor": 2}}, "is for one device.*got parallel of 2"),
+        (TORCH, {"parallel": {"checkpointing": "full"}}, r"got parallel\.checkpointing 'full'"),
+        (TORCH, {"parallel": {"compile": "model"}}, r"got parallel\.compile 'model'"),
+        (NNX, {"parallel": {"scan": True}}, r"got parallel\.scan"),
+        (TORCH, {"numerics": {"attention": "cudnn"}}, r"got numerics\.attention 'cudnn'"),
+        (TORCH, {"optimizer": {"kind": "adamw_states", "layout": "msamp_o2"}}, r"optimizer\.layout 'msamp_o2' stores narrower ones"),
+        (NNX, {"numerics": {"schedule": ((0, "tensorwise"), (5, "bf16"))}}, r"got numerics\.schedule"),
+        (NNX, {"run": {"init_from": "weights"}}, r"got run\.init_from"),
+    ],
+)
+def test_what_a_model_of_the_user_s_does_not_take_is_refused_by_name(kind, sections, message):  # T-10
+    with pytest.raises(ValueError, match=f"architecture.kind '{kind['kind']}' .*{message}"):
+        custom(kind, **sections)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"source": "x:y"}, "is of a model of yours"),
+        ({"kind": "torch"}, "is of a model of yours"),
+        ({"kind": "torch", "source": "directory"}, "is module:function of kind 'torch'"),
+        ({"kind": "linen", "source": "a:b"}, "architecture.kind"),
+    ],
+)
+def test_a_section_is_checked(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        configs.from_dict({"architecture": keys})
+
+
+def test_a_model_has_one_backend():
+    with pytest.raises(ConfigError, match="'torch' is trained by --backend torch; got jax"):
+        loop.trainer("jax", custom(TORCH))
+    with pytest.raises(ConfigError, match="'nnx' is trained by --backend jax; got torch"):
+        loop.trainer("torch", custom(NNX))
+
+
+def test_who_knows_the_layers_of_the_trainer_s_own_alone_says_so():
+    architecture.require_llama(Config(), "a replay")
+    with pytest.raises(ConfigError, match="a replay takes the trainer's own Llama"):
+        architecture.require_llama(custom(TORCH), "a replay")
+
+
+@pytest.mark.parametrize("source", ["absent_module:Model", "own_torch_models:Absent"])
+def test_what_cannot_be_imported_is_named(source):
+    with pytest.raises(ConfigError, match=f"architecture.source '{source}' cannot be imported"):
+        architecture.imported(source)

@@ -1,0 +1,105 @@
+"""The model in transformers' terms: names of weights, config.json, and the same logits."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fp8ref import llama
+from fp8ref.errors import ConfigError
+from fp8ref.llama import LlamaConfig
+from fp8ref.train import export, hugging_face
+from fp8ref.train.config import Config
+from fp8ref.train.torch.llama import Llama
+
+EXPERTS = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_size=32,
+    qk_norm=True,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+DENSE = LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, qk_norm=True)
+
+
+def _written(path, model):
+    """A directory as export writes it, and the weights in it: norms are random too."""
+    rng = np.random.default_rng(0)
+    weights = {
+        name: (1 + rng.standard_normal(w.shape) / 8).astype(np.float32) if w.ndim == 1 else w * 5
+        for name, w in llama.initial_weights(model, seed=3).items()
+    }
+    path.mkdir()
+    export._write(path, Config(model=model), hugging_face.apart(iter(weights.items())))
+    return weights
+
+
+def _logits(weights, model, tokens):
+    """Those of the trainer's model in float32."""
+    own = Llama(model)
+    own.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
+    with torch.no_grad():
+        return own(tokens)
+
+
+@pytest.mark.parametrize("model", [EXPERTS, DENSE], ids=["qwen3_moe", "qwen3"])
+def test_transformers_reads_it_and_has_the_same_logits(model, tmp_path):
+    weights = _written(tmp_path / "hf", model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert type(theirs).__name__ == hugging_face.KINDS[hugging_face.kind(model)]
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (2, 24)))
+    with torch.no_grad():
+        found = theirs(tokens).logits
+    expected = _logits(weights, model, tokens)
+    # Some 200 roundings of float32 in a row, by 2^-24 of numbers no larger than ten times a logit; a
+    # wrong name, expert, norm or factor changes a logit by a tenth of it and more.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2000 * 2**-24 * expected.abs().max().item())
+
+
+def test_what_transformers_saves_is_read_bit_for_bit(tmp_path):
+    weights = _written(tmp_path / "hf", EXPERTS)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
+    for path in (tmp_path / "hf", tmp_path / "theirs"):
+        found = export.read(path, EXPERTS)
+        assert found.keys() == weights.keys()
+        for name, expected in weights.items():
+            np.testing.assert_array_equal(found[name][...], expected, err_msg=name)
+    gate = "model.layers.1.mlp.experts.gate_proj.weight"
+    np.testing.assert_array_equal(found[gate][1:3, 4:, :8], weights[gate][1:3, 4:, :8])
+
+
+def test_another_number_of_experts_or_a_missing_one_is_an_error(tmp_path):
+    _written(tmp_path / "hf", EXPERTS)
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok 2; model\.num_experts_per_tok is 1"):
+        export.read(tmp_path / "hf", LlamaConfig(**{**vars(EXPERTS), "num_experts_per_tok": 1}))
+    weights = {
+        "model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((2, 3)),
+        "model.layers.0.mlp.experts.2.up_proj.weight": np.zeros((2, 3)),
+    }
+    with pytest.raises(ValueError, match=r"experts 0 to 1 of one shape; found \[0, 2\]"):
+        hugging_face.together(weights)
+
+
+@pytest.mark.parametrize("changed", [{"qk_norm": False}, {"shared_expert_intermediate_size": 16}])
+def test_a_model_that_transformers_has_not_is_refused_by_name(changed):
+    with pytest.raises(ConfigError, match=f"transformers has experts with qk_norm.*{next(iter(changed))}"):
+        hugging_face.kind(LlamaConfig(**{**vars(EXPERTS), **changed}))
+
+
+def test_the_load_balancing_loss_is_that_of_transformers(tmp_path):
+    weights = _written(tmp_path / "hf", EXPERTS)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (2, 24)))
+    own = Llama(EXPERTS)
+    own.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
+    with torch.no_grad():
+        own(tokens)
+        expected = theirs(tokens, output_router_logits=True).aux_loss
+        # Sums of 48 probabilities a layer, in float32.
+        torch.testing.assert_close(own.balancing_loss(), expected, rtol=1e-5, atol=0)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["router_aux_loss_coef"] == 0.001
