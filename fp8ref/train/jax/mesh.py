@@ -283,7 +283,7 @@ def _forward(table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, 
 
 def _backward(dtype, fsdp: tuple[str, ...], others: tuple[str, ...], table: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     """The gradient of a gather of the float32 table: sums of float32, which no rounding precedes."""
-    return jax.vjp(lambda table: _gathered(table, fsdp, others), table)[1](g)  # type: ignore[return-value]
+    return jax.vjp(lambda table: _gathered(table, fsdp, others), table)[1](g)
 
 
 _gathered_rounded.defvjp(_forward, _backward)
