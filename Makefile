@@ -1,4 +1,4 @@
-# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
+# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-data | bench-recording | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-data bench-recording bench-trainer bench-simulated compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-data bench-recording bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -100,6 +100,7 @@ LOSSES = benchmarks/layout_losses.py --resume --steps 40 --batch-size 4 --sequen
 bench-losses: setup
 	$(BIN)/python $(LOSSES) --json benchmarks/results/layout_losses.json
 	$(BIN)/python $(LOSSES) --width 256 --json benchmarks/results/layout_losses_larger.json
+	$(BIN)/python $(LOSSES) --steps 200 --width 64 --seeds 5 --json benchmarks/results/layout_losses_longer.json
 
 bench-attention-losses: setup
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --json benchmarks/results/attention_losses.json
@@ -119,6 +120,9 @@ bench-trainer: setup
 
 bench-simulated: setup
 	$(BIN)/python benchmarks/simulated_hardware.py --json benchmarks/results/simulated_hardware.json
+
+findings: setup
+	$(BIN)/python benchmarks/findings.py
 
 compile-matrix: setup
 	$(BIN)/python benchmarks/compile_matrix.py

@@ -5,6 +5,7 @@ P-21, P-22).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -103,6 +104,14 @@ class AutoScale:
     def allowed(self, elements: int) -> int:
         """The number of saturated elements, of so many, that leaves mu rising."""
         return math.floor(self.threshold * elements)
+
+
+def columns(factors: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """What metrics.jsonl has of the factors of all weights (Q-14)."""
+    if not factors:
+        return {}
+    mu, saturated = ([one[key] for one in factors.values()] for key in ("mu", "saturated"))
+    return {"gradient_mu_min": min(mu), "gradient_mu_max": max(mu), "gradient_saturated": sum(saturated)}
 
 
 AUTO = AutoScale()

@@ -120,3 +120,10 @@ def attention_statistics(config, tokens):
 
     attention_observer.report = reported
     return trainer.statistics(tokens), found
+
+
+def attention_states(config, batches):
+    """Losses of a trainer's steps, and its states of delayed scaling after them."""
+    trainer = Trainer(config)
+    losses = [trainer.step(tokens)["loss"] for tokens in batches]
+    return losses, {name: tuple(state) for name, state in trainer.fp8_states().items()}

@@ -141,6 +141,17 @@ def test_the_page_shows_the_losses_of_layouts():
     assert {r["layout"] for r in larger["runs"]} == LAYOUTS.keys() | WITH_MASTERS.keys()
     assert (larger["steps"], larger["width"]) == (kept["steps"], 2 * kept["width"])
     assert {r["seed"] for r in larger["runs"]} == {0, 1, 2}
+    longer = json.loads(layout_losses.RESULTS.with_name("layout_losses_longer.json").read_text())
+    assert "\n".join(layout_losses.page(longer["runs"])) in page
+    assert (longer["steps"], longer["width"], len(longer["runs"])) == (200, 64, 2 * 5 * len(LAYOUTS | WITH_MASTERS))
+    # What the page says of it: who is above float32 states in both backends, and that the default is not.
+    above = {
+        name: min(gap / error for b in ("jax", "torch") for gap, error in [layout_losses.gaps(longer["runs"])[b, name]])
+        for name in LAYOUTS
+        if name != "float32"
+    }
+    assert {name for name, errors in above.items() if errors > 2} == {"te", "torchao", "sqrt_e5m2"}
+    assert all(abs(layout_losses.gaps(longer["runs"])[b, "sqrt_e4m3"][0]) < 0.02 for b in ("jax", "torch"))
     assert {(r["seed"], f"{r['val_loss']:.2f}") for r in kept["runs"] if r["layout"] == "float32"} == {
         (0, "3.11"),
         (1, "3.01"),
@@ -212,6 +223,11 @@ def test_what_is_compiled_for_an_h200():
     for row in kept["models"]:
         assert row["most_gib"] <= 74, row  # of an H100's 80 GB
         assert row["compile_seconds"] <= 300
+    # A step of optimizer states moves at most 1.1 times the bytes that it must: half of their bytes is the issue of narrow states.
+    states = kept["states"]
+    assert [row["layout"] for row in states] == ["optax", *LAYOUTS, *WITH_MASTERS]
+    for row in states:
+        assert row["bytes"] <= 1.1 * row["must_move"], row
     ragged, *ours = kept["experts"]
     for row in ours:
         assert row["rows"] * 64 == ragged["rows"]

@@ -45,6 +45,8 @@ def test_there_are_notebooks():
         "05_conformance",
         "06_states",
         "07_attention",
+        "08_findings",
+        "09_outliers",
     ]
 
 

@@ -24,10 +24,8 @@ from jax import lax
 from fp8ref import attention as data
 from fp8ref.attention import FULL, Arithmetic, Mask, Variant
 from fp8ref.hardware import Multiply
-from fp8ref.jax import attention_gradients as gradients
-from fp8ref.jax import attention_gradients_mx as gradients_mx
-from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import (
+    attention_context,
     attention_observer,
     attention_stats,
     delayed,
@@ -40,6 +38,9 @@ from fp8ref.jax import (
     probability_value,
     sharding,
 )
+from fp8ref.jax import attention_gradients as gradients
+from fp8ref.jax import attention_gradients_mx as gradients_mx
+from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import attention_real as real
 from fp8ref.jax.attention_gradients import Gradients
@@ -91,6 +92,7 @@ def apply(
     over: tuple[str, ...] = (),
     name: str = "",
     multiply: Multiply | None = None,
+    tokens: str = "",
 ) -> jax.Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
 
@@ -109,6 +111,8 @@ def apply(
                  them too.
     name         of the layer, by which ``proof`` knows its products.
     multiply     simulated hardware, which multiplies codes in place of XLA's dots (spec G-19).
+    tokens       the mesh axis, inside shard_map and among ``over``, that cuts the tokens of q, k and v: codes of k and v are
+                 gathered (spec A-21).
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
               bfloat16. The output has q's shape and dtype.
     Order:    as ``forward``; of gradients A-14 to A-16.
@@ -119,7 +123,7 @@ def apply(
               mode, a second derivative, shard_map without check_vma; a name with '/', '(' or ')'.
     """
     how: dict = {"variant": variant, "mask": mask, "scale": scale, "documents": documents, "scales": scales, "seed": seed}
-    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None, multiply=multiply)[0]
+    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None, multiply=multiply, tokens=tokens)[0]
 
 
 def apply_with_stats(
@@ -138,6 +142,7 @@ def apply_with_stats(
     name: str = "",
     tap: jax.Array | None,
     multiply: Multiply | None = None,
+    tokens: str = "",
     seen: delayed.Seen | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-13), with seen the amaxes that delayed
@@ -159,6 +164,9 @@ def apply_with_stats(
     use = dataclasses.replace(use, layer=name, measures=tap is not None, watcher=attention_observer.watcher(), multiply=multiply)
     if multiply is not None:
         _check_simulated(use, given)
+    if tokens:
+        use = dataclasses.replace(use, tokens=tokens)
+        attention_context.check(use, given)
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
     tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
@@ -363,7 +371,8 @@ def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, kee
     variant = use.variant
     tensors = operands.quantize(given, use, scales)
     p_scale, p_scale_inv = operands.probability_scale(variant, scales)
-    parts = Parts(given, use, tensors)
+    whole = attention_context.gathered(tensors, use)
+    parts = Parts(attention_context.problem(given, whole, use), use, whole)
     factor = parts.raw_factor() if variant.scores == "raw" else None
     order: data.SumOrder = "tile" if use.fast else variant.sum_order
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from fp8ref.attention import Variant
+from fp8ref.jax import attention_context, head_scaling, moments, online_softmax, scales
 from fp8ref.jax import attention_operands as operands
-from fp8ref.jax import head_scaling, moments, online_softmax, scales
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_kept import Kept, of_gradients
 from fp8ref.jax.attention_operands import Parts
@@ -57,7 +57,9 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
     fmt = variant.gradient_fmt or variant.fmt
     how: dict = {"heads": given.k.shape[1], "scale": given_scales.get("do"), "over": use.over}
     do8 = head_scaling.quantize(do, fmt, variant.granularity, variant.policy, **how)
-    parts = Parts(given, use, result.tensors)
+    tensors = attention_context.gathered(result.tensors, use)
+    given = attention_context.problem(given, tensors, use)
+    parts = Parts(given, use, tensors)
     p_scale, p_scale_inv = (result.scale_p, result.scale_inv_p)
     if "s" in given_scales:
         p_scale, p_scale_inv = operands.probability_scale(variant, given_scales)
@@ -162,7 +164,9 @@ def rounded(raw: tuple, do: Heads, largest, lost, scale_ds: Scales, parts: Parts
     use, variant = parts.use, parts.variant
     dq, dk, dv = raw
     tk = parts.shape_k[2]
-    found = {"dq": parts.ungrouped(dq)} | {name: _over_heads(x)[:, :, :tk] for name, x in (("dk", dk), ("dv", dv))}
+    found = {"dq": parts.ungrouped(dq)} | {
+        name: attention_context.own_keys(_over_heads(x)[:, :, :tk], use) for name, x in (("dk", dk), ("dv", dv))
+    }
     amaxes, values, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
     for role, x in found.items():
         how: dict = {"heads": parts.shape_k[1], "scale": given_scales.get(role), "over": use.over}

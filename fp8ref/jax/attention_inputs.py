@@ -32,6 +32,7 @@ class Use:
     measures     whether operands are measured (Q-13).
     watcher      told what both passes made (``attention_observer``); None: nobody watches.
     multiply     simulated hardware for products of codes (G-19); None: XLA's dots.
+    tokens       the mesh axis, inside shard_map, that cuts the tokens; "" if none does.
     """
 
     variant: Variant
@@ -44,6 +45,7 @@ class Use:
     measures: bool = False
     watcher: Callable | None = None
     multiply: Multiply | None = None
+    tokens: str = ""
 
     @property
     def name(self) -> str:

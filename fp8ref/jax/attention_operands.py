@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from fp8ref.attention import Variant
+from fp8ref.jax import attention_context, cast, gemm, hadamard, hardware, head_scaling, moments, scales
 from fp8ref.jax import attention_inputs as inputs
-from fp8ref.jax import cast, gemm, hadamard, hardware, head_scaling, moments, scales
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.head_scaling import MX, Heads
 
@@ -60,7 +60,8 @@ def grid(use: Use, tq: int, tk: int, features: int) -> Grid:
         part = slice(block * rows, (block + 1) * rows)
         return bool((np.maximum(low[part], tile * length) < np.minimum(high[part], (tile + 1) * length)).any())
 
-    found = [(block, tile) for block in range(blocks) for tile in order if seen(block, tile)]
+    # Which tiles a device's part of the queries sees is known when it runs.
+    found = [(block, tile) for block in range(blocks) for tile in order if use.tokens or seen(block, tile)]
     pairs = np.array(found, np.int32).reshape(-1, 2)
     return Grid(length, tiles, rows, blocks, low, high, (pairs[:, 0], pairs[:, 1]))
 
@@ -142,6 +143,9 @@ class Parts:
                 jnp.pad(keys, ((0, 0), (0, self.grid.length * self.grid.tiles - keys.shape[1]))),
             )
         self.low, self.high = jnp.asarray(self.grid.low), jnp.asarray(self.grid.high)
+        if use.tokens:
+            sizes = self.shape_q[2], self.shape_k[2], self.grid.rows * self.grid.blocks
+            self.low, self.high = attention_context.visible(*sizes, use.mask, use.tokens)
         self.inverse = {}
         if self.variant.granularity in ("tensor", "head"):  # [1 or B, 1 or N, 1, 1, 1]
             self.inverse = {role: self.of_heads(t.scale_inv) for role, t in tensors.items() if role != "o"}

@@ -26,7 +26,9 @@ Axes = str | tuple[str, ...]
 
 class Reduced(NamedTuple):
     """The sum or mean over devices: value float32, and the number of saturated elements of all
-    devices, int32 (), which ``next_mu`` takes. XLA leaves the number out if nobody reads it."""
+    devices, int32 (), which ``next_mu`` takes. XLA leaves the number out if nobody reads it.
+
+    Of n devices each counts (2^31 - 1) // n elements at most, so that no sum overflows."""
 
     value: jax.Array
     saturated: jax.Array
@@ -91,24 +93,31 @@ def all_reduce(
     return Reduced(value, saturated + more)
 
 
-def completed(partial: jax.Array, sum_over: tuple[str, ...], scatter: tuple[str, ...], fmt: Format) -> jax.Array:
+def completed(partial: jax.Array, sum_over: tuple[str, ...], scatter: tuple[str, ...], fmt: Format, mu: jax.Array | float = 1.0) -> Reduced:
     """The sum of [rows, ...] over ``sum_over`` and ``scatter`` together, of which each device keeps
-    its rows along ``scatter``: float32 [rows / devices along scatter, ...].
+    its rows along ``scatter``: value float32 [rows / devices along scatter, ...].
 
     One scale and one sum for all devices: along ``sum_over``, which keeps no rows apart, each adds a
-    part of the rows, and gathers the others' float32 sums.
+    part of the rows, and gathers the others' float32 sums. mu as in ``reduce_scatter``.
     Order:    devices along sum_over first, the slower ones, then along scatter.
     """
     axes, kept = (*sum_over, *scatter), lax.axis_size(scatter) if scatter else 1
     copies = lax.axis_size(sum_over) if sum_over else 1
-    codes, scale_inv, _ = _shared(partial, axes, fmt, "torchao", "one", 1.0)
+    codes, scale_inv, saturated = _shared(partial, axes, fmt, "torchao", "one", mu)
     codes = codes.reshape(kept, -1)  # device f along scatter keeps row f
     length = codes.shape[1]
     codes = jnp.pad(codes, [(0, 0), (0, -length % copies)]).reshape(kept, copies, -1)
     total = _added(codes.swapaxes(0, 1).reshape(kept * copies, -1), axes, fmt)
     if sum_over:
         total = _gathered(total, sum_over)[:length]
-    return product(total.reshape(partial.shape[0] // kept, *partial.shape[1:]), scale_inv)
+    return Reduced(product(total.reshape(partial.shape[0] // kept, *partial.shape[1:]), scale_inv), saturated)
+
+
+class Factor(NamedTuple):
+    """mu of a weight's gradients for the next step, and the elements that the last one saturated (P-22): float32 ()."""
+
+    mu: jax.Array
+    saturated: jax.Array
 
 
 def next_mu(mu: jax.Array, saturated: jax.Array, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> jax.Array:
@@ -157,9 +166,8 @@ def _shared(g: jax.Array, axes: Axes, fmt: Format, policy, prescale: PreScale, m
     factor = pre * (mu if isinstance(mu, jax.Array) else gradient_reduction.constant_mu(mu))
     scale, scale_inv = _scales(scaling.amax(g, over=names), fmt, policy, factor)
     scaled = cast.to_f32(g) * scale
-    saturated = jnp.sum(jnp.abs(scaled) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
     codes = lax.bitcast_convert_type(cast.to_fp8(scaled, fmt), jnp.uint8)
-    return codes, scale_inv, lax.psum(saturated, axes)
+    return codes, scale_inv, _counted(scaled, axes, fmt)
 
 
 def _cut(codes: jax.Array, n: int) -> jax.Array:
@@ -183,9 +191,14 @@ def _rounded(total: jax.Array, axes: Axes, fmt: Format, result: Result) -> tuple
     gradient_reduction.check_result(result)
     if result == "float32":
         return total, None, 0
-    saturated = jnp.sum(jnp.abs(total) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
     codes = lax.bitcast_convert_type(cast.to_fp8(total, fmt), jnp.uint8)
-    return cast.decode(codes, fmt), codes, lax.psum(saturated, axes)
+    return cast.decode(codes, fmt), codes, _counted(total, axes, fmt)
+
+
+def _counted(scaled: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
+    """The saturated elements of all devices, int32 ()."""
+    own = jnp.sum(jnp.abs(scaled) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
+    return lax.psum(jnp.minimum(own, (2**31 - 1) // lax.axis_size(axes)), axes)
 
 
 def _of_mean(scale_inv: jax.Array, n: int, mean: bool) -> jax.Array:

@@ -18,8 +18,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8ref.formats import E4M3FN
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, gemm_observer, linear_arguments, operands, sharding, stats
+from fp8ref.jax import (
+    delayed,
+    derivatives,
+    explicit_sharding,
+    gemm,
+    gemm_observer,
+    gradient_reduction,
+    linear_arguments,
+    operands,
+    sharding,
+    stats,
+)
 from fp8ref.jax.gemm_observer import observing
 from fp8ref.jax.linear_arguments import check_recipe
 from fp8ref.jax.operands import Scales, Use
@@ -42,6 +54,7 @@ def apply(
     name: str = "linear",
     multiply: Multiply | None = None,
     quantized: Quantized | None = None,
+    mu: jax.Array | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two
     backward GEMMs.
@@ -62,18 +75,22 @@ def apply(
               w then gives its shape and dtype and takes the gradient; its numbers are not read, so
               that under jit they are not computed. Inside shard_map it is a device's piece, with
               the scale of the whole weight.
+    mu        float32 (), the factor of the scale by which the gradient of w is exchanged in FP8,
+              where the placement asks for that, the same on all devices (P-22).
     Returns:  (output, seen). Under delayed scaling, seen is merged with this use's observations of
               input and weight, and the gradient by seen with its observation of grad_output (H-4):
               give every use the seen of the use before it. A recipe that scales dynamically takes
               and gives None.
-    Gradient: by x, w and seen; state is a constant. Inside shard_map gradients are complete: those
+    Gradient: by x, w and seen; state is a constant. By mu it is the number of elements that the
+              cast of w's gradient saturated, on all devices, float32: what
+              ``gradient_reduction.next_mu`` takes. Inside shard_map gradients are complete: those
               of a device's pieces, summed over the other devices.
     Warns:    once, if dims are not multiples of 16, which XLA pads for the hardware (L-5).
     Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend
               cannot run, a state or seen of another recipe, or none if the recipe needs them; and
               as ``sharding.mode``. On Explicit axes also what ``lax.dot_general`` raises.
     """
-    how: dict = {"placement": placement, "out_sharding": out_sharding, "name": name, "multiply": multiply, "quantized": quantized}
+    how: dict = {"placement": placement, "out_sharding": out_sharding, "name": name, "multiply": multiply, "quantized": quantized, "mu": mu}
     y, seen, _ = apply_with_stats(x, w, recipe=recipe, state=state, seen=seen, tap=None, **how)
     return y, seen
 
@@ -91,6 +108,7 @@ def apply_with_stats(
     tap: jax.Array | None,
     multiply: Multiply | None = None,
     quantized: Quantized | None = None,
+    mu: jax.Array | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-8). Raises
     as apply.
@@ -106,14 +124,14 @@ def apply_with_stats(
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
 
     def one(x, w, constants, carried, layout):
-        (state, copy), (seen, tap), rows = constants, carried, x.reshape(1, -1) if x.ndim == 1 else x
-        given: dict = {"out_dtype": None, "tap": tap, "multiply": multiply, "layout": layout, "quantized": copy}
+        (state, copy), (seen, tap, mu), rows = constants, carried, x.reshape(1, -1) if x.ndim == 1 else x
+        given: dict = {"out_dtype": None, "tap": tap, "multiply": multiply, "layout": layout, "quantized": copy, "mu": mu}
         y, *carried = contract(rows, w, recipe, state, seen, placement, name, **given)
         return y.reshape(-1) if x.ndim == 1 else y, tuple(carried)
 
     numbers = ((x.ndim - 1,), (1,)), ((), ())
     how = functools.partial(explicit_sharding.run, placement=placement, out_sharding=out_sharding, turned=False, name=name)
-    y, (seen, tap) = how(one, x, w, (state, quantized), (seen, tap), numbers)
+    y, (seen, tap) = how(one, x, w, (state, quantized), (seen, tap, mu), numbers)
     return y, seen, tap
 
 
@@ -132,6 +150,7 @@ def contract(
     multiply: Multiply | None = None,
     layout: sharding.Layout | None = None,
     quantized: Quantized | None = None,
+    mu: jax.Array | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """x [..., M, K] x w [N, K], or w [..., N, K] of equal leading dims, -> [..., M, N]: the core of
     ``apply`` and ``contraction``.
@@ -143,23 +162,35 @@ def contract(
     """
     how: dict = {"out_dtype": out_dtype, "turned": turned, "layout": layout, "multiply": multiply}
     use = linear_arguments.use(x, w, recipe, state, seen, placement, name, **how, measures=tap is not None)
+    if mu is not None:
+        linear_arguments.check_mu(mu, use)
     if 0 in x.shape[:-1]:
         return _of_no_tokens(x, w, seen, tap, use)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known: dict = dict(delayed.scales(state or {}, use.recipe))
     if quantized is not None:
         known["weight"] = linear_arguments.checked_copy(quantized, w, use.recipe, name)
-    y, after, tap = _linear(x, w, known, dict(seen or {}), tap, use)
+    y, after, tap = _linear(x, w, known, dict(seen or {}), tap, mu, use)
     return y, None if seen is None else after, tap
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: jax.Array | None, use: Use):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _linear(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: jax.Array | None, mu: jax.Array | None, use: Use):
     """(output, seen, tap) of one use; differentiable by ``_forward`` and ``_backward``."""
-    return _forward(x, w, state_scales, seen, tap, use, differentiated=False)[0]
+    return _forward(x, w, state_scales, seen, tap, mu, use, differentiated=False)[0]
 
 
-def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: jax.Array | None, use: Use, *, differentiated: bool = True):
+def _forward(
+    x: jax.Array,
+    w: jax.Array,
+    state_scales: Scales,
+    seen: dict,
+    tap: jax.Array | None,
+    mu: jax.Array | None,
+    use: Use,
+    *,
+    differentiated: bool = True,
+):
     """The output GEMM: ((output, seen, tap), residuals for ``_backward``)."""
     if differentiated and use.mode == "shard_map" and not sharding.checks_variance(x):
         raise ValueError(
@@ -177,14 +208,14 @@ def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: 
             for role, cast in casts.items()
             if cast
         }
-        y, measured = _gemm("output", tensors, quantized, state_scales, use)  # [M, K] x [N, K] -> [M, N]
+        y, measured, _ = _gemm("output", tensors, quantized, state_scales, use)  # [M, K] x [N, K] -> [M, N]
     # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
     # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
     saved = {role: v for role, v in {"input": x, "weight": w}.items() if role not in codes or use.observer}
     tap = None if tap is None else tap + stats.rows(measured)
-    return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), (saved, codes, state_scales, seen)
+    return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), (saved, codes, state_scales, seen, mu)
 
 
 def _backward(use: Use, residuals, cotangents):
@@ -194,7 +225,7 @@ def _backward(use: Use, residuals, cotangents):
     and what is returned adds grad_output's. The cotangent of tap carries measurements in the same
     way.
     """
-    (saved, codes, state_scales, seen), (g, later, tap) = residuals, cotangents
+    (saved, codes, state_scales, seen, mu), (g, later, tap) = residuals, cotangents
     g = derivatives.not_again(g, use.name)
     # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
     # whole tensor until then.
@@ -210,33 +241,40 @@ def _backward(use: Use, residuals, cotangents):
             # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
             # reduces.
             quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, state_scales, use)
-        grad_input, of_first = _gemm("grad_input", tensors, quantized, state_scales, use)  # [M, N] x [N, K] -> [M, K]
+        grad_input, of_first, _ = _gemm("grad_input", tensors, quantized, state_scales, use)  # [M, N] x [N, K] -> [M, K]
     with jax.named_scope(f"{use.name}/grad_weight"):
-        grad_weight, of_second = _gemm("grad_weight", tensors, quantized, state_scales, use)  # [M, N] x [M, K] -> [N, K]
+        grad_weight, of_second, saturated = _gemm("grad_weight", tensors, quantized, state_scales, use, mu)  # [M, N] x [M, K] -> [N, K]
     grad_input = operands.unflattened(grad_input, g, use)
     tap = None if tap is None else tap + stats.rows(of_first | of_second)
     of_seen = _observed(later, {"grad_output": g}, seen, use)
-    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap
+    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap, saturated
 
 
 _linear.defvjp(_forward, _backward)
 
 
 def _gemm(
-    which: Gemm, tensors: Mapping[Role, jax.Array], quantized: Mapping[Role, Quantized], state_scales: Scales, use: Use
-) -> tuple[jax.Array, stats.Measured]:
+    which: Gemm,
+    tensors: Mapping[Role, jax.Array],
+    quantized: Mapping[Role, Quantized],
+    state_scales: Scales,
+    use: Use,
+    mu: jax.Array | None = None,
+) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
     """One of the three GEMMs (spec L-2), leading dims flattened to M unless they are batch
     dims.
 
     quantized  operands that are quantized already; the others are quantized here, from tensors.
+    mu         the factor of a sum in FP8.
 
     Order:     quantize, gather, multiply, round as G-8 says, sum over devices, cast to the
                result's dtype; accumulators are summed before they are rounded (P-9).
-    Returns:   the result, and measurements of the operands that no earlier GEMM has measured.
+    Returns:   the result; measurements of the operands that no earlier GEMM has measured; under a
+               mu the elements that the sum's cast saturated.
     """
     spec, roles = use.recipe.gemms[which], OPERANDS[which]
     if spec.a is None or spec.b is None or spec.accumulate is None:
-        return _in_high_precision(which, tensors, quantized, state_scales, use)
+        return _in_high_precision(which, tensors, quantized, state_scales, use, mu)
     collective, in_steps = use.collective(which), use.summed_by_compiler(which)
     axis_a, axis_b = (use.axis(which, role) for role in roles)
     turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
@@ -252,19 +290,38 @@ def _gemm(
     rounded = gemm.output_dtype(spec, dtype)
     how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": rounded}
     how |= {"dequantized": use.turned and which == "output"}  # of a weight [K, N], codes in another order serve this GEMM
-    out = gemm.matmul(qa, qb, **how, collective=collective, in_steps=in_steps, turned=turned, multiply=use.multiply)
+    summed = collective if mu is None else None
+    out = gemm.matmul(qa, qb, **how, collective=summed, in_steps=in_steps, turned=turned, multiply=use.multiply)
+    saturated = None
+    if mu is not None:
+        out, saturated = _completed(out, collective, mu, use)
     # 4. Report to whoever asked: the cross-check's observer, a run's statistics.
     gemm_observer.report(which, tensors, own, (qa, qb), out, use)
     measured: stats.Measured = {}
     if use.measures:
         new = [role for role in roles if which == "output" or role not in quantized or (which, role) == ("grad_input", "grad_output")]
         measured = {(which, role): stats.measure(tensors[role], q) for role, q in zip(roles, own, strict=True) if role in new}
-    return out.astype(dtype), measured
+    return out.astype(dtype), measured, saturated
+
+
+def _completed(partial: jax.Array, collective: sharding.Reduction | None, mu: jax.Array, use: Use) -> tuple[jax.Array, jax.Array]:
+    """The sum in FP8 of a weight's gradient by mu, in the partial's dtype, and the elements that were saturated: float32 (), of all
+    devices that have pieces."""
+    assert collective is not None
+    value, saturated = gradient_reduction.completed(partial, collective.sum, collective.scatter, E4M3FN, mu)
+    pieces = (*use.placement.n, *use.placement.k)
+    saturated = saturated.astype(jnp.float32)
+    return value.astype(partial.dtype), lax.psum(saturated, pieces) if pieces else saturated
 
 
 def _in_high_precision(
-    which: Gemm, tensors: Mapping[Role, jax.Array], quantized: Mapping[Role, Quantized], state_scales: Scales, use: Use
-) -> tuple[jax.Array, stats.Measured]:
+    which: Gemm,
+    tensors: Mapping[Role, jax.Array],
+    quantized: Mapping[Role, Quantized],
+    state_scales: Scales,
+    use: Use,
+    mu: jax.Array | None,
+) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
     """``_gemm`` without FP8 (spec G-9). An operand that is cast beside one that is not is
     dequantized, and rounded to its tensor's dtype (L-4)."""
     spec, roles = use.recipe.gemms[which], OPERANDS[which]
@@ -286,10 +343,13 @@ def _in_high_precision(
         axes=axes,
         out_dtype=use.dtypes[list(OPERANDS).index(which)],
         turned=use.turned and which == "grad_weight",  # a weight [K, N] has a gradient [K, N]
-        collective=use.collective(which),
+        collective=use.collective(which) if mu is None else None,
         in_steps=use.summed_by_compiler(which),
     )
-    return out, measured
+    if mu is None:
+        return out, measured, None
+    out, saturated = _completed(out, use.collective(which), mu, use)
+    return out, measured, saturated
 
 
 def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:

@@ -116,3 +116,15 @@ def _warn_of_padding(name: str, n: int, k: int) -> None:
         "multiplications, and extra copies. Pad the layer or use recipe 'bf16'.",
         stacklevel=5,
     )
+
+
+def check_mu(mu: jax.Array, use: Use) -> None:
+    """ValueError, naming the layer, unless gradients of the weight are exchanged in FP8, by this factor."""
+    placement = use.placement
+    if use.mode != "shard_map" or placement.reduce_grads != "float8_e4m3fn" or not placement.m:
+        raise ValueError(
+            f"{use.name}: mu is of gradients that devices exchange in FP8 (P-22); got reduce_grads {placement.reduce_grads!r} over m={placement.m}. "
+            "Set reduce_grads 'float8_e4m3fn' and m, inside shard_map, or leave mu out."
+        )
+    if mu.shape != () or mu.dtype != jnp.float32:
+        raise ValueError(f"{use.name}: mu is float32 (); got {mu.dtype} {mu.shape}.")

@@ -166,7 +166,7 @@ class Reduction:
         """The sum over devices of [rows, columns], whose rows are ``arranged``: in float32, or in
         partial's dtype if results are summed in it."""
         if self.parts == "float8_e4m3fn":
-            return gradient_reduction.completed(partial, self.sum, self.scatter, E4M3FN)
+            return gradient_reduction.completed(partial, self.sum, self.scatter, E4M3FN).value
         if self.parts != "result":
             partial = partial.astype(jnp.float32)
         if self.scatter:  # first, as it leaves fewer rows to sum

@@ -6,6 +6,7 @@
         model(**batch).loss.backward()                    # one step, as you run it
     judged = study.judge(recording)                       # every operand, by the casts of every recipe
     depth = study.depth(model, lambda m: m(**batch).logits)   # the model again, under each recipe
+    study.judge_states(gradients)                         # layouts of optimizer states, on the gradients of some steps
     study.write_page("study.html", judged, depth)
 
 ``record`` and ``depth`` need the model's own framework and no other, ``judge`` needs NumPy, and
@@ -16,15 +17,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8ref.study import framework
+from fp8ref.study import attention_error, framework
+from fp8ref.study.attention_error import JudgedAttention
 from fp8ref.study.cast_error import Judged, judge
 from fp8ref.study.depth_error import Depth
 from fp8ref.study.recording import Recording, read
+from fp8ref.study.state_error import JudgedStates, judge_states
 
 if TYPE_CHECKING:
     from fp8ref.recipe import Recipe
 
-__all__ = ["Depth", "Judged", "Recording", "depth", "judge", "read", "record", "write_page"]
+__all__ = [
+    "Depth",
+    "Judged",
+    "JudgedAttention",
+    "JudgedStates",
+    "Recording",
+    "attention",
+    "depth",
+    "judge",
+    "judge_states",
+    "read",
+    "record",
+    "write_page",
+]
 
 
 def record(model, *, rows: int = 512, layers: str = "*"):
@@ -40,6 +56,24 @@ def record(model, *, rows: int = 512, layers: str = "*"):
               matches no linear.
     """
     return framework.of(model).record(model, rows=rows, layers=layers)
+
+
+def attention(model, run: Callable, variants: Sequence[str] | None = None, *, heads: int = 4, tokens: int = 512) -> JudgedAttention:
+    """Run a PyTorch model once, and its attention by each variant of ``fp8ref.attention`` on the q, k and v that it had.
+
+    run       run(model): one forward pass. Calls of scaled_dot_product_attention are seen, of each layer the first.
+    variants  names; None: all.
+    heads, tokens
+              the most query heads of the first sequence, with the keys and values that they read, and its first tokens.
+    Raises:   ValueError: a model of Flax, whose attention has no hook; no call of attention; an unknown variant.
+    """
+    library = framework.of(model)
+    if not hasattr(library, "attention"):
+        raise ValueError(f"attention is recorded of a torch.nn.Module, by its scaled_dot_product_attention; got {type(model).__name__}.")
+    calls, refused = library.attention(model, run, heads=heads, tokens=tokens)
+    if not calls and not refused:
+        raise ValueError("the pass calls scaled_dot_product_attention; got none. Choose attention 'sdpa' in transformers.")
+    return attention_error.judge(calls, variants, refused)
 
 
 def depth(model, run: Callable, recipes: Sequence["str | Recipe"] | None = None, *, rows: int = 512, **options) -> Depth:

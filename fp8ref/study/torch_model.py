@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp8ref.recipe import Recipe
-from fp8ref.study import depth_error
+from fp8ref.study import depth_error, torch_attention
 from fp8ref.study import recording as recordings
 from fp8ref.study.depth_error import Depth, Seen
 from fp8ref.study.recording import Operand, Recording
@@ -64,6 +64,11 @@ def depth(model: nn.Module, run: Callable, recipes: Sequence[str | Recipe] | Non
         return Seen(recordings.inputs(recording), _numpy(out), in_fp8)
 
     return depth_error.compare(seen(model), seen(model), lambda recipe: seen(under(recipe)), recipes)
+
+
+def attention(model: nn.Module, run: Callable, *, heads: int, tokens: int) -> tuple[list, dict[str, str]]:
+    """As ``torch_attention.record``."""
+    return torch_attention.record(model, run, heads=heads, tokens=tokens)
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Module]:

@@ -21,7 +21,7 @@ A recipe with delayed scaling takes every scale from the state of ``delayed``. O
 rows are cast again for each GEMM, along the axis it reduces, and their weight is gathered in the
 compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and groups; ``fsdp`` sets the
 gathers on a model, and reduces gradients in rank order if asked (off by default); ``gradient_reduction``
-reduces them in FP8 if asked. ``gemm`` calls
+reduces them in FP8 if asked, and ``gradient_factors`` tunes their scales. ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``grouped`` is a linear for each group of rows, by ``grouped_operands`` and ``grouped_gemm``; ``experts`` puts it in
 a model.
@@ -61,6 +61,7 @@ from fp8ref.torch import (
     experts,
     fsdp,
     gemm,
+    gradient_factors,
     gradient_reduction,
     grouped,
     hardware,
@@ -88,6 +89,7 @@ __all__ = [
     "experts",
     "fsdp",
     "gemm",
+    "gradient_factors",
     "gradient_reduction",
     "grouped",
     "hardware",

@@ -60,7 +60,7 @@ def gradients(
     of_pass.walk(scales)
     if ("ds" in given or not low) and report != "nothing":
         (of_pass.largest,) = operands.share([of_pass.largest], spec)
-    raw = of_pass.raw(scales)
+    raw = attention_gradients.own_keys(of_pass.raw(scales), spec, shape)
     found = attention_gradients.rounded(raw, do8, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
     return found._replace(matrices=of_pass.kept.all(shape))
 

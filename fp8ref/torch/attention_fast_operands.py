@@ -148,7 +148,7 @@ class Layout:
 
 def _partial(tile: Tile, spec: Spec, shape: Shape) -> list[tuple[int, int]]:
     """The ranges of a tile's rows that do not see all of its keys."""
-    offset = shape.keys - shape.queries if spec.mask.alignment == "end" else 0
+    offset = spec.offset(shape)
     left, right = spec.mask.window or (None, None)
     if spec.mask.causal:
         right = 0 if right is None else min(right, 0)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from fp8ref.attention import Arithmetic, Variant
 from fp8ref.attention_products import Product
@@ -226,8 +226,29 @@ def gradients(
     """
     of_pass = Pass(do, saved, spec, shape, documents, given, report=report, keep=keep)
     raw, scales = of_pass.run()
+    raw = own_keys(raw, spec, shape)
     found = rounded(raw, of_pass.do, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
     return found._replace(matrices=of_pass.kept.all(shape))
+
+
+def own_keys(raw: Raw, spec: Spec, shape: Shape) -> Raw:
+    """Of ranks that have parts of the queries: the gradients of this rank's own keys and values, the ranks' sums added in their order.
+    Without such ranks, as they are."""
+    if spec.context is None:
+        return raw
+    group = spec.ranks
+    size = group.size()
+
+    def summed(x: Tensor) -> Tensor:
+        pieces = torch.stack(x.split(shape.keys // size, dim=2)).contiguous()  # of each rank's keys
+        received = torch.empty_like(pieces)
+        distributed.all_to_all_single(received, pieces, group=group)
+        total = received[0]
+        for one in received[1:]:
+            total = total + one
+        return total
+
+    return Raw(raw.dq, summed(raw.dk), summed(raw.dv))
 
 
 def rounded(

@@ -11,7 +11,8 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from fp8ref import attention
@@ -29,7 +30,9 @@ class Spec:
 
     scale         of scores; None: 1 / sqrt(D).
     seed          of a rotated variant's signs.
-    amax_group    name of the process group whose ranks have other sequences or heads of the same tensors.
+    amax_group    name of the process group whose ranks have other sequences, heads or tokens of the same tensors.
+    first         the position of the first query among the keys, of a part of the queries; None: as the mask is aligned.
+    context       name of the process group whose ranks have the other parts of the queries, and share the gradients of keys.
     """
 
     variant: Variant
@@ -38,6 +41,8 @@ class Spec:
     seed: int = 0
     arithmetic: Arithmetic = "fast"
     amax_group: str | None = None
+    first: int | None = None
+    context: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
@@ -52,6 +57,18 @@ class Spec:
             raise ValueError(
                 f"a seed makes the signs of a rotation; variant {self.variant.name!r} has none, got seed={self.seed!r}. Leave it out."
             )
+
+    def offset(self, shape: "Shape") -> int:
+        """The position of query 0 among the keys (A-3)."""
+        if self.first is not None:
+            return self.first
+        return shape.keys - shape.queries if self.mask.alignment == "end" else 0
+
+    @property
+    def ranks(self) -> distributed.ProcessGroup:
+        """The process group of ``context``."""
+        assert self.context is not None
+        return _resolve_process_group(self.context)  # type: ignore[arg-type]  # a name is a string
 
     def softmax_scale(self, features: int) -> float:
         """The scale of scores, a float32 number."""

@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 def tiles(spec: Spec, shape: Shape, step: int = 1) -> list[Tile]:
     """The tiles in their order (A-6), those that no row sees left out; rows from and to multiples of ``step``."""
     length, tq, tk = spec.variant.tile(shape.features, spec.mask), shape.queries, shape.keys
-    offset = tk - tq if spec.mask.alignment == "end" else 0
+    offset = spec.offset(shape)
     left, right = spec.mask.window or (None, None)
     if spec.mask.causal:
         right = 0 if right is None else min(right, 0)
@@ -75,7 +75,7 @@ def seen(tile: Tile, spec: Spec, shape: Shape, documents: tuple[Tensor | None, T
     of_q, of_k = documents
     found = None
     if not tile.inside:
-        offset = shape.keys - shape.queries if spec.mask.alignment == "end" else 0
+        offset = spec.offset(shape)
         keys = torch.arange(tile.begin, tile.begin + tile.width, device=device)
         rows = torch.arange(tile.first, tile.last, device=device)[:, None]
         found = (keys < tile.end) & (rows < shape.queries)

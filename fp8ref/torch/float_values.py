@@ -25,11 +25,12 @@ def decode(codes: Tensor) -> Tensor:
     if codes.dtype != torch.float8_e4m3fn:
         return codes.float()
     wide = codes.view(torch.int8).to(torch.int16)
-    # Code 7F is NaN. Its float16 would be finite: it gets the highest bit of an exponent, which no other code has.
-    nan = ((wide & 0x7F) + 1) & 0x80
+    # In place: new memory costs more than the operations. Code 7F is NaN. Its float16 would be finite: it gets the highest bit of an
+    # exponent, which no other code has.
+    nan = (wide & 0x7F).add_(1).bitwise_and_(0x80).bitwise_left_shift_(7)
     # The sign fills the upper half of wide. Bit 14 of a float16 is the highest of its exponent: 0 in all of e4m3fn.
-    bits = ((wide << 7) & ~0x4000) | (nan << 7)
-    return bits.view(torch.float16).float() * _E4M3_OVER_HALF
+    wide.bitwise_left_shift_(7).bitwise_and_(~0x4000).bitwise_or_(nan)
+    return wide.view(torch.float16).float().mul_(_E4M3_OVER_HALF)
 
 
 def round_(x: Tensor, fmt: Format, scratch: Tensor | None = None) -> Tensor:

@@ -21,6 +21,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from fp8ref.recipe import CastSpec, Recipe
 from fp8ref.torch.fp8_gather import FP8Gather, compute_scales
+from fp8ref.torch.gradient_reduction import divisor_of
 from fp8ref.torch.linear import Linear
 
 
@@ -221,8 +222,13 @@ class OrderedReduceScatter:
     """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` that adds in rank order.
 
     Order:    all-to-all; acc = acc + g_r for ascending ranks r, each sum rounded to the dtype of
-              the gradients, FSDP2's reduce_dtype; for an average, divided by the number of ranks.
+              the gradients, FSDP2's reduce_dtype; for an average, divided by the number of ranks, or by
+              the factor of ``set_gradient_divide_factor``.
+    unit      what the gradients are of.
     """
+
+    def __init__(self, unit: FSDPModule) -> None:
+        self.unit = unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for FSDP2, not initialized."""
@@ -237,12 +243,13 @@ class OrderedReduceScatter:
         output_tensor.copy_(first)
         for part in others:
             output_tensor += part
-        if op == ReduceOp.AVG:
-            output_tensor /= group.size()
+        divisor = divisor_of(self.unit, group, op)
+        if divisor != 1:
+            output_tensor /= divisor
 
 
 def sum_in_rank_order(model: nn.Module) -> None:
     """Have every fully_shard unit of a model sum its gradients in rank order."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(OrderedReduceScatter(module))  # type: ignore[arg-type]

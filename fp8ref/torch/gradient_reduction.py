@@ -142,8 +142,11 @@ class FP8ReduceScatter:
 
     Other parameters of the unit, such as norms and biases, are summed in float32, in rank order, and
     travel in the same all-to-all.
+    factors   mu float32 [weights], and int64 [weights] to which the elements that each cast saturates are added; None: mu is 1.
     Order:    one all-reduce of amaxes for the unit, one all-to-all; each tensor as ``reduce_scatter``.
     """
+
+    factors: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, unit: FSDPModule, fmt: Format, policy: str | ScalePolicy, prescale: PreScale) -> None:
         self.unit, self.fmt, self.policy, self.prescale = unit, fmt, policy, prescale
@@ -157,18 +160,13 @@ class FP8ReduceScatter:
     ) -> None:
         rows = input_tensor.view(group.size(), -1)
         sizes, narrow = self._parameters(rows.shape[1])
-        divisor = self._divisor(group, op)
-        total = _total(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor)
+        divisor = divisor_of(self.unit, group, op)
+        total = _total(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor, self.factors)
         torch.cat(total, out=output_tensor)
 
-    def _divisor(self, group: ProcessGroup, op: ReduceOp) -> float:
-        """What the sum is divided by: FSDP2 names the factor of ``set_gradient_divide_factor`` in an operation that does not tell it."""
-        if op == ReduceOp.SUM:  # FSDP2 divides by itself, if at all
-            return 1
-        if op == ReduceOp.AVG:
-            return group.size()
-        (factor,) = {of_unit.gradient_divide_factor for of_unit in _groups(self.unit)}
-        return factor
+    def weights(self) -> list:
+        """FSDP2's records of the weights that are reduced in FP8, in the order of ``factors``."""
+        return [p for p in _params(self.unit) if p.sharded_param.requires_grad and _of_linear(p)]
 
     def _parameters(self, found: int) -> tuple[list[int], list[bool]]:
         """Of each parameter that takes gradients, the elements of a shard, and whether it is a
@@ -216,6 +214,12 @@ def reduce_in_fp8(
     return units  # type: ignore[return-value]
 
 
+def reductions(model: nn.Module) -> list[FP8ReduceScatter]:
+    """What ``reduce_in_fp8`` set on the units of a model, in the order of its modules."""
+    units = (m for m in model.modules() if isinstance(m, FSDPModule))
+    return [found for unit in units for one in _groups(unit) if isinstance(found := one._reduce_scatter_comm, FP8ReduceScatter)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DDPState:
     """What ``ddp_hook`` reads: the ranks, the cast, and the parameters whose gradients stay float32.
@@ -260,17 +264,22 @@ def _total(
     policy: str | ScalePolicy,
     prescale: PreScale,
     divisor: float,
+    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Sums over ranks of tensors [ranks, n], divided, float32 [n] each: those that are narrow in FP8,
-    the others in float32, all by one all-to-all."""
+    the others in float32, all by one all-to-all. factors: as of ``FP8ReduceScatter``."""
     wide = [p.float() for p, is_narrow in zip(pieces, narrow, strict=True) if not is_narrow]
     inverses, codes = [], []
     if any(narrow):
         held = [p for p, is_narrow in zip(pieces, narrow, strict=True) if is_narrow]
         amax = scaling.merge_amax(torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name)
-        scale = _scale(amax, fmt, policy, float(gradient_reduction.factor(prescale, group.size())))
+        factor = float(gradient_reduction.factor(prescale, group.size()))
+        scale = _scale(amax, fmt, policy, factor if factors is None else factor * factors[0])
         inverses = list((scale.reciprocal() * float(gradient_reduction.share_of(divisor))).unbind())
-        codes = [cast.to_fp8(p.float() * s, fmt).view(torch.uint8) for p, s in zip(held, scale.unbind(), strict=True)]
+        scaled_up = [p.float() * s for p, s in zip(held, scale.unbind(), strict=True)]
+        if factors is not None:
+            factors[1].add_(torch.stack([_saturated(p, fmt) for p in scaled_up]))
+        codes = [cast.to_fp8(p, fmt).view(torch.uint8) for p in scaled_up]
     received = _exchanged(torch.cat([*codes, *(p.view(torch.uint8) for p in wide)], dim=1), group)
     split = received.split([sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1)
     sums = iter(_added(split[0], fmt).split([c.shape[1] for c in codes]) if codes else ())
@@ -351,6 +360,17 @@ def _group(group: ProcessGroup | None) -> ProcessGroup:
 def _gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """x [n] of all ranks, one after the other."""
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+
+
+def divisor_of(unit: FSDPModule, group: ProcessGroup, op: ReduceOp) -> float:
+    """What the sum of a unit's gradients is divided by: FSDP2 names the factor of ``set_gradient_divide_factor`` in an operation that does not
+    tell it."""
+    if op == ReduceOp.SUM:  # FSDP2 divides by itself, if at all
+        return 1
+    if op == ReduceOp.AVG:
+        return group.size()
+    (factor,) = {of_unit.gradient_divide_factor for of_unit in _groups(unit)}
+    return factor
 
 
 def _params(unit: FSDPModule) -> list:

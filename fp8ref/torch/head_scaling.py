@@ -129,7 +129,7 @@ def quantize(
         one = torch.ones((), device=x.device)
         return Heads(rounded(x, fmt), amax_of_groups, one, one)
     multiplier, scale_inv = scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
-    scaled = x.float() * spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens)
+    scaled = x.detach().to(torch.float32, copy=True).mul_(spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens))
     return Heads(scaled.clamp_(-fmt.max, fmt.max).to(cast.native(fmt)), amax_of_groups, multiplier, scale_inv)
 
 

@@ -69,7 +69,7 @@ def copied(config: Config, backend: str) -> dict[str, Recipe]:
     keys = config.parallel
     if backend == "torch" and keys.tensor > 1:
         return {}
-    possible = keys.gather == "fp8" if sharded(config, backend) else keys.compile == "none"
+    possible = keys.gather == "fp8" or not sharded(config, backend)
     if backend == "torch" and not (possible and len(config.recipes) == 1):
         return {}
     return {d.path: d.recipe for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe)}

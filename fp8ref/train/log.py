@@ -281,11 +281,13 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
 def _intact(line: dict, keys: tuple[str, ...]) -> bool:
     """Whether a line has a step and these keys.
 
-    statistics and states are objects, and every other value is a finite number.
+    statistics, states and gradients are objects, and every other value is a finite number.
     """
 
     def fits(key: str, value: object) -> bool:
-        return isinstance(value, dict) if key in ("statistics", "states") else type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+        if key in ("statistics", "states", "gradients"):
+            return isinstance(value, dict)
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
     step = line.get("step")
     return type(step) is int and step >= 0 and line.keys() >= set(keys) and all(fits(*item) for item in line.items())

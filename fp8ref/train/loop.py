@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8ref import console, health, llama
+from fp8ref import console, gradient_reduction, health, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.linear_selection import Decision
 from fp8ref.train import architecture, coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
@@ -94,6 +94,11 @@ class Trainer(Protocol):
     def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
         """The results of ``step`` and of ``statistics`` on one batch, and the health of the states that
         the step made, by parameter (Q-12); none of an optimizer without a layout."""
+        ...
+
+    def gradient_factors(self) -> dict[str, dict[str, float]]:
+        """Of each linear whose gradient is exchanged in FP8 by an automatic mu: mu after the last step, and the elements that
+        its casts saturated (P-22)."""
         ...
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
@@ -333,8 +338,10 @@ class _Training:
         if config.statistics.every and step % config.statistics.every == 0:
             with watch("measured step"):
                 metrics, found, states = self.model.measured_step(tokens)
-            self.run.statistics({"step": step, "statistics": found} | ({"states": states} if states else {}))
-            columns = health.columns(states)
+            factors = self.model.gradient_factors() if config.parallel.auto_scale else {}
+            more = {"states": states, "gradients": factors}
+            self.run.statistics({"step": step, "statistics": found} | {key: value for key, value in more.items() if value})
+            columns = health.columns(states) | gradient_reduction.columns(factors)
             self.decide(step, found, states)
         else:
             with watch("step"):

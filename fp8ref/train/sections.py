@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 import tyro
 
-from fp8ref import attention, attention_delayed, states
+from fp8ref import attention, attention_delayed, gradient_reduction, states
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
@@ -242,6 +242,12 @@ class ParallelConfig:
     reduce_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "float32"
     """Dtype in which rounded gradients are summed over data and fsdp. In JAX those of linears; others are summed in float32. float8_e4m3fn: weights
     of linears are exchanged in FP8, by one scale for all devices, and summed in float32."""
+    reduce_mu: Literal["one", "automatic"] = "one"
+    """Under reduce_dtype float8_e4m3fn, the factor of the scale: 1, or FP8-LM's mu, which is halved where elements saturate, and else grows."""
+    mu_threshold: float = gradient_reduction.AUTO.threshold
+    """The share of saturated elements above which an automatic mu is halved."""
+    mu_window: int = gradient_reduction.AUTO.window
+    """The steps in which an automatic mu doubles, while it is not halved."""
     tensor_reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype in which rounded partial outputs are summed over tensor. Default: bfloat16, which is PyTorch's only one."""
     accumulate_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "float32"
@@ -281,6 +287,7 @@ class ParallelConfig:
                 "parallel.reduce_dtype 'float8_e4m3fn' casts rounded gradients, and XLA under plain jit inserts no such sum; got through "
                 f"{self.through!r}, reduce {self.reduce!r}. Use through 'shard_map' and reduce 'rounded'.",
             )
+        self._check_mu()
         if self.reduce == "accumulators":
             require(
                 "bfloat16" not in (self.reduce_dtype, self.tensor_reduce_dtype),
@@ -299,6 +306,29 @@ class ParallelConfig:
             "parallel.compile under tensor parallelism takes no blocks that are recomputed whole, on which torch 2.13 fails. "
             "Set parallel.checkpointing to selective or none.",
         )
+
+    def _check_mu(self) -> None:
+        """ValueError for keys of mu that do not fit (P-22)."""
+        auto = gradient_reduction.AUTO
+        require(
+            self.reduce_mu == "one" or self.reduce_dtype == "float8_e4m3fn",
+            f"parallel.reduce_mu 'automatic' is of gradients in FP8; got parallel.reduce_dtype {self.reduce_dtype!r}. Set it to 'float8_e4m3fn'.",
+        )
+        for key, default in (("mu_threshold", auto.threshold), ("mu_window", auto.window)):
+            require(
+                self.reduce_mu == "automatic" or getattr(self, key) == default,
+                f"parallel.{key} is of parallel.reduce_mu 'automatic'; got {getattr(self, key)} with reduce_mu 'one'. Leave one of them out.",
+            )
+        # Counts are exact up to 2^24: 1e-3 of a weight of 2^33 elements is below.
+        require(0 <= self.mu_threshold <= 1e-3, f"parallel.mu_threshold is in [0, 1e-3]; got {self.mu_threshold}.")
+        require(self.mu_window >= 1, f"parallel.mu_window is at least 1; got {self.mu_window}.")
+
+    @property
+    def auto_scale(self) -> gradient_reduction.AutoScale | None:
+        """The rule of an automatic mu; None if mu is 1."""
+        if self.reduce_mu == "one":
+            return None
+        return gradient_reduction.AutoScale(threshold=self.mu_threshold, window=self.mu_window)
 
     @property
     def devices(self) -> int:
@@ -433,11 +463,6 @@ class OptimizerConfig:
         if layout is None:
             return []
         moments = (layout.m, layout.v)
-        if backend == "torch" and layout.keeps_master and parallel.compile == "model":
-            return [
-                f"optimizer.layout {layout.name!r} sums the embedding's gradient in float32 beside a bfloat16 table (M-2), which a graph of the whole "
-                "model rounds; got parallel.compile 'model'. Use 'block'."
-            ]
         if backend == "torch" and parallel.tensor > 1 and any(moment.block is not None for moment in moments):
             return [
                 f"optimizer.layout {layout.name!r} has blocks of consecutive elements, which parallel.tensor = {parallel.tensor} cuts by columns "

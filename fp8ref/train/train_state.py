@@ -75,7 +75,7 @@ class PerParameter:
         return layout.of(elements).kept[self.kept]
 
 
-MASTERS, COUNT, FP8 = "model", "count", "fp8"
+MASTERS, COUNT, FP8, MU = "model", "count", "fp8", "mu"
 PER_PARAMETER = (
     PerParameter(name=MASTERS, label="weights, float32 masters", kept=2),
     PerParameter(name="exp_avg", label="AdamW's moments", moment=True, kept=0),
@@ -116,6 +116,8 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
                 found |= {f"{one.name}.{name}.{field}": tensor for field, tensor in _fields(stored, shape).items()}
     if backend == "jax":
         found[COUNT] = Tensor((), "int32")
+    if config.parallel.auto_scale is not None:
+        found |= {f"{MU}.{name}.weight": Tensor((), "float32") for name in config.shapes.linears}
     return found | fp8_states(config, backend)
 
 

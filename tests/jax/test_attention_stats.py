@@ -23,6 +23,7 @@ def measured(granularity: str, policy: str, *, role: str = "q") -> dict[str, flo
     return dict(zip(FIELDS, stats.parts(np.asarray(measurement)[None])[0], strict=True))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("granularity", "policy", "role"), [("tensor", "te_current", "q"), ("head", "te_current", "q"), ("mx_1x32", "mx_rceil", "v")]
 )

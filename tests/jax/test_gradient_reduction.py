@@ -9,8 +9,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import gradient_reduction as data
-from fp8ref.formats import E4M3FN
-from fp8ref.jax import gradient_reduction, scaling
+from fp8ref.formats import BFLOAT16, E4M3FN
+from fp8ref.jax import gradient_reduction, linear, scaling
+from fp8ref.jax.sharding import Placement
+from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import gradient_reduction as sim
 from fp8ref.sim import scaling as sim_scaling
 
@@ -88,6 +90,54 @@ def test_mu_follows_the_rule_as_a_number_on_the_device():  # P-22
         mu, expected = step(mu, found[1]), after
         assert mu == expected
     assert moves == {True, False}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "bf16"])
+def test_the_gradient_of_a_linear_by_mu_counts_what_its_cast_saturates(recipe):  # P-22, P-25
+    """On devices that cut its tokens, and the weight along N: saturated elements are of both pieces."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    placement = Placement(m=("fsdp",), n=("tensor",), fsdp=("fsdp",), scope="local", reduce_grads="float8_e4m3fn")
+    x, w, mu = cases.of_ranks(1, 16)[0].repeat(8, axis=1)[:, :32], np.ones((64, 32), np.float32), np.float32(2)
+
+    def loss(x, w, mu):
+        y, _ = linear.apply(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), recipe=recipe, placement=placement, mu=mu)
+        return jax.lax.psum(jnp.sum(y.astype(jnp.float32) * jnp.arange(1, 33)), ("fsdp", "tensor"))
+
+    pieces = (P("fsdp"), P(("tensor", "fsdp")), P())
+    found, count = jax.jit(jax.shard_map(jax.grad(loss, argnums=(1, 2)), mesh=mesh, in_specs=pieces, out_specs=pieces[1:]))(x, w, mu)
+
+    def alone(rows):
+        y = lambda w: linear.apply(rows, w, recipe=recipe)[0].astype(jnp.float32)  # noqa: E731
+        return jax.grad(lambda w: jnp.sum(y(w) * jnp.arange(1, 33)))(jnp.ones((32, 32), jnp.bfloat16)).astype(np.float32)
+
+    grads = [np.asarray(jax.jit(alone)(rows.astype(jnp.bfloat16))) for rows in np.split(x, 2)]
+    reduced = sim.reduce(grads, mu=mu, mean=False)
+    assert reduced.saturated > 0
+    assert count == 2 * reduced.saturated  # both pieces along tensor are alike
+    expected = sim_cast.round_to(reduced.value, BFLOAT16)
+    assert all(cases.equal(piece, expected) for piece in np.split(np.asarray(found, np.float32), 2))
+
+
+@pytest.mark.parametrize(
+    ("placement", "mu", "message"),
+    [
+        (
+            {"m": ("fsdp",)},
+            np.float32(1),
+            "layer: mu is of gradients that devices exchange in FP8.*got reduce_grads 'float32' over m=.'fsdp',.",
+        ),
+        ({"m": ("fsdp",), "reduce_grads": "float8_e4m3fn"}, np.ones(2, np.float32), r"layer: mu is float32 \(\); got float32 \(2,\)"),
+    ],
+    ids=str,
+)
+def test_a_mu_of_other_gradients_is_refused(placement, mu, message):  # P-22
+    def f(x, w, mu):
+        return linear.apply(x, w, recipe="bf16", placement=Placement(**placement), mu=mu, name="layer")[0]
+
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(f, mesh=mesh_of(2), in_specs=(P("fsdp"), P(), P()), out_specs=P("fsdp"))(jnp.ones((4, 16)), jnp.ones((16, 16)), mu)
+    with pytest.raises(ValueError, match=r"layer: mu is of gradients .* over m=\(\)"):
+        linear.apply(jnp.ones((4, 16)), jnp.ones((16, 16)), recipe="bf16", mu=jnp.float32(1), name="layer")
 
 
 def test_microbatches_accumulate_in_fp8():  # P-24

@@ -10,6 +10,7 @@ from fp8ref.crosscheck.operands import observe
 from fp8ref.sim import delayed, scaling
 from fp8ref.train import loop, train_state
 from fp8ref.train.data import loader
+from tests import rank_jobs, ranks
 
 LAYER = "model.layers.0.self_attn"
 ALL = (*ROLES, *GRADIENT_ROLES)
@@ -94,6 +95,27 @@ def test_devices_of_a_mesh_share_states_in_jax(parallel, config):  # H-4, P-2
         np.testing.assert_allclose(other[name][1][:2], history[:2], rtol=2**-3, err_msg=name)  # an amax after roundings to 8 bits
         assert (other[name][2] == count).all()
         assert np.asarray(other[name][0]).shape == np.asarray(scale).shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{"fsdp": 2}, {"tensor": 2}], ids=str)
+def test_ranks_share_states_in_pytorch(keys, config):  # H-4, P-2
+    config = config.replace(model={"num_attention_heads": 4, "num_key_value_heads": 2}, parallel=keys)
+    batches = [loader.open_batches(config).step(step) for step in range(3)]
+    (losses, mine), (others, theirs) = ranks.run(2, rank_jobs.attention_states, config, batches)
+    assert losses == others
+    assert mine.keys() == theirs.keys() == {f"{LAYER}/{role}" for role in ALL}
+    for name, state in mine.items():
+        for x, y in zip(state, theirs[name], strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=name)
+    one = loop.trainer("torch", config.replace(parallel=dict.fromkeys(keys, 1)))
+    # Linears in bfloat16 sum partial products and gradients; a relative error of 2^-8 a rounding, averaged over 64 tokens.
+    assert [one.step(tokens)["loss"] for tokens in batches] == pytest.approx(losses, rel=2**-9)
+    # A rank's loss is the mean of its own sequences, so that dO is twice as large under fsdp; what is made of it under scale 1 is not.
+    twice = 2 if "fsdp" in keys else 1
+    for role in (*ROLES, "do"):
+        history = states_of(one)[f"{LAYER}/{role}"][1][:2] * (twice if role == "do" else 1)
+        np.testing.assert_allclose(mine[f"{LAYER}/{role}"][1][:2], history, rtol=2**-3, err_msg=role)  # an amax after roundings to 8 bits
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def reduced():
     """Per rank: sum and average, over 3, of parts that no other order adds alike; each rank's are twice those of the rank before."""
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     mine = (PARTS[rank] * 2.0 ** torch.arange(ranks)).repeat_interleave(2)
-    kept, reduction, found = mine.clone(), OrderedReduceScatter(), []
+    kept, reduction, found = mine.clone(), OrderedReduceScatter(fully_shard(Scale())), []
     for op in (ReduceOp.SUM, ReduceOp.AVG):
         out = reduction.allocate((2,), dtype=mine.dtype, device=mine.device)
         reduction(out, mine, distributed.group.WORLD, op)
@@ -250,12 +250,15 @@ class Scale(nn.Module):
         return self.w * x
 
 
-def summed():
+def summed(factor: float | None = None):
     """Whole gradients of two units, one in the other, that are this rank's part each."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = nn.Sequential(fully_shard(Scale(), mesh=mesh), Scale())
     fully_shard(model, mesh=mesh)
     sum_in_rank_order(model)
+    for unit in (model, model[0]):
+        if factor is not None:
+            unit.set_gradient_divide_factor(factor)
     model(torch.ones(9)).mul(PARTS[distributed.get_rank()]).sum().backward()
     return [p.grad.full_tensor().tolist() for p in model.parameters()]
 
@@ -288,3 +291,7 @@ def test_gradients_of_narrower_shards_keep_the_dtype_of_their_sum():  # M-2, T-7
 
 def test_every_unit_of_a_model_sums_in_order():  # P-13
     assert run(3, summed) == [[[MEAN] * 9] * 2] * 3
+
+
+def test_fsdp2s_divide_factor_takes_the_place_of_the_ranks():  # P-13
+    assert run(3, summed, 4.0) == [[[IN_ORDER / 4] * 9] * 2] * 3

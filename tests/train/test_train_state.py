@@ -71,11 +71,12 @@ class Averaged(NamedTuple):
     params: Any
     optimizer: Any
     fp8: Any
+    mu: Any
     ema: Any
 
     @property
     def inner(self):
-        return jax_step.State(self.params, self.optimizer, self.fp8)
+        return jax_step.State(self.params, self.optimizer, self.fp8, self.mu)
 
 
 class JaxAverage(jax_step.Step):

@@ -57,7 +57,7 @@ class CustomStep:
                 raise ConfigError(f"weights have the names and shapes of the model's parameters; {wrong[0]} does not.")
             params = {name: jnp.asarray(np.asarray(weights[name][...], np.float32)) for name in params}
         masters, optimizer = self.optimizer.begin(params.items())
-        return State(masters, optimizer, fp8)
+        return State(masters, optimizer, fp8, {})
 
     def train(self, state: State, parts: jax.Array, lr: jax.Array) -> tuple[State, jax.Array, jax.Array]:
         """One step at this learning rate: the new state, the loss, and the norm of the gradients; where either is
@@ -66,7 +66,7 @@ class CustomStep:
         params, optimizer, norm, finite = self.optimizer.update(state.params, state.optimizer, grads, loss, lr)
         after = self.merged(state.params, state.fp8)
         fj.update(after, seen)
-        return State(params, optimizer, new_if(finite, nnx.state(after, fj.Fp8State), state.fp8)), loss, norm
+        return State(params, optimizer, new_if(finite, nnx.state(after, fj.Fp8State), state.fp8), {}), loss, norm
 
     def gradients(self, params, fp8, parts: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(loss, float32 gradients by name) of a batch's parts."""
@@ -105,7 +105,7 @@ class CustomStep:
             if hook.state is not None:
                 saved = tensors[train_state.FP8][hook.name]
                 hook.state.set_value({role: type(one)(**saved[role]) for role, one in hook.state.get_value().items()})
-        return State(*self.optimizer.restored(state.params, state.optimizer, tensors), nnx.state(model, fj.Fp8State))
+        return State(*self.optimizer.restored(state.params, state.optimizer, tensors), nnx.state(model, fj.Fp8State), {})
 
     def _copy_of(self, values: list[jax.Array], fp8) -> nnx.Module:
         """The model on other parameters and states, none of which an update of the model changes."""

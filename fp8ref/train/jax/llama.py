@@ -58,6 +58,7 @@ class Pass:
                ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
     copies     FP8 copies of weights by linear, which are multiplied in place of a cast of the weight (O-16).
+    mu         factors by which gradients of weights are exchanged in FP8, by linear (P-22).
     balance    of experts, by layer (M-8); each replaces its own.
     """
 
@@ -71,6 +72,7 @@ class Pass:
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
     copies: Mapping[str, Quantized] = field(default_factory=dict)
+    mu: Mapping[str, jax.Array] = field(default_factory=dict)
     balance: dict[str, Balance] = field(default_factory=dict)
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
@@ -117,6 +119,7 @@ class Pass:
             tap=self.taps.get(name),
             multiply=self.multiply,
             quantized=self.copies.get(name),
+            mu=self.mu.get(name),
         )
         if seen is not None:
             self.seen[name] = seen
@@ -136,8 +139,8 @@ class Pass:
         return checkpoint_name(y, "linear")
 
     def of(self, layer: str) -> tuple[dict, ...]:
-        """(states, observations, taps, copies) of what a layer has, by name."""
-        held = (self.state, self.seen, self.taps, self.copies)
+        """(states, observations, taps, copies, factors) of what a layer has, by name."""
+        held = (self.state, self.seen, self.taps, self.copies, self.mu)
         return tuple({name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in held)
 
 
@@ -357,10 +360,20 @@ class Llama(nnx.Module):
 
 
 def _layer(
-    graph, cos: jax.Array, sin: jax.Array, run: Pass, h: jax.Array, params, state: Mapping, seen: Mapping, taps: Mapping, copies: Mapping
+    graph,
+    cos: jax.Array,
+    sin: jax.Array,
+    run: Pass,
+    h: jax.Array,
+    params,
+    state: Mapping,
+    seen: Mapping,
+    taps: Mapping,
+    copies: Mapping,
+    mu: Mapping,
 ):
     """One layer as a pure function: (h, (observations, taps, balance of experts)) after it."""
-    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), copies=copies, balance={})
+    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), copies=copies, mu=mu, balance={})
     h = nnx.merge(graph, params)(h, cos, sin, own)
     return h, (own.seen, own.taps, own.balance)
 

@@ -8,6 +8,7 @@ Pure functions of the state, which ``trainer.Trainer`` compiles.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 from fp8ref import llama
 from fp8ref.attention_products import ROWS
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, stats
+from fp8ref.jax import delayed, gradient_reduction, stats
+from fp8ref.jax.gradient_reduction import Factor
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Role
 from fp8ref.train import device_shapes, train_state
@@ -56,11 +58,13 @@ class State(NamedTuple):
     params     the model's masters, a tree: of float32 arrays, or of ``MomentState`` where a layout stores them.
     optimizer  the optimizer's state: both of Adam's moments, and the steps counted; no masters.
     fp8        delayed-scaling states by linear.
+    mu         factors of gradients that are exchanged in FP8, by linear; of an automatic mu alone (P-22).
     """
 
     params: Any
     optimizer: optax.OptState
     fp8: dict[str, dict[Role, delayed.DelayedState | delayed.FlaxState]]
+    mu: dict[str, Factor]
 
 
 class Step:
@@ -103,23 +107,33 @@ class Step:
         planned = (item for recipe in config.recipes for item in config.under(recipe).program_linears().items())
         fp8 = {name: delayed.init(recipe, self.stacks.leading(name)) for name, recipe in planned if delayed.keeps_state(recipe)}
         fp8 |= {name: delayed.init(casts, self.stacks.leading(name)) for name, casts in self.attention_casts.items()}
-        specs = State(*self.optimizer.specs, jax.tree.map(lambda _: P(), fp8))
+        names = self.linears if config.parallel.auto_scale else ()
+        mu = {name: Factor(*(np.full(self.stacks.leading(name), start, np.float32) for start in (1, 0))) for name in names}  # type: ignore[arg-type]
+        specs = State(*self.optimizer.specs, *jax.tree.map(lambda _: P(), (fp8, mu)))
         if layout.abstract:
-            return jax.tree.map(layout.put, State(*self.optimizer.shapes(), fp8), specs), specs
+            return jax.tree.map(layout.put, State(*self.optimizer.shapes(), fp8, mu), specs), specs
         # One after the other: a host holds its shards of one weight
         placed = ((name, layout.put(value, layout.parameter(name, value.shape))) for name, value in weights.items())
-        return State(*self.optimizer.begin(placed), jax.tree.map(layout.put, fp8, specs.fp8)), specs
+        return State(*self.optimizer.begin(placed), *jax.tree.map(layout.put, (fp8, mu), (specs.fp8, specs.mu))), specs
 
     def train(self, state: State, tokens: jax.Array, lr: jax.Array) -> tuple[State, jax.Array, jax.Array]:
         """One step at this learning rate: the new state, the loss, and the norm of the gradients.
 
         Where loss or norm is not finite, the state is the old one (T-4).
         """
-        loss, grads, seen = self.gradients(state.params, state.fp8, tokens)
+        loss, grads, seen, saturated = self.gradients(state.params, state.fp8, tokens, state.mu)
         params, optimizer, norm, finite = self.optimizer.update(state.params, state.optimizer, grads, loss, lr)
         # States of a recipe that this step does not use stay as they are (T-9).
         fp8 = state.fp8 | {name: delayed.update(state.fp8[name], found, recipe=self._keepers[name]) for name, found in seen.items()}
-        return State(params, optimizer, new_if(finite, fp8, state.fp8)), loss, norm
+        mu = {name: self._tuned(name, factor, saturated[name]) for name, factor in state.mu.items()}
+        return State(params, optimizer, *new_if(finite, (fp8, mu), (state.fp8, state.mu))), loss, norm
+
+    def _tuned(self, name: str, factor: Factor, saturated: jax.Array) -> Factor:
+        """The factor of a linear for the next step (P-22); of a stack each layer's."""
+        auto = self.config.parallel.auto_scale
+        assert auto is not None
+        elements = math.prod(llama.linear_shapes(self.config.model)[name.replace("*", "0")])
+        return Factor(gradient_reduction.next_mu(factor.mu, saturated, elements, auto), saturated)
 
     def tensors(self, state: State) -> dict[str, Any]:
         """The arrays of a state by the names of ``train_state``, nested."""
@@ -128,6 +142,8 @@ class Step:
             found[train_state.FP8] = {
                 name: {role: one._asdict() for role, one in roles.items()} for name, roles in self.stacks.apart(state.fp8).items()
             }
+        if state.mu:
+            found[train_state.MU] = {f"{name}.weight": factor.mu for name, factor in self.stacks.apart(state.mu).items()}
         return found
 
     def restored(self, state: State, tensors: dict[str, Any]) -> State:
@@ -140,44 +156,51 @@ class Step:
             }
             for name, roles in state.fp8.items()
         }
-        return State(*self.optimizer.restored(state.params, state.optimizer, tensors), fp8)
+        saved = tensors.get(train_state.MU, {})
+        mu = {name: factor._replace(mu=self.stacks.together(f"{name}.weight", saved)) for name, factor in state.mu.items()}
+        return State(*self.optimizer.restored(state.params, state.optimizer, tensors), fp8, mu)
 
     def computed(self, params) -> tuple[Any, dict[str, Quantized]]:
         """What passes compute with, of ``State.params``: weights, and the FP8 copies that linears take in place of a cast."""
         return self.optimizer.weights(params), self.optimizer.copies(params, self._copied)
 
-    def gradients(self, params, fp8_state, tokens: jax.Array):
-        """(loss, gradients, amax observations of both passes) of a batch, or of its parts."""
+    def gradients(self, params, fp8_state, tokens: jax.Array, factors: Mapping[str, Factor]):
+        """(loss, gradients, amax observations of both passes, elements that casts of gradients saturated) of a batch, or of
+        its parts: the last by linear, for those of ``factors``."""
         params, copies = self.computed(params)
+        mu = {name: factor.mu for name, factor in factors.items()}
 
-        def differentiate(params, copies, fp8_state, tokens):
+        def differentiate(params, copies, mu, fp8_state, tokens):
             # Forward observations come out as aux. grad_output is known in the backward pass alone:
-            # its observations come out as the gradient by ``seen`` (fp8ref.jax.delayed).
-            gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
+            # its observations come out as the gradient by ``seen`` (fp8ref.jax.delayed), and saturated
+            # elements as that by ``mu`` (fp8ref.jax.linear).
+            gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1, 2), has_aux=True)
             # The model rounds what is widened here, exactly, so that gradients are float32 (M-2).
             wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            (loss, forward), (grads, backward) = gradient(wide, self._unseen(), copies, fp8_state, tokens)
-            return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
+            (loss, forward), (grads, backward, saturated) = gradient(wide, self._unseen(), mu, copies, fp8_state, tokens)
+            return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}, saturated
 
         sums = GradientSums(self.config.parallel.accumulate_dtype, self.linears, self._specs if self.layout.mapped else None)
 
-        def accumulate(params, copies, fp8_state, parts):
+        def accumulate(params, copies, mu, fp8_state, parts):
             def add(before, tokens):
-                (loss, grads, seen), found = before, differentiate(params, copies, fp8_state, tokens)
+                (loss, grads, seen, saturated), found = before, differentiate(params, copies, mu, fp8_state, tokens)
                 return (
                     loss + found[0],
                     sums.add(grads, found[1]),
                     {name: delayed.merge(seen[name], found[2][name]) for name in seen},
+                    {name: count + found[3][name] for name, count in saturated.items()},
                 ), None
 
             # A scan keeps one microbatch's activations at a time, and compiles the passes once.
-            (loss, grads, seen), _ = lax.scan(add, (jnp.float32(0), sums.zeros(params), self._unseen()), parts)
+            begin = (jnp.float32(0), sums.zeros(params), self._unseen(), jax.tree.map(jnp.zeros_like, mu))
+            (loss, grads, seen, saturated), _ = lax.scan(add, begin, parts)
             share = np.float32(1 / len(parts))
-            return loss.astype(jnp.float32) * share, sums.scaled(grads, share), seen
+            return loss.astype(jnp.float32) * share, sums.scaled(grads, share), seen, saturated
 
         f = accumulate if tokens.ndim == 3 else differentiate
-        specs = (self._specs, self._specs_of(copies), P(), self._cut(tokens))
-        return self.layout.map(f, specs, (P(), self._specs, P()))(params, copies, fp8_state, tokens)
+        specs = (self._specs, self._specs_of(copies), P(), P(), self._cut(tokens))
+        return self.layout.map(f, specs, (P(), self._specs, P(), P()))(params, copies, mu, fp8_state, tokens)
 
     def mean_loss(self, params, fp8_state, tokens: jax.Array) -> jax.Array:
         """The loss of a batch, or of its parts."""
@@ -187,7 +210,7 @@ class Step:
         def loss_of(params, copies, fp8_state, tokens):
             if tokens.ndim == 3:
                 return lax.map(lambda part: loss_of(params, copies, fp8_state, part), tokens).mean()
-            return self._loss_of(params, self._unseen(), copies, fp8_state, tokens, trains=False)[0]
+            return self._loss_of(params, self._unseen(), {}, copies, fp8_state, tokens, trains=False)[0]
 
         specs = (self._specs, self._specs_of(copies), P(), self._cut(tokens))
         return self.layout.map(loss_of, specs, P())(params, copies, fp8_state, tokens)
@@ -270,7 +293,12 @@ class Step:
         return {name: of(name, copy) for name, copy in copies.items()}
 
     def _pass(
-        self, fp8_state, seen: dict[str, delayed.Seen], copies: Mapping[str, Quantized], taps: dict[str, jax.Array] | None = None
+        self,
+        fp8_state,
+        seen: dict[str, delayed.Seen],
+        copies: Mapping[str, Quantized],
+        taps: dict[str, jax.Array] | None = None,
+        mu: Mapping[str, jax.Array] | None = None,
     ) -> Pass:
         keys = self.config.parallel
         return Pass(
@@ -284,6 +312,7 @@ class Step:
             checkpointing=keys.checkpointing,
             multiply=self._multiply,
             copies=copies,
+            mu=mu or {},
         )
 
     def _unseen(self) -> dict[str, delayed.Seen]:
@@ -299,11 +328,11 @@ class Step:
         return nnx.merge(self._graph, nnx.State(compute))
 
     def _loss_of(
-        self, params, seen, copies, fp8_state, tokens: jax.Array, *, trains: bool = True
+        self, params, seen, mu, copies, fp8_state, tokens: jax.Array, *, trains: bool = True
     ) -> tuple[jax.Array, dict[str, delayed.Seen]]:
         """(mean loss of the whole batch, amax observations of this device's forward pass). trains: with what a step
         adds to it, the load-balancing loss of experts times its factor (M-8)."""
-        run = self._pass(fp8_state, dict(seen), copies)
+        run = self._pass(fp8_state, dict(seen), copies, mu=mu)
         return self._loss_in(run, params, tokens, trains=trains), run.seen
 
     def _loss_in(self, run: Pass, params, tokens: jax.Array, *, trains: bool = True) -> jax.Array:

@@ -142,7 +142,7 @@ class Trainer:
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
-        return self._fetched(self._gradients(self._params, self._fp8_state, self._parts(tokens))[1])
+        return self._fetched(self._gradients(*self._passed(tokens))[1])
 
     def weights(self) -> dict[str, np.ndarray]:
         """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
@@ -177,6 +177,12 @@ class Trainer:
         states = self._step.stacks.apart(self._fp8_state)
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
 
+    def gradient_factors(self) -> dict[str, dict[str, float]]:
+        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {} where mu is 1."""
+        found = self._step.stacks.apart(self._state.mu)
+        # Above 2^24 a count is not exact.
+        return {name: {"mu": float(factor.mu), "saturated": min(float(factor.saturated), 2.0**24)} for name, factor in found.items()}
+
     def peak_memory(self) -> int | None:
         """The most bytes in use on any of this process's devices.
 
@@ -207,7 +213,7 @@ class Trainer:
             if attention is not None:
                 observing.enter_context(attention_observer.watching(lambda *shown: self._watcher(*shown)))
             run = self._observed if attention is None else self._watched
-            gradients = run(self._params, self._fp8_state, self._parts(tokens))
+            gradients = run(*self._passed(tokens))
         jax.block_until_ready(gradients)
         jax.effects_barrier()
 
@@ -261,7 +267,7 @@ class Trainer:
         if layout is None:
             return {}
         # Gradients of the program that ``gradients`` uses: a program for passes and health together would be compiled anew.
-        grads = self._gradients(self._params, self._fp8_state, self._parts(tokens))[1]
+        grads = self._gradients(*self._passed(tokens))[1]
         measured = self._health(grads, self._state)
         return recorded(list(self._step.stacks.named(grads)), health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
 
@@ -347,6 +353,10 @@ class Trainer:
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
         return self._state, self._parts(tokens), np.float32(lr)
+
+    def _passed(self, tokens: np.ndarray) -> tuple:
+        """The arguments of passes that make gradients."""
+        return self._params, self._fp8_state, self._parts(tokens), self._state.mu
 
     def _tokens(self, tokens: np.ndarray) -> jax.Array:
         llama.check_tokens(tokens, self.config.model)

@@ -35,19 +35,29 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (spec M-2)."""
+    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (spec M-2).
+
+    widens  whether a narrower table has float32 gradients.
+    wide    the table of a pass, where it is widened before the pass; None: the pass widens it itself.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.widens = False  # whether a narrower table has float32 gradients
+        self.widens = False
+        self.wide: torch.Tensor | None = None
 
     def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[B, T] -> [B, T, hidden] of dtype."""
-        if self.widens:
-            self.weight.grad_dtype = torch.float32  # FSDP2 has gathered another parameter than the shard
-        table = _Widened.apply(self.weight) if self.widens else self.weight.float()
+        table = self.wide if self.wide is not None else self.table()
         return functional.embedding(tokens, table).to(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in float32
+
+    def table(self) -> torch.Tensor:
+        """The table in float32."""
+        if not self.widens:
+            return self.weight.float()
+        self.weight.grad_dtype = torch.float32  # FSDP2 has gathered another parameter than the shard
+        return _Widened.apply(self.weight)
 
 
 class _Widened(torch.autograd.Function):
@@ -60,6 +70,21 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         return grad
+
+
+def widen_before_passes(model: "Llama") -> None:
+    """Widen the embedding table before each pass, outside the graph of a model that is compiled whole: a graph gives
+    each of its inputs a gradient of the input's dtype."""
+    embedding = model.model.embed_tokens
+
+    def before(*_: object) -> None:
+        embedding.wide = embedding.table()
+
+    def after(*_: object) -> None:
+        embedding.wide = None
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after, always_call=True)
 
 
 class Attention(nn.Module):

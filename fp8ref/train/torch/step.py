@@ -26,13 +26,14 @@ from fp8ref.health import recorded
 from fp8ref.torch import copies, delayed, hardware, health, states
 from fp8ref.torch.convert import convert
 from fp8ref.torch.fsdp import keep_reduced_dtype
+from fp8ref.torch.gradient_factors import Factors
 from fp8ref.torch.parallel import amax_group, check_copies, parallelize
 from fp8ref.torch.switch import Switch
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.cross_entropy import cross_entropy
-from fp8ref.train.torch.llama import Attention, Llama
+from fp8ref.train.torch.llama import Attention, Llama, widen_before_passes
 
 
 class Step:
@@ -40,7 +41,7 @@ class Step:
 
     params    float32 masters; what the model computes with, where the optimizer keeps the masters.
     copies    the weights that the model keeps in FP8, made from such masters; None without any.
-
+    factors   mu of gradients that are exchanged in FP8 (P-22); None where it is 1.
     mesh      the processes, as ``mesh_of`` makes it; None for one process.
     device    this process's.
     multiply  simulated hardware for FP8 GEMMs (spec G-19), or None.
@@ -60,7 +61,10 @@ class Step:
         keys, self._keeps_masters = config.parallel, config.optimizer.keeps_masters
         if self._keeps_masters:
             model.to(torch.bfloat16)
-            model.model.embed_tokens.widens = True
+            # FSDP2 reduces the gradients of a model that it gathers whole in one dtype (P-19).
+            model.model.embed_tokens.widens = keys.compile != "model" or keys.data * keys.fsdp == 1
+            if keys.compile == "model" and model.model.embed_tokens.widens:
+                widen_before_passes(model)
         self.model = parallelize(
             model,
             config.numerics.recipe,
@@ -94,6 +98,8 @@ class Step:
         if self._keeps_masters and isinstance(self.model, FSDPModule):
             keep_reduced_dtype(self.model)
         self.copies = self._kept_in_fp8()
+        auto = keys.auto_scale
+        self.factors = Factors(self.model, auto) if auto is not None else None
         self._uncast = False
         self._copied: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
 
@@ -159,12 +165,16 @@ class Step:
         else:
             # the observations of this step are as unusable as its gradients
             delayed.forget(self.model)
+        if self.factors is not None:
+            self.factors.update(finite)
         return dict(zip(("loss", "grad_norm"), read or found.tolist(), strict=True))
 
     def forget(self) -> None:
         """Drop gradients and observations of a backward pass that no update follows."""
         self.optimizer.zero_grad()
         delayed.forget(self.model)
+        if self.factors is not None:
+            self.factors.forget()
 
     def health(self, measured: health.Found) -> dict[str, dict]:
         """What ``update`` measured, of whole parameters by name (spec Q-12); the same on every rank."""
@@ -186,6 +196,8 @@ class Step:
             found.setdefault(key, {}).update({names[id(p)] + suffix: part for suffix, part in parts.items()})
         roles = self.switch.states()
         found[train_state.FP8] = {f"{name}.{key}": getattr(state, key) for name, state in roles for key in delayed.DelayedState._fields}
+        if self.factors is not None:
+            found[train_state.MU] = self.factors.tensors()
         return found
 
     def resume(self, step: int) -> None:
@@ -235,8 +247,23 @@ class Step:
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
         """The mean loss of tokens [B, T + 1], in nats: a float32 scalar."""
         batch = self.tokens(tokens)
-        logits = self.model(batch[:, :-1])  # [B, T, V]
+        logits = self.logits(batch[:, :-1])  # [B, T, V]
         return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).mean()
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The model's logits [B, T, V] of tokens [B, T]."""
+        if not self._keeps_masters or self.config.parallel.compile == "none":
+            return self.model(tokens)
+        # Dynamo (torch 2.13) traces no parameter beside a gradient of another dtype. It meets one where it
+        # traces again: of a later microbatch, or of an evaluation.
+        held = {p: p.grad for p in self.params.values()}
+        try:
+            for p in held:
+                p.grad = None
+            return self.model(tokens)
+        finally:
+            for p, grad in held.items():
+                p.grad = grad
 
     def trained(self, tokens: np.ndarray) -> torch.Tensor:
         """What a step differentiates: ``loss``, and that of unbalanced experts times its factor (M-8)."""

@@ -105,7 +105,7 @@ class Trainer:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
         with self._step.computing():
-            return self.model(self._step.tokens(tokens)).float().cpu().numpy()
+            return self._step.logits(self._step.tokens(tokens)).float().cpu().numpy()
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -152,6 +152,15 @@ class Trainer:
             linear, _, role = name.rpartition(".states.")
             found[f"{linear}/{role}"] = tuple(_copy(getattr(state, key)) for key in delayed.DelayedState._fields)
         return found
+
+    def gradient_factors(self) -> dict[str, dict[str, float]]:
+        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {} where mu is 1."""
+        factors = self._step.factors
+        if factors is None:
+            return {}
+        # Above 2^24 a count has no float32 in JAX.
+        of_each = zip(factors.names, factors.mu.tolist(), factors.saturated.clamp(max=1 << 24).tolist(), strict=True)
+        return {name.removesuffix(".weight"): {"mu": mu, "saturated": float(count)} for name, mu, count in of_each}
 
     def peak_memory(self) -> int | None:
         """The most bytes of GPU memory in tensors since the trainer was made; None on a CPU."""

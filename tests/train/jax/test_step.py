@@ -18,7 +18,7 @@ from fp8ref.train.jax.trainer import Trainer
 def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-2, T-3
     slope = adamw.slopes(small)
 
-    def loss(self, params, seen, copies, state, tokens):
+    def loss(self, params, seen, mu, copies, state, tokens):
         return sum((value * slope[name]).sum() for name, value in parameter_names.named(params).items()), seen
 
     monkeypatch.setattr(step.Step, "_loss_of", loss)

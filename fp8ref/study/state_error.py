@@ -1,0 +1,120 @@
+"""Keep AdamW's moments in each layout on recorded gradients, and measure what storing them costs (spec O-12)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8ref import health as healths
+from fp8ref import states as layouts_of
+from fp8ref.health import Health
+from fp8ref.result import Result
+from fp8ref.sim import health, states
+from fp8ref.states import LAYOUTS, Layout
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COLUMNS = ("v_lost", "clipped_m", "clipped_v", "stalled_v")
+"""The counts of a row of the table, as shares of the elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedStates(Result):
+    """What layouts cost at the last step, by layout and then by parameter; "" is all parameters together.
+
+    steps     how many gradients there were.
+    """
+
+    steps: int
+    layouts: Mapping[str, Mapping[str, Health]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether anything was judged."""
+        return bool(self.layouts)
+
+    def worst(self, layout: str, count: int = 10) -> list[tuple[str, Health]]:
+        """The parameters with the largest errors of an update, the largest first; one that is not a number before all."""
+        rows = [(name, one) for name, one in self.layouts[layout].items() if name]
+        return sorted(rows, key=lambda row: (not np.isnan(row[1].update_error), -np.nan_to_num(row[1].update_error)))[:count]
+
+    def to_dict(self) -> dict:
+        """Figures by layout and parameter; None where a number is not finite."""
+        recorded = {
+            layout: {name: {key: _json(value) for key, value in vars(one).items()} for name, one in of.items()}
+            for layout, of in self.layouts.items()
+        }
+        return {"steps": self.steps, "layouts": recorded}
+
+    def render(self, console: "Console") -> None:
+        """A row for each layout, the smallest error of an update first."""
+        from rich.table import Table
+
+        table = Table("layout", "bytes a parameter", "error of the update", *COLUMNS, "worst parameter")
+        order = sorted(self.layouts, key=lambda layout: np.nan_to_num(self.layouts[layout][""].update_error, nan=np.inf))
+        for layout in order:
+            whole, (name, one) = self.layouts[layout][""], self.worst(layout, 1)[0]
+            shares = [f"{getattr(whole, key) / whole.count:.2%}" for key in COLUMNS]
+            table.add_row(
+                layout, f"{whole.bytes_per_parameter:.3g}", f"{whole.update_error:.3%}", *shares, f"{name} {one.update_error:.3%}"
+            )
+        console.print(table)
+
+
+def judge_states(
+    gradients: Iterable[Mapping[str, np.ndarray]],
+    layouts: Sequence[str | Layout] | None = None,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    most: int = 2**16,
+) -> JudgedStates:
+    """Run AdamW's moments in each layout over the gradients of consecutive steps.
+
+    gradients   of each step, by parameter: what NumPy makes an array of, in the model's own shapes.
+    layouts     names or Layouts of moments; None: all. Weights are zeros: they are in no figure.
+    most        the most elements of a parameter that are taken, in whole blocks of 1024 from its beginning; its scales are theirs.
+    Memory:     both moments of so many elements, and a step's gradients.
+    Raises:     ValueError: no step; steps of other parameters or shapes; an unknown layout, or one with masters.
+    Source:     spec O-1 to O-12.
+    """
+    chosen = {layout.name: layout for layout in map(layouts_of.by_name, LAYOUTS if layouts is None else layouts)}
+    if kept := [name for name, layout in chosen.items() if layout.keeps_master]:
+        raise ValueError(f"a study judges layouts of moments; {kept[0]!r} stores masters too. Leave it out.")
+    now: dict[tuple[str, str], states.State] = {}
+    last: dict[tuple[str, str], np.ndarray] = {}
+    steps, first = 0, {}  # type: ignore[var-annotated]
+    for of_step in gradients:
+        arrays = {name: np.asarray(g, np.float32).reshape(-1)[: _kept(np.size(g), most)] for name, g in of_step.items()}
+        sizes = {name: np.shape(g) for name, g in of_step.items()}
+        if steps and sizes != first:
+            raise ValueError(f"every step has the gradients of the same parameters; step {steps} has others. Record them alike.")
+        first, steps = sizes, steps + 1
+        for layout in chosen.values():
+            for name, g in arrays.items():
+                key = layout.name, name
+                before = now.get(key) or states.init(g.shape, layout)
+                _, now[key] = states.step(np.zeros(g.shape, np.float32), g, before, learning_rate=0.0, b1=b1, b2=b2, eps=eps, layout=layout)
+                last[key] = health.numbers(g, before, now[key], b1=b1, b2=b2, eps=eps, layout=layout)
+    if not steps or not first:
+        raise ValueError("a study of states takes the gradients of at least one step and one parameter; got none.")
+    return JudgedStates(steps=steps, layouts={name: _of_layout(layout, last) for name, layout in chosen.items()})
+
+
+def _of_layout(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -> dict[str, Health]:
+    mine = {name: numbers for (of, name), numbers in last.items() if of == layout.name}
+    sizes = {name: int(numbers[0]) for name, numbers in mine.items()}
+    taken = {name: layout.bytes_per_parameter(size) for name, size in sizes.items()}
+    whole = healths.of(healths.total(np.stack(list(mine.values()))), sum(taken[n] * sizes[n] for n in mine) / sum(sizes.values()))
+    return {"": whole} | {name: healths.of(numbers, taken[name]) for name, numbers in mine.items()}
+
+
+def _kept(size: int, most: int) -> int:
+    return size if size <= most else max(1024, most // 1024 * 1024)
+
+
+def _json(value):
+    return None if isinstance(value, float) and not np.isfinite(value) else value

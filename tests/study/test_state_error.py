@@ -1,0 +1,62 @@
+import json
+
+import numpy as np
+import pytest
+
+from fp8ref import study
+from fp8ref.sim import health, states
+from fp8ref.states import LAYOUTS
+
+
+def gradients(steps: int = 3) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    size = np.exp(2 * rng.standard_normal((64, 64)))
+    return [
+        {"w": (1e-3 * size * rng.standard_normal((64, 64))).astype(np.float32), "b": rng.standard_normal(8).astype(np.float32)}
+        for _ in range(steps)
+    ]
+
+
+def test_figures_are_those_of_the_simulators_steps():  # O-12
+    found = study.judge_states(gradients(), ["te", "sqrt_e4m3"], b2=0.99)
+    assert found.steps == 3
+    for layout in ("te", "sqrt_e4m3"):
+        state, p = states.init((64 * 64,), layout), np.zeros(64 * 64, np.float32)
+        for of_step in gradients():
+            before, g = state, of_step["w"].reshape(-1)
+            p, state = states.step(p, g, before, learning_rate=1e-3, b2=0.99, layout=layout)  # figures depend on no weight
+        assert found.layouts[layout]["w"] == health.measure(g, before, state, b1=0.9, b2=0.99, layout=layout)
+    whole, parts = found.layouts["te"][""], [found.layouts["te"][name] for name in ("w", "b")]
+    assert whole.count == 64 * 64 + 8
+    assert whole.v_lost == sum(one.v_lost for one in parts)
+    assert found.layouts["sqrt_e4m3"][""].v_lost < whole.v_lost
+
+
+def test_all_layouts_are_judged_and_float32_costs_nothing():
+    found = study.judge_states(gradients(2))
+    assert found.layouts.keys() == LAYOUTS.keys()
+    assert found.layouts["float32"][""].update_error == 0
+    assert found.worst("te", 1)[0][0] == max(("w", "b"), key=lambda name: found.layouts["te"][name].update_error)
+    said = json.loads(json.dumps(found.to_dict()))
+    assert said["layouts"]["te"]["w"]["count"] == 64 * 64
+    found.print()
+
+
+def test_large_parameters_are_sampled():
+    found = study.judge_states([{"w": np.ones((100, 100), np.float32)}], ["te"], most=3000)
+    assert found.layouts["te"]["w"].count == 2048
+
+
+@pytest.mark.parametrize(
+    ("steps", "layouts", "message"),
+    [
+        ([], None, "at least one step"),
+        ([{}], None, "at least one step"),
+        ([{"a": np.ones(2)}, {"b": np.ones(2)}], ["te"], "step 1 has others"),
+        ([{"a": np.ones(2)}], ["msamp_o2"], "'msamp_o2' stores masters too"),
+        ([{"a": np.ones(2)}], ["absent"], "absent"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(steps, layouts, message):
+    with pytest.raises(ValueError, match=message):
+        study.judge_states(steps, layouts)
