@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.errors import ConfigError
-from fp8ref.jax import linear, proof, scaling
+from fp8ref.jax import gemm, proof, scaling
 from fp8ref.jax.proof import verdict
 from fp8ref.llama import EMBEDDING, LlamaConfig
 from fp8ref.train import log, loop
@@ -87,9 +87,9 @@ def test_the_manifest_keeps_the_proof_and_a_fallback_stops_the_run(tmp_path, tex
     assert (proof["read_from"], proof["missing"], len(proof["gemms"])) == ("stablehlo", [], 21)
 
     def fallback(a, b, *, out_dtype, **how):
-        return linear.gemm.matmul_hp(scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype)
+        return gemm.matmul_hp(scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype)
 
-    monkeypatch.setattr(linear.gemm, "matmul", fallback)
+    monkeypatch.setattr(gemm, "matmul", fallback)
     with pytest.raises(
         ConfigError, match=r"lacks planned GEMMs or gathers:\n.*q_proj/output: planned f8e4m3fn x f8e4m3fn, fast; f32 x f32"
     ):
