@@ -31,6 +31,7 @@ def test_the_trainer_s_own_model_is_known_without_a_framework():
         (TORCH, {"parallel": {"checkpointing": "full"}}, r"got parallel\.checkpointing 'full'"),
         (TORCH, {"parallel": {"compile": "model"}}, r"got parallel\.compile 'model'"),
         (NNX, {"parallel": {"scan": True}}, r"got parallel\.scan"),
+        (TORCH, {"parallel": {"reduce_dtype": "float8_e4m3fn", "reduce_mu": "automatic"}}, r"got parallel\.reduce_mu 'automatic'"),
         (TORCH, {"numerics": {"attention": "cudnn"}}, r"got numerics\.attention 'cudnn'"),
         (TORCH, {"optimizer": {"kind": "adamw_states", "layout": "msamp_o2"}}, r"optimizer\.layout 'msamp_o2' stores narrower ones"),
         (NNX, {"numerics": {"schedule": ((0, "tensorwise"), (5, "bf16"))}}, r"got numerics\.schedule"),
@@ -61,6 +62,14 @@ def test_a_model_has_one_backend():
         loop.trainer("jax", custom(TORCH))
     with pytest.raises(ConfigError, match="'nnx' is trained by --backend jax; got torch"):
         loop.trainer("torch", custom(NNX))
+
+
+@pytest.mark.parametrize("kind", [TORCH, NNX])
+def test_a_trainer_of_a_user_s_model_has_all_that_the_loop_calls(kind):
+    trainer = loop.trainer(architecture.BACKEND[kind["kind"]], custom(kind))
+    assert isinstance(trainer, loop.Provable)
+    assert [name for name in vars(loop.Trainer) if not name.startswith("_") and not hasattr(trainer, name)] == []
+    assert trainer.gradient_factors() == {}
 
 
 def test_who_knows_the_layers_of_the_trainer_s_own_alone_says_so():

@@ -108,6 +108,10 @@ class Trainer:
         states = self._step.states(self._state.fp8)
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
 
+    def gradient_factors(self) -> dict[str, dict[str, float]]:
+        """No factor: one device exchanges no gradients (T-10)."""
+        return {}
+
     def peak_memory(self) -> int | None:
         """The most bytes in use on the device; None if it does not count them, as CPUs."""
         return (self._layout.devices[0].memory_stats() or {}).get("peak_bytes_in_use")

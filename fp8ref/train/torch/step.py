@@ -47,6 +47,8 @@ class Step:
     multiply  simulated hardware for FP8 GEMMs (spec G-19), or None.
     """
 
+    factors: Factors | None = None
+
     def __init__(
         self,
         config: Config,
@@ -99,7 +101,8 @@ class Step:
             keep_reduced_dtype(self.model)
         self.copies = self._kept_in_fp8()
         auto = keys.auto_scale
-        self.factors = Factors(self.model, auto) if auto is not None else None
+        if auto is not None:
+            self.factors = Factors(self.model, auto)
         self._uncast = False
         self._copied: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
 
