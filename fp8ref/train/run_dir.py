@@ -241,7 +241,9 @@ def evaluated(data: Mapping) -> dict[str, str]:
 
 def changed(mine: dict, theirs: dict) -> dict:
     """{key: (mine, theirs)} where two manifests differ in what a resumed run may not change."""
-    a, b = ({key: one.get(key) for key in ("backend", "hardware")} | {"config": _without_paths(one.get("config"))} for one in (mine, theirs))
+    a, b = (
+        {key: one.get(key) for key in ("backend", "hardware")} | {"config": _without_paths(one.get("config"))} for one in (mine, theirs)
+    )
     for one, manifest in ((a, mine), (b, theirs)):
         # a run before there was a sum of the model cannot be compared
         if "sha256" in mine.get("model", {}) and "sha256" in theirs.get("model", {}):
