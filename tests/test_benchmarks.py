@@ -215,8 +215,14 @@ def test_what_is_compiled_for_an_h200():
             bf16, mesh = moved, row["mesh"]
         assert row["mesh"] == mesh
         assert moved <= (0.85 * bf16 if planned else bf16)
+    layers = re.findall(r"^\| (\w+) \| 1 \| bf16 5 \| ([\d.]+) in \d+ \| [\d.]+ \| ([\d.]+) \|", printed, re.MULTILINE)
+    assert [name for name, *_ in layers] == ["bf16", "tensorwise", "rowwise", "delayed"]
+    for name, moved, least in layers:
+        # XLA's kernels move what its fusions allow, to a digit; rowwise's 5 % more are two kernels that docs/benchmarks.md names
+        assert float(least) - 0.01 <= float(moved) <= float(least) * (1.05 if name == "rowwise" else 1) + 0.01
     for row in kept["models"]:
         assert row["most_gib"] <= 74, row  # of an H100's 80 GB
+        assert row["compile_seconds"] <= 300
     # A step of optimizer states moves at most 1.1 times the bytes that it must: half of their bytes is the issue of narrow states.
     states = kept["states"]
     assert [row["layout"] for row in states] == ["optax", *LAYOUTS, *WITH_MASTERS]

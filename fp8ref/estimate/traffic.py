@@ -53,8 +53,9 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             # gathered in the forward and in the backward pass; the embedding table once in both
             # backends
             table = name == llama.EMBEDDING
-            # bytes an element: float32 table, FP8 codes, or bfloat16
-            size = 4 if table else 1 if linear in decisions and in_fp8(decisions[linear].recipe, config, backend) else 2
+            # bytes an element: float32 of a table that is not rounded first, FP8 codes, or bfloat16
+            as_it_is = table and (backend == "torch" or keys.through == "jit")
+            size = 4 if as_it_is else 1 if linear in decisions and in_fp8(decisions[linear].recipe, config, backend) else 2
             times = 1 if table else 3 if _runs_again(linear, config, backend) else 2
             yield "weights, gathered over fsdp", times * gathered * whole, size
             # JAX reduces the table's gradient in the table's own dtype.

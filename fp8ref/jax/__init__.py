@@ -1,7 +1,8 @@
 """FP8 training in JAX: ``linear.apply`` is one linear layer by any recipe; ``flax.convert`` puts
 FP8 into an existing model.
 
-    linear        one layer, forward and backward; ``operands`` quantizes and gathers for it
+    linear        one layer, forward and backward; ``linear_arguments`` checks what it is given, ``linear_gemm``
+                  multiplies, ``operands`` quantizes and gathers, ``gemm_observer`` reports its GEMMs
     contraction   dot_general and einsum by a recipe
     grouped       a linear for each group of rows, for experts; ``grouped_operands`` quantizes and
                   multiplies for it

@@ -5,8 +5,8 @@ by one custom_vjp.
 
 Read it from top to bottom. ``apply`` is the layer; ``forward`` and ``backward`` also give codes, scales and
 amaxes, for a comparison with ``fp8ref.sim.attention``. ``attention_operands`` quantizes and cuts into blocks and
-tiles, ``online_softmax`` makes probabilities, ``attention_gradients`` is the backward pass, ``attention_real``
-real arithmetic.
+tiles, ``attention_forward`` is the pass over them, ``attention_gradients`` the backward pass, ``attention_real`` real
+arithmetic.
 
 The products of codes are XLA's dots of FP8 operands, as those of ``linear``. They accumulate as the library
 does (G-7), so that a variant's ``plan`` only says whether fast accumulation is asked for. A tile's product with v
@@ -15,7 +15,6 @@ is a GEMM of its own, whose sum is added in float32: a variant whose ``promotion
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,55 +25,22 @@ from fp8ref.attention import FULL, Arithmetic, Mask, Variant
 from fp8ref.hardware import Multiply
 from fp8ref.jax import (
     attention_context,
+    attention_forward,
     attention_observer,
     attention_stats,
     delayed,
     derivatives,
-    elementary,
     hardware,
     head_scaling,
-    moments,
-    online_softmax,
-    probability_value,
     sharding,
 )
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
-from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import attention_real as real
+from fp8ref.jax.attention_forward import Result
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
-from fp8ref.jax.attention_kept import Kept
-from fp8ref.jax.attention_operands import Parts
-from fp8ref.jax.head_scaling import Heads
-
-
-class Result(NamedTuple):
-    """What a forward pass gives.
-
-    o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
-    lse            float32 [B, H, Tq]: ln of the sum of e^score; -infinity of a row without keys.
-    tensors        the quantized q, k and v, and an FP8 output o, by role.
-    amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
-    saturated      int32: probabilities that the cast clipped, a fault of the variant (A-8).
-    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
-                   own tile; None unless asked for.
-    scale_p        what probabilities were multiplied by before their cast.
-    scale_inv_p    what their codes are multiplied by.
-    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is
-                   not seen; None unless asked for.
-    """
-
-    o: jax.Array
-    lse: jax.Array
-    tensors: dict[str, Heads]
-    amaxes: dict[str, jax.Array]
-    saturated: jax.Array
-    p_codes: jax.Array | None
-    scale_p: jax.Array
-    scale_inv_p: jax.Array
-    scores: jax.Array | None = None
 
 
 def apply(
@@ -151,10 +117,9 @@ def apply_with_stats(
     tap       float32 zeros [len(attention_products.ROWS), stats.LENGTH]; inside shard_map varying along all axes of
               its mesh. The variant is in FP8.
     seen      observations by role, ``delayed.unseen`` of ``attention_delayed.casts``.
-    Returns:  (output, seen, tap). seen is merged with this use's observations of q, k, v, s and o, and the gradient by
-              seen with those of the backward pass, as those of linears (H-4). The tap holds measurements of this device's
-              part of q, k and v. Those of the backward pass are the gradient by the tap, in other rows. An operand that
-              another product has with the same codes and scale is measured once, there.
+    Returns:  (output, seen, tap). seen is merged with observations of q, k, v, s and o, and the gradient by seen with those
+              of the backward pass (H-4). The tap holds measurements of this device's part of q, k and v; the gradient by it
+              those of the backward pass. Equal codes of several products are measured once, in the first.
     """
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
     if any(sign in name for sign in "/()"):
@@ -210,7 +175,7 @@ def forward(
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. Leave it out.")
     if keep_s and use.variant.real:
         raise ValueError(f"keep_s keeps scores in float32; variant {use.variant.name!r} has real numbers. Leave it out.")
-    return _forward(given, known, use, keep_p=keep_p, keep_s=keep_s, observe=True)
+    return attention_forward.run(given, known, use, keep_p=keep_p, keep_s=keep_s, observe=True)
 
 
 def backward(
@@ -342,10 +307,10 @@ def _check_differentiable(use: Use) -> None:
 
 
 def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
-    """``_forward``, shown to whoever watches; without the matrices that are shown alone."""
+    """The forward pass, shown to whoever watches; without the matrices that are shown alone."""
     if use.watcher is None:
-        return _forward(given, scales, use, observe=observe)
-    result = _forward(given, scales, use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real, observe=observe)
+        return attention_forward.run(given, scales, use, observe=observe)
+    result = attention_forward.run(given, scales, use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real, observe=observe)
     attention_observer.show(use, "forward", attention_observer.of_forward(given, result))
     return result._replace(p_codes=None, scores=None)
 
@@ -356,81 +321,3 @@ def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: U
     if use.variant.granularity == "mx_1x32":
         return gradients_mx.backward(do, given, result, use, keep=keep)
     return gradients.backward(do, given, result, scales, use, keep=keep)
-
-
-def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
-    """One pass over all blocks and tiles.
-
-    observe   also count clipped probabilities, and take amaxes of what has no scale by them.
-    """
-    if use.variant.real:
-        o, lse = real.forward(given, use)
-        amaxes = {role: head_scaling.amax(x, None, heads=1) for role, x in (("q", given.q), ("k", given.k), ("v", given.v), ("o", o))}
-        one = jnp.ones((), jnp.float32)
-        return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
-    variant = use.variant
-    tensors = operands.quantize(given, use, scales)
-    p_scale, p_scale_inv = operands.probability_scale(variant, scales)
-    whole = attention_context.gathered(tensors, use)
-    parts = Parts(attention_context.problem(given, whole, use), use, whole)
-    factor = parts.raw_factor() if variant.scores == "raw" else None
-    order: data.SumOrder = "tile" if use.fast else variant.sum_order
-    grid, (b, n, g, t, d) = parts.grid, parts.q.shape
-    rows = online_softmax.start(parts.zeros(b, n, g, t), order)
-    largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
-    kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)
-
-    def body(carry, block, tile):
-        rows, o, largest, lost, matrices = carry
-        own = jax.tree.map(lambda x: parts.block(x, block), rows)
-        seen = parts.seen(block, tile)
-        s = parts.scores(block, tile)
-        if keep_s:
-            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
-        if use.fast:
-            p, c, own = online_softmax.step_fast(s, own, seen, variant)
-        else:
-            p, c, own = online_softmax.step(s, own, seen, variant, factor, use.arithmetic)
-        scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else elementary.times(p, p_scale, use.arithmetic)
-        if observe:
-            largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
-        cast = operands.narrow(scaled, variant)
-        if keep_p:
-            matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
-        of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
-        rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
-        return rows, parts.put_block(o, of_block, block), largest, lost, matrices
-
-    start = rows, parts.zeros(b, n, g, t, d), largest, lost, kept.start
-    rows, o, largest, lost, matrices = operands.loop(body, start, grid)
-    total = online_softmax.total(rows, order)
-    out = parts.ungrouped(probability_value.finish(o, total, parts))
-    lse = (
-        online_softmax.log_sum_fast(rows.maximum, total, variant)
-        if use.fast
-        else online_softmax.log_sum(rows.maximum, total, factor, variant)
-    )
-    lse = parts.ungrouped(lse)
-    rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
-    if observe:
-        amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
-        lost = lax.psum(lost, use.over) if use.over else lost
-    if variant.out.bits == 8:
-        tensors["o"] = rounded
-    found = kept.whole(matrices)
-    of_p = found.get("p_codes"), p_scale, p_scale_inv
-    return Result(_values(rounded, variant), lse, tensors, amaxes, lost, *of_p, found.get("scores"))
-
-
-def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Scores with all factors: raw ones have theirs in the exponent."""
-    return s if factor is None else moments.product(s, factor)
-
-
-def _rounded(out: jax.Array, given: Inputs, scales: dict, use: Use) -> Heads:
-    how: dict = {"heads": given.k.shape[1], "scale": scales.get("o"), "over": use.over}
-    return head_scaling.quantize(out, use.variant.out, *gradients.output_scaling(use.variant), **how)
-
-
-def _values(rounded: Heads, variant: Variant) -> jax.Array:
-    return moments.product(head_scaling.values(rounded, variant.out), rounded.scale_inv)

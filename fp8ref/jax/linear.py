@@ -3,7 +3,7 @@
 Read it from top to bottom. ``apply`` and ``contract`` have the arguments checked, and what is static
 of them collected in a ``Use`` (``linear_arguments``); ``_forward`` casts input and weight, runs the
 output GEMM, and returns what the backward pass needs; ``_backward`` runs grad_input and grad_weight.
-All three GEMMs go through ``_gemm``: cast an operand along the axis that is reduced, unless its
+All three GEMMs go through ``linear_gemm``: cast an operand along the axis that is reduced, unless its
 codes are there already (a tensorwise operand is cast once, in ``_forward`` or ``_backward``, for
 both its GEMMs); gather in FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``,
 ``scales`` and ``cast``; ``gemm`` multiplies; ``sharding`` says over which mesh axes;
@@ -18,16 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8ref.formats import E4M3FN
 from fp8ref.hardware import Multiply
 from fp8ref.jax import (
     delayed,
     derivatives,
     explicit_sharding,
-    gemm,
-    gemm_observer,
-    gradient_reduction,
     linear_arguments,
+    linear_gemm,
     operands,
     sharding,
     stats,
@@ -35,9 +32,9 @@ from fp8ref.jax import (
 from fp8ref.jax.gemm_observer import observing
 from fp8ref.jax.linear_arguments import check_recipe
 from fp8ref.jax.operands import Scales, Use
-from fp8ref.jax.scaling import Quantized, dequantize
+from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
-from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import CastSpec, Recipe, Role
 
 __all__ = ["apply", "apply_with_stats", "check_recipe", "contract", "observing"]
 
@@ -208,7 +205,7 @@ def _forward(
             for role, cast in casts.items()
             if cast
         }
-        y, measured, _ = _gemm("output", tensors, quantized, state_scales, use)  # [M, K] x [N, K] -> [M, N]
+        y, measured, _ = linear_gemm.run("output", tensors, quantized, state_scales, use)  # [M, K] x [N, K] -> [M, N]
     # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
     # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
@@ -241,9 +238,11 @@ def _backward(use: Use, residuals, cotangents):
             # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
             # reduces.
             quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, state_scales, use)
-        grad_input, of_first, _ = _gemm("grad_input", tensors, quantized, state_scales, use)  # [M, N] x [N, K] -> [M, K]
+        grad_input, of_first, _ = linear_gemm.run("grad_input", tensors, quantized, state_scales, use)  # [M, N] x [N, K] -> [M, K]
     with jax.named_scope(f"{use.name}/grad_weight"):
-        grad_weight, of_second, saturated = _gemm("grad_weight", tensors, quantized, state_scales, use, mu)  # [M, N] x [M, K] -> [N, K]
+        grad_weight, of_second, saturated = linear_gemm.run(
+            "grad_weight", tensors, quantized, state_scales, use, mu
+        )  # [M, N] x [M, K] -> [N, K]
     grad_input = operands.unflattened(grad_input, g, use)
     tap = None if tap is None else tap + stats.rows(of_first | of_second)
     of_seen = _observed(later, {"grad_output": g}, seen, use)
@@ -251,105 +250,6 @@ def _backward(use: Use, residuals, cotangents):
 
 
 _linear.defvjp(_forward, _backward)
-
-
-def _gemm(
-    which: Gemm,
-    tensors: Mapping[Role, jax.Array],
-    quantized: Mapping[Role, Quantized],
-    state_scales: Scales,
-    use: Use,
-    mu: jax.Array | None = None,
-) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
-    """One of the three GEMMs (spec L-2), leading dims flattened to M unless they are batch
-    dims.
-
-    quantized  operands that are quantized already; the others are quantized here, from tensors.
-    mu         the factor of a sum in FP8.
-
-    Order:     quantize, gather, multiply, round as G-8 says, sum over devices, cast to the
-               result's dtype; accumulators are summed before they are rounded (P-9).
-    Returns:   the result; measurements of the operands that no earlier GEMM has measured; under a
-               mu the elements that the sum's cast saturated.
-    """
-    spec, roles = use.recipe.gemms[which], OPERANDS[which]
-    if spec.a is None or spec.b is None or spec.accumulate is None:
-        return _in_high_precision(which, tensors, quantized, state_scales, use, mu)
-    collective, in_steps = use.collective(which), use.summed_by_compiler(which)
-    axis_a, axis_b = (use.axis(which, role) for role in roles)
-    turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
-    dtype = use.dtypes[list(OPERANDS).index(which)]
-    # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs.
-    own = [
-        quantized[role] if role in quantized else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
-        for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
-    ]
-    # 2. What other devices hold is gathered in FP8.
-    qa, qb = (operands.gathered_codes(q, role, axis, use) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
-    # 3. Multiply: output [M, K] x [N, K], grad_input [M, N] x [N, K], grad_weight [M, N] x [M, K].
-    rounded = gemm.output_dtype(spec, dtype)
-    how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": rounded}
-    how |= {"dequantized": use.turned and which == "output"}  # of a weight [K, N], codes in another order serve this GEMM
-    summed = collective if mu is None else None
-    out = gemm.matmul(qa, qb, **how, collective=summed, in_steps=in_steps, turned=turned, multiply=use.multiply)
-    saturated = None
-    if mu is not None:
-        out, saturated = _completed(out, collective, mu, use)
-    # 4. Report to whoever asked: the cross-check's observer, a run's statistics.
-    gemm_observer.report(which, tensors, own, (qa, qb), out, use)
-    measured: stats.Measured = {}
-    if use.measures:
-        new = [role for role in roles if which == "output" or role not in quantized or (which, role) == ("grad_input", "grad_output")]
-        measured = {(which, role): stats.measure(tensors[role], q) for role, q in zip(roles, own, strict=True) if role in new}
-    return out.astype(dtype), measured, saturated
-
-
-def _completed(partial: jax.Array, collective: sharding.Reduction | None, mu: jax.Array, use: Use) -> tuple[jax.Array, jax.Array]:
-    """The sum in FP8 of a weight's gradient by mu, in the partial's dtype, and the elements that were saturated: float32 (), of all
-    devices that have pieces."""
-    assert collective is not None
-    value, saturated = gradient_reduction.completed(partial, collective.sum, collective.scatter, E4M3FN, mu)
-    pieces = (*use.placement.n, *use.placement.k)
-    saturated = saturated.astype(jnp.float32)
-    return value.astype(partial.dtype), lax.psum(saturated, pieces) if pieces else saturated
-
-
-def _in_high_precision(
-    which: Gemm,
-    tensors: Mapping[Role, jax.Array],
-    quantized: Mapping[Role, Quantized],
-    state_scales: Scales,
-    use: Use,
-    mu: jax.Array | None,
-) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
-    """``_gemm`` without FP8 (spec G-9). An operand that is cast beside one that is not is
-    dequantized, and rounded to its tensor's dtype (L-4)."""
-    spec, roles = use.recipe.gemms[which], OPERANDS[which]
-    axes = (use.axis(which, roles[0]), use.axis(which, roles[1]))
-    operand: list[jax.Array] = []
-    measured: stats.Measured = {}
-    for role, cast, axis in zip(roles, (spec.a, spec.b), axes, strict=True):
-        if cast is None:
-            operand.append(operands.gathered(tensors[role], role, use))
-            continue
-        known = quantized.get(role)
-        q = operands.quantize(tensors[role], role, cast, axis, state_scales, use) if known is None else known
-        if use.measures and (which == "output" or known is None or (which, role) == ("grad_input", "grad_output")):
-            measured[which, role] = stats.measure(tensors[role], q)
-        numbers = dequantize(q).astype(use.dtypes[{"grad_output": 0, "input": 1, "weight": 2}[role]])
-        operand.append(operands.gathered(numbers if role not in tensors else numbers.reshape(tensors[role].shape), role, use))
-    out = gemm.matmul_hp(
-        *operand,
-        axes=axes,
-        out_dtype=use.dtypes[list(OPERANDS).index(which)],
-        turned=use.turned and which == "grad_weight",  # a weight [K, N] has a gradient [K, N]
-        collective=use.collective(which) if mu is None else None,
-        in_steps=use.summed_by_compiler(which),
-    )
-    if mu is None:
-        return out, measured, None
-    out, saturated = _completed(out, use.collective(which), mu, use)
-    return out, measured, saturated
 
 
 def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:

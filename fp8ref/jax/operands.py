@@ -105,7 +105,8 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: 
         # Reducing M means reducing all leading dims.
         axes = tuple(range(x.ndim - 1)) if axis == -2 and not use.batched else axis
         axes = axes if cast.granularity == "rowwise" else axis
-        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, over=over)
+        how: dict = {"policy": cast.policy, "over": over, "with_producer": role == "grad_output"}
+        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, axis=axes, **how)
     except ValueError as error:
         raise ValueError(f"{use.name}: {role} of recipe {use.recipe.name!r}: {error}") from error
 

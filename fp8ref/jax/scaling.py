@@ -47,7 +47,14 @@ class Quantized:
     axis: int | tuple[int, ...]
 
 
-def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int, ...] = -1, over: tuple[str, ...] = ()) -> jax.Array:
+def amax(
+    x: jax.Array,
+    granularity: str = "tensorwise",
+    *,
+    axis: int | tuple[int, ...] = -1,
+    over: tuple[str, ...] = (),
+    with_producer: bool = False,
+) -> jax.Array:
     """The largest magnitude of every group that shares a scale (spec S-2).
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
@@ -56,6 +63,9 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int
               between devices, and flushes subnormals.
     Devices:  ``over`` names mesh axes, inside shard_map, along which the maximum is taken too
               (P-2). Under jit on a sharded array XLA does that.
+    with_producer
+              of rowwise scales on an NVIDIA GPU: the same bits, in a form that XLA takes into the
+              kernel that makes x, if there is one.
     Specials: NaN if any element is NaN, on any device; else Inf if any is infinite; subnormals
               count.
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the
@@ -67,7 +77,7 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int
     if granularity == "tensorwise":
         bits = _largest(bits, x.dtype)
     elif granularity == "rowwise":
-        bits = _largest(bits, x.dtype, axis=axes, keepdims=True)
+        bits = _largest(bits, x.dtype, axis=axes, keepdims=True, with_producer=with_producer)
     elif len(axes) == 1:
         bits = _largest_of_blocks(bits, x.dtype, sizes[0])
     else:
@@ -86,6 +96,7 @@ def quantize(
     policy: str | ScalePolicy = "torchao",
     axis: int | tuple[int, ...] = -1,
     over: tuple[str, ...] = (),
+    with_producer: bool = False,
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
@@ -95,6 +106,8 @@ def quantize(
     Order:    amax, along the mesh axes ``over`` too; scale; RN32(f32(x) * scale); clip to
               +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale), or exactly 2^k under an
               e8m0 policy.
+    with_producer
+              as in amax.
     Specials: as the simulator's quantize.
     Gradient: none through the scale; through the codes that of XLA's conversions. ``linear.apply``
               defines its own.
@@ -104,7 +117,7 @@ def quantize(
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
         raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
-    scale, scale_inv = scales.scales_from_amax(amax(x, granularity, axis=axis, over=over), fmt, policy)
+    scale, scale_inv = scales.scales_from_amax(amax(x, granularity, axis=axis, over=over, with_producer=with_producer), fmt, policy)
     return _quantized(x, scale, scale_inv, fmt, granularity, axis, times=scales.times_e8m0 if policy.e8m0 else operator.mul)
 
 
@@ -151,13 +164,17 @@ def _quantized(
     return Quantized(codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims"))  # traced once for all tensors of a shape
-def _largest(bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims", "with_producer"))  # traced once for all tensors of a shape
+def _largest(
+    bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False, with_producer: bool = False
+) -> jax.Array:
     """The maximum of ``cast.magnitude_bits``, of an array's ``cast.bits``: of the integers on an
     NVIDIA GPU, elsewhere by a float maximum, the only fast one of XLA on a CPU."""
     return lax.platform_dependent(
         bits,
-        cuda=functools.partial(_of_integers, axis=axis, keepdims=keepdims),
+        cuda=functools.partial(_of_absolutes, axis=axis, keepdims=keepdims, dtype=dtype)
+        if with_producer
+        else functools.partial(_of_integers, axis=axis, keepdims=keepdims),
         default=functools.partial(_of_floats, axis=axis, keepdims=keepdims, dtype=dtype),
     )
 
@@ -172,6 +189,13 @@ def _of_integers(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: 
         return largest(cast.without_sign(bits))
     unsigned = largest(lax.bitcast_convert_type(bits, f"u{bits.dtype}"))
     return jnp.maximum(largest(bits), cast.without_sign(lax.bitcast_convert_type(unsigned, bits.dtype)))
+
+
+def _of_absolutes(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> jax.Array:
+    """One reduction, which XLA takes into the kernel that makes a gradient; of masked bits, or in two
+    reductions, it reads the gradient again. In the PTX for an H200 the absolute is a mask of bits."""
+    magnitudes = jnp.abs(lax.bitcast_convert_type(bits, dtype))
+    return jnp.max(lax.bitcast_convert_type(magnitudes, bits.dtype), axis=axis, keepdims=keepdims)
 
 
 def _of_floats(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fp8ref.attention import VARIANTS, Mask
+from fp8ref.attention import VARIANTS, Mask, by_name
 from fp8ref.result import Result
 from fp8ref.sim import attention
 
@@ -72,13 +72,17 @@ class JudgedAttention(Result):
 
 
 def judge(calls: Sequence[Attended], variants: Sequence[str] | None, refused: dict[str, str]) -> JudgedAttention:
-    """Each call by each variant. variants: names; None: all but exact. refused: calls that could not be recorded."""
+    """Each call by each variant. variants: names; None: all but exact. refused: calls that could not be recorded.
+
+    Raises:   ValueError: an unknown variant.
+    """
     rows, left_out = [], dict(refused)
+    names = [by_name(name).name for name in variants] if variants is not None else [name for name in VARIANTS if name != "exact"]
     for call in calls:
         how: dict = {"mask": Mask(causal=call.causal), "scale": call.scale}
         exact = attention.forward(call.q, call.k, call.v, variant="exact", **how).o.astype(np.float64)
         size = float(np.linalg.norm(exact))
-        for name in variants if variants is not None else [name for name in VARIANTS if name != "exact"]:
+        for name in names:
             try:
                 found = attention.forward(call.q, call.k, call.v, variant=name, **how).o
             except ValueError as error:

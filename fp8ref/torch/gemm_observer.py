@@ -48,9 +48,10 @@ def observe_gemms(model: nn.Module, observer: Callable, grouped_observer: Callab
     grouped_observer
                 called in place of it for the GEMMs of grouped linears, as grouped_observer(name, gemm,
                 tensors, operands, groups, out): those of all groups, as ``grouped.observers`` have them.
+    Raises:     ValueError: a linear that a pass of the model calls more than once, from within that pass.
     """
     reporter = _Reporter(observer, grouped_observer)
-    handles = []
+    handles = [model.register_forward_pre_hook(reporter.begin)]
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
             handles.append(module.register_forward_pre_hook(reporter.enter(name)))
@@ -61,6 +62,7 @@ def observe_gemms(model: nn.Module, observer: Callable, grouped_observer: Callab
             # the block around it.
             handles.append(module.register_forward_pre_hook(reporter.keep_input(name), prepend=True))
         if is_linear:
+            handles.append(module.register_forward_pre_hook(reporter.once_a_pass(name)))
             handles.append(module.register_forward_pre_hook(reporter.keep_weight(name)))
             handles.append(module.register_forward_hook(reporter.keep_grad_output(name)))
     linear.observers.append(reporter.multiplied)
@@ -84,6 +86,24 @@ class _Reporter(TorchDispatchMode):
         self._forward = self._backward = ""
         self._hp: dict[str, dict[str, torch.Tensor]] = {}
         self._meshes: dict[str, DeviceMesh] = {}  # of linears that ranks cut
+        self._called: set[str] = set()  # by this pass, and not yet by its backward pass
+
+    def begin(self, module, args) -> None:
+        """Hook: a pass of the model begins."""
+        self._called.clear()
+
+    def once_a_pass(self, name: str):
+        def hook(module, args):
+            if torch._C._current_graph_task_id() != -1:  # recomputed
+                return
+            if name in self._called:
+                raise ValueError(
+                    f"operands are observed of linears that a pass of the model calls once; it calls {name} again. Leave out what observes, such as "
+                    "statistics, or give each use a linear of its own."
+                )
+            self._called.add(name)
+
+        return hook
 
     def keep_input(self, name: str):
         def hook(module, args):
@@ -123,6 +143,7 @@ class _Reporter(TorchDispatchMode):
 
     def _on_grad_output(self, name: str, grad_output: torch.Tensor) -> None:
         self._backward = name
+        self._called.discard(name)
         self._hp.setdefault(name, {})["grad_output"] = _local(grad_output.detach())
 
     def multiplied(self, which, a, b, out) -> None:

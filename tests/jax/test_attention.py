@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.attention import VARIANTS, Mask
-from fp8ref.jax import attention
+from fp8ref.jax import attention, attention_operands
 
 CAUSAL = Mask(causal=True)
 
@@ -70,11 +70,11 @@ def test_blocks_of_queries_and_tiles_of_keys_change_no_bit(monkeypatch):  # A-6
     q, k, v, _ = small(tq=600, tk=600)
     how = {"variant": "cudnn", "mask": CAUSAL, "arithmetic": "stated", "scale": cases.SCALE}
     whole = jax.jit(functools.partial(attention.forward, **how))(q, k, v)
-    monkeypatch.setattr(attention.operands, "QUERIES", 128)
+    monkeypatch.setattr(attention_operands, "QUERIES", 128)
     parts = jax.jit(functools.partial(attention.forward, **how))(q, k, v)
     np.testing.assert_array_equal(parts.lse, whole.lse)
     np.testing.assert_array_equal(parts.o, whole.o)
-    grid = attention.operands.grid(attention.inputs.prepare(q, k, v, "cudnn", CAUSAL, None, None, 0, "fast", ())[0], 600, 600, 64)
+    grid = attention_operands.grid(attention.inputs.prepare(q, k, v, "cudnn", CAUSAL, None, None, 0, "fast", ())[0], 600, 600, 64)
     assert (grid.blocks, grid.tiles, len(grid.pairs[0])) == (5, 5, 15)
 
 

@@ -64,7 +64,7 @@ def test_outputs_and_gradients_are_those_of_one_device(recipe, mesh, rng):  # X-
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("granularity", ["rowwise", "mx_1x32"])
+@pytest.mark.parametrize("granularity", ["rowwise", pytest.param("mx_1x32", marks=pytest.mark.slow)])
 def test_moving_codes_gives_the_bits_of_moving_the_tensor_and_casting(granularity, mesh, rng):
     spec = RECIPES["mxfp8"].output.a if granularity == "mx_1x32" else RECIPES["rowwise"].output.a
     x = jnp.asarray(rng.standard_normal((DEVICES * ROWS, K)), jnp.bfloat16)

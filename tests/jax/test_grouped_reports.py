@@ -61,6 +61,7 @@ def test_each_group_with_rows_reports_three_gemms_in_a_linears_layout(recipe, rn
     np.testing.assert_array_equal(np.concatenate([o[4] for o in found if o[1] == "output"]), y[:32])
 
 
+@pytest.mark.slow
 def test_under_delayed_scaling_an_empty_groups_weight_is_seen_too(rng):
     x, w, g = _tensors(rng)
     w[1] *= 128

@@ -44,3 +44,15 @@ def test_what_runs_again_is_reported_once(recipe, checkpointing):
         for mine, expected in zip((*a[:4], *b[:4], out), (*expected_a[:4], *expected_b[:4], expected_out), strict=True):
             assert torch.equal(mine, expected)
         assert (a.axis, b.axis) == (expected_a.axis, expected_b.axis)
+
+
+def test_a_linear_that_a_pass_calls_twice_is_refused():
+    one = convert.convert(nn.Sequential(nn.Linear(64, 64)), "tensorwise").bfloat16()
+    twice = nn.Sequential(one[0], nn.ReLU(), one[0])
+    x = torch.randn(32, 64).bfloat16()
+    with gemm_observer.observe_gemms(one, lambda *told: None):
+        for _ in range(2):
+            one(x).sum().backward()
+        one(x), one(x)  # without a backward pass
+    with gemm_observer.observe_gemms(twice, lambda *told: None), pytest.raises(ValueError, match="calls once; it calls 0 again"):
+        twice(x)

@@ -109,7 +109,7 @@ class Trainer:
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
-        """No factor: one device exchanges no gradients (T-10)."""
+        """None: gradients of one device are not exchanged."""
         return {}
 
     def peak_memory(self) -> int | None:

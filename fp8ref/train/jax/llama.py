@@ -178,13 +178,13 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (spec M-2)."""
+    """Rows of the float32 table, rounded, before they are gathered over devices: [B, T] -> [B, T, hidden] (spec M-2)."""
 
     def __init__(self, weight: np.ndarray) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
 
     def __call__(self, tokens: jax.Array, dtype, run: Pass) -> jax.Array:
-        table = run.layout.whole(self.weight[...]) if run.layout else self.weight[...]
+        table = run.layout.whole(self.weight[...], dtype) if run.layout else self.weight[...]
         return rounded(table[tokens], dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
 
 

@@ -173,15 +173,16 @@ class Layout:
         """f under shard_map, if the model runs inside it; else f."""
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs) if self.mapped else f
 
-    def whole(self, table: jax.Array) -> jax.Array:
-        """All-gather a table over fsdp, in its own dtype.
+    def whole(self, table: jax.Array, dtype) -> jax.Array:
+        """A float32 table that fsdp cuts, on every device: rounded to dtype and all-gathered so, if the
+        model runs inside shard_map; else as it is.
 
-        Its gradient is scattered over fsdp first, so that fewer rows are summed over the other axes.
+        Its gradient is float32, and scattered over fsdp first, so that fewer rows are summed over the other axes.
         """
         if not (self.mapped and self._fsdp):
             return table
         others = tuple(axis for axis in self.cutting_tokens if axis not in self._fsdp)
-        return lax.all_gather(lax.pcast(table, others, to="varying") if others else table, self._fsdp, axis=0, tiled=True)
+        return _gathered_rounded(table, jnp.dtype(dtype), self._fsdp, others)
 
     def own_sequence(self, tokens: jax.Array) -> jax.Array:
         """Under sequence parallelism, a device's part of tokens [B, T] along T.
@@ -263,3 +264,26 @@ def _parts(reduce: str, dtype: str) -> sharding.Parts:
 def _of_gradients(config: ParallelConfig) -> sharding.GradParts:
     """What linears sum over devices to make a weight's gradient."""
     return config.reduce_dtype if config.reduce_dtype == "float8_e4m3fn" else _parts(config.reduce, config.reduce_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered_rounded(table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]) -> jax.Array:
+    """Rows of all devices along fsdp, rounded to dtype and gathered in it, as float32 that varies over others too."""
+    info = jnp.finfo(dtype)
+    return _gathered(lax.reduce_precision(table, info.nexp, info.nmant).astype(dtype), fsdp, others).astype(table.dtype)
+
+
+def _gathered(table: jax.Array, fsdp: tuple[str, ...], others: tuple[str, ...]) -> jax.Array:
+    return lax.all_gather(lax.pcast(table, others, to="varying") if others else table, fsdp, axis=0, tiled=True)
+
+
+def _forward(table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    return _gathered_rounded(table, dtype, fsdp, others), table
+
+
+def _backward(dtype, fsdp: tuple[str, ...], others: tuple[str, ...], table: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    """The gradient of a gather of the float32 table: sums of float32, which no rounding precedes."""
+    return jax.vjp(lambda table: _gathered(table, fsdp, others), table)[1](g)
+
+
+_gathered_rounded.defvjp(_forward, _backward)

@@ -5,6 +5,7 @@ and zooms; the page reads without it. Its figures are also written as PNGs.
 """
 
 import importlib.resources
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,8 +122,15 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         gemms=fp8_coverage,
         shares=figures.STATES.values(),
         differences=settings.differences(given),
+        decibels=_decibels,
+        not_finite=-math.inf,
         flat=settings.flat,
     )
+
+
+def _decibels(sqnr: float) -> str:
+    """An SQNR of the table of worst layers."""
+    return f"{sqnr:.1f}" if math.isfinite(sqnr) else "nothing lost" if sqnr > 0 else "not finite"
 
 
 def _speed(run: Run, group: Sequence[Run]) -> dict:

@@ -12,21 +12,23 @@ class Worst:
     """A layer at its worst recorded step.
 
     operand  <gemm>/<role> with the lowest SQNR of all steps; step: where it was.
-    sqnr     in dB; None if it was not finite. last: of the same operand at the last record.
+    sqnr     in dB; -inf where numbers were not finite, inf where nothing was lost: of zeros, or of numbers that FP8 has. last: of the same
+             operand at the last record; None where it has none.
     lost     the largest share of any operand of the layer that became zero, of all steps; clipped: that was saturated.
     """
 
     layer: str
     operand: str
     step: int
-    sqnr: float | None
+    sqnr: float
     last: float | None
     lost: float
     clipped: float
 
 
 def worst(statistics: Sequence[dict], count: int = COUNT) -> list[Worst]:
-    """The ``count`` layers with the lowest SQNR, the lowest first; an SQNR that is not finite is below all.
+    """The ``count`` layers with the lowest SQNR, the lowest first. Operands with elements that are not finite come before all, those that lost
+    nothing after all.
 
     statistics: lines of statistics.jsonl, by step.
     """
@@ -34,17 +36,22 @@ def worst(statistics: Sequence[dict], count: int = COUNT) -> list[Worst]:
     for line in statistics:
         for key, values in line["statistics"].items():
             layer, gemm, role = key.rsplit("/", 2)
-            sqnr, before = values.get("sqnr"), found.get(layer)
+            sqnr, before = _sqnr(values), found.get(layer)
             lost, clipped = values.get("underflow_rate") or 0.0, values.get("saturation_rate") or 0.0
             here = Worst(layer=layer, operand=f"{gemm}/{role}", step=line["step"], sqnr=sqnr, last=None, lost=lost, clipped=clipped)
             if before is not None:
-                worse = before if _order(before.sqnr) <= _order(sqnr) else here
+                worse = before if before.sqnr <= sqnr else here
                 here = replace(worse, lost=max(lost, before.lost), clipped=max(clipped, before.clipped))
             found[layer] = here
     last = statistics[-1]["statistics"] if statistics else {}
-    chosen = sorted(found.values(), key=lambda one: _order(one.sqnr))[:count]
-    return [replace(one, last=last.get(f"{one.layer}/{one.operand}", {}).get("sqnr")) for one in chosen]
+    chosen = sorted(found.values(), key=lambda one: one.sqnr)[:count]
+    own = [last.get(f"{one.layer}/{one.operand}") for one in chosen]
+    return [replace(one, last=None if values is None else _sqnr(values)) for one, values in zip(chosen, own, strict=True)]
 
 
-def _order(sqnr: float | None) -> float:
-    return float("-inf") if sqnr is None else sqnr
+def _sqnr(values: dict) -> float:
+    """The SQNR of a record, whose null has two reasons (Q-8)."""
+    if (sqnr := values.get("sqnr")) is not None:
+        return sqnr
+    broken = values.get("non_finite") or any(values.get(key, 0.0) is None for key in ("amax", "scale_min", "scale_max"))
+    return float("-inf") if broken else float("inf")

@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import flax, linear, operands, proof, scaling
+from fp8ref.jax import flax, gemm, linear, operands, proof, scaling
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import RECIPES
 
@@ -116,11 +116,11 @@ def test_a_scale_moved_to_the_operand_is_caught(monkeypatch):
     """The rowwise fallback that XLA makes a bf16 GEMM of on a GPU: the dot then multiplies no FP8."""
 
     def dequantized(a, b, *, out_dtype, collective, **how):
-        return linear.gemm.matmul_hp(
+        return gemm.matmul_hp(
             scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype, collective=collective
         )
 
-    monkeypatch.setattr(linear.gemm, "matmul", dequantized)
+    monkeypatch.setattr(gemm, "matmul", dequantized)
     found = proof.missing(proof.read(lowered("rowwise", "one")), {"layers.0.fc": "rowwise"})
     assert found[0] == "layers.0.fc/output: planned f8e4m3fn x f8e4m3fn, fast; f32 x f32, fast"
     assert len(found) == 3

@@ -17,8 +17,13 @@ def test_layers_are_ordered_by_their_lowest_sqnr_of_any_step():
 
 
 def test_what_is_not_finite_is_worst_and_others_are_left_out():
-    lines = [line(0, **{f"l{i}": {"input": {"sqnr": 20.0 + i}} for i in range(12)}), line(1, late={"input": {"sqnr": None}})]
+    lines = [
+        line(0, **{f"l{i}": {"input": {"sqnr": 20.0 + i}} for i in range(12)}),
+        line(1, late={"input": {"sqnr": None, "non_finite": 1}}, zeros={"input": {"sqnr": None, "non_finite": 0, "amax": 0.0}}),
+    ]
     found = worst_layers.worst(lines)
     assert [one.layer for one in found] == ["late", *(f"l{i}" for i in range(9))]
     assert found[1].last is None
+    assert (found[0].sqnr, found[0].last) == (float("-inf"), float("-inf"))
+    assert worst_layers.worst(lines, count=20)[-1].layer == "zeros"  # which lost nothing
     assert worst_layers.worst([]) == []

@@ -1,0 +1,127 @@
+"""The forward pass of attention in FP8, over all blocks of queries and tiles of keys (spec A-4 to A-11).
+
+``attention_operands`` cuts into blocks and tiles, ``online_softmax`` makes probabilities, ``probability_value`` adds their products
+with v.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref import attention as data
+from fp8ref.attention import Variant
+from fp8ref.jax import attention_context, elementary, head_scaling, moments, online_softmax, probability_value
+from fp8ref.jax import attention_gradients as gradients
+from fp8ref.jax import attention_operands as operands
+from fp8ref.jax import attention_real as real
+from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_kept import Kept
+from fp8ref.jax.attention_operands import Parts
+from fp8ref.jax.head_scaling import Heads
+
+
+class Result(NamedTuple):
+    """What a forward pass gives.
+
+    o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
+    lse            float32 [B, H, Tq]: ln of the sum of e^score; -infinity of a row without keys.
+    tensors        the quantized q, k and v, and an FP8 output o, by role.
+    amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
+    saturated      int32: probabilities that the cast clipped, a fault of the variant (A-8).
+    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
+                   own tile; None unless asked for.
+    scale_p        what probabilities were multiplied by before their cast.
+    scale_inv_p    what their codes are multiplied by.
+    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is
+                   not seen; None unless asked for.
+    """
+
+    o: jax.Array
+    lse: jax.Array
+    tensors: dict[str, Heads]
+    amaxes: dict[str, jax.Array]
+    saturated: jax.Array
+    p_codes: jax.Array | None
+    scale_p: jax.Array
+    scale_inv_p: jax.Array
+    scores: jax.Array | None = None
+
+
+def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
+    """One pass over all blocks and tiles.
+
+    observe   also count clipped probabilities, and take amaxes of what has no scale by them.
+    """
+    if use.variant.real:
+        o, lse = real.forward(given, use)
+        amaxes = {role: head_scaling.amax(x, None, heads=1) for role, x in (("q", given.q), ("k", given.k), ("v", given.v), ("o", o))}
+        one = jnp.ones((), jnp.float32)
+        return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
+    variant = use.variant
+    tensors = operands.quantize(given, use, scales)
+    p_scale, p_scale_inv = operands.probability_scale(variant, scales)
+    whole = attention_context.gathered(tensors, use)
+    parts = Parts(attention_context.problem(given, whole, use), use, whole)
+    factor = parts.raw_factor() if variant.scores == "raw" else None
+    order: data.SumOrder = "tile" if use.fast else variant.sum_order
+    grid, (b, n, g, t, d) = parts.grid, parts.q.shape
+    rows = online_softmax.start(parts.zeros(b, n, g, t), order)
+    largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
+    kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)
+
+    def body(carry, block, tile):
+        rows, o, largest, lost, matrices = carry
+        own = jax.tree.map(lambda x: parts.block(x, block), rows)
+        seen = parts.seen(block, tile)
+        s = parts.scores(block, tile)
+        if keep_s:
+            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
+        if use.fast:
+            p, c, own = online_softmax.step_fast(s, own, seen, variant)
+        else:
+            p, c, own = online_softmax.step(s, own, seen, variant, factor, use.arithmetic)
+        scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else elementary.times(p, p_scale, use.arithmetic)
+        if observe:
+            largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
+        cast = operands.narrow(scaled, variant)
+        if keep_p:
+            matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
+        of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
+        rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
+        return rows, parts.put_block(o, of_block, block), largest, lost, matrices
+
+    start = rows, parts.zeros(b, n, g, t, d), largest, lost, kept.start
+    rows, o, largest, lost, matrices = operands.loop(body, start, grid)
+    total = online_softmax.total(rows, order)
+    out = parts.ungrouped(probability_value.finish(o, total, parts))
+    lse = (
+        online_softmax.log_sum_fast(rows.maximum, total, variant)
+        if use.fast
+        else online_softmax.log_sum(rows.maximum, total, factor, variant)
+    )
+    lse = parts.ungrouped(lse)
+    rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
+    if observe:
+        amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
+        lost = lax.psum(lost, use.over) if use.over else lost
+    if variant.out.bits == 8:
+        tensors["o"] = rounded
+    found = kept.whole(matrices)
+    of_p = found.get("p_codes"), p_scale, p_scale_inv
+    return Result(_values(rounded, variant), lse, tensors, amaxes, lost, *of_p, found.get("scores"))
+
+
+def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Scores with all factors: raw ones have theirs in the exponent."""
+    return s if factor is None else moments.product(s, factor)
+
+
+def _rounded(out: jax.Array, given: Inputs, scales: dict, use: Use) -> Heads:
+    how: dict = {"heads": given.k.shape[1], "scale": scales.get("o"), "over": use.over}
+    return head_scaling.quantize(out, use.variant.out, *gradients.output_scaling(use.variant), **how)
+
+
+def _values(rounded: Heads, variant: Variant) -> jax.Array:
+    return moments.product(head_scaling.values(rounded, variant.out), rounded.scale_inv)
