@@ -254,7 +254,7 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
     for index, other in enumerate(told):
         for key, (theirs, first) in configs.differences(other, told[0]).items():
             raise ConfigError(
-                f"all processes have one config, one text and the same sets of data.evaluation; {key} is {theirs!r} in process {index} and {first!r} in process 0."
+                f"all processes have one config, one text and the same data.evaluation; {key} is {theirs!r} in process {index} and {first!r} in process 0."
             )
 
 
