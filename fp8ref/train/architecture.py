@@ -5,10 +5,15 @@ the trainer needs to know of it: the names and shapes of its parameters and line
 """
 
 import functools
+import hashlib
 import importlib
+import inspect
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from fp8ref import llama
 from fp8ref.errors import ConfigError
@@ -84,16 +89,51 @@ def shapes(config: Sections) -> Shapes:
         head = () if config.model.tie_word_embeddings else ("lm_head",)
         found = llama.parameter_shapes(config.model), llama.linear_shapes(config.model)
         return Shapes(kind="llama", parameters=found[0], linears=found[1], heads=head)
-    return _custom(keys, config.model.vocab_size, config.data.sequence_length)
+    return _custom(keys, config.model.vocab_size, config.data.sequence_length, described(config).get("sha256"))
 
 
 @functools.lru_cache(maxsize=4)
-def _custom(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
+def _custom(keys: ArchitectureConfig, vocab_size: int, length: int, sha256: str | None) -> Shapes:
+    """sha256: of the source, so that another content of it is another model."""
     try:
         library = importlib.import_module(f"fp8ref.train.{BACKEND[keys.kind]}.custom_model")
     except ImportError as error:
         raise ConfigError(f"architecture.kind {keys.kind!r} needs {error.name}. Install the extra of its backend.") from error
     return library.shapes(keys, vocab_size, length)
+
+
+def described(config: Sections) -> dict[str, Any]:
+    """What architecture.source holds (T-10); {} of the trainer's own model.
+
+    Returns:  {"sha256": that of config.json of transformers, or of the source of the function and of the module that the
+              import path names, without what they import; "config": the content of config.json}. No sha256 where a module
+              has no source file.
+    Raises:   ConfigError: it cannot be read or imported.
+    """
+    keys = config.architecture
+    if keys.kind == "llama":
+        return {}
+    if keys.kind == "transformers":
+        try:
+            held = config_file(keys).read_bytes()
+            return {"sha256": hashlib.sha256(held).hexdigest(), "config": json.loads(held)}
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"architecture.source {keys.source!r} is no configuration of transformers ({error}). Name a directory with config.json, or "
+                "the file."
+            ) from error
+    source = keys.source or ""
+    made = imported(source)
+    modules = [source.partition(":")[0], *([made.__module__] if inspect.isroutine(made) or inspect.isclass(made) else [])]
+    files = dict.fromkeys(getattr(sys.modules.get(name), "__file__", None) for name in modules)
+    held = b"\0".join(Path(file).read_bytes() for file in files if file and Path(file).is_file())
+    return {"sha256": hashlib.sha256(held).hexdigest()} if held else {}
+
+
+def config_file(keys: ArchitectureConfig) -> Path:
+    """config.json of kind 'transformers'."""
+    path = Path(keys.source or "")
+    return path / "config.json" if path.is_dir() else path
 
 
 def faults(config: Sections) -> list[str]:

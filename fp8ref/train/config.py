@@ -353,6 +353,17 @@ def to_dict(config: Config) -> dict:
     return prune(json.loads(_ADAPTER.dump_json(config)))
 
 
+def completed(keys: dict) -> dict:
+    """A manifest's config with the keys that came after it was written, which take their defaults.
+
+    One that is no config of this version is given back as it is.
+    """
+    try:
+        return to_dict(from_dict(keys))
+    except ConfigError:
+        return keys
+
+
 def differences(a, b, path: str = "") -> dict:
     """{dotted key: (value in a, value in b)} where two nested dicts differ."""
     if isinstance(a, dict) and isinstance(b, dict):

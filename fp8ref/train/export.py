@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
-from fp8ref.train import checkpoint, hugging_face, log
+from fp8ref.train import architecture, checkpoint, hugging_face, log
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
@@ -80,6 +80,9 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
     try:
         checkpoint.make_empty(unfinished)
+        if given := found.manifest.get("model", {}).get("config"):  # the source may have changed since, or be gone
+            (unfinished / "config.json").write_text(json.dumps(given), encoding="utf-8")
+            config = config.replace(architecture={"source": str(unfinished)})
         weights = library.weights(found.state, config.shapes.parameters)
         _write(unfinished, config, hugging_face.apart(weights) if config.architecture.kind == "llama" else weights)
         for file in beside:
@@ -198,8 +201,8 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
 def _hugging_face(config: Config) -> dict[str, Any]:
     """The content of config.json."""
     if config.architecture.kind == "transformers":
-        source = Path(config.architecture.source or "")
-        return json.loads((source / "config.json" if source.is_dir() else source).read_text(encoding="utf-8"))
+        given = json.loads(architecture.config_file(config.architecture).read_text(encoding="utf-8"))
+        return {key: value for key, value in given.items() if key not in ("dtype", "torch_dtype")} | {"dtype": "float32"}
     theta = config.model.rope_theta
     return {
         **hugging_face.described(config.model),
@@ -236,12 +239,18 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
     for key in ("model_type", "hidden_size", *sizes, "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if key not in found:
             raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")
+    if found.get("use_sliding_window") or "sliding_attention" in (found.get("layer_types") or ()):
+        raise ConfigError(
+            f"run.init_from {path}: every layer attends to all that is before (M-3); its config.json has sliding windows, by use_sliding_window "
+            "or layer_types. Name weights of a model without."
+        )
+    absent = hugging_face.missing(asked["model_type"], found)
     for key in asked.keys() - {"initializer_range", "router_aux_loss_coef"}:
-        if key in found and found[key] is not None and found[key] != asked[key]:
-            ours = OURS.get(key, key)
-            raise ConfigError(
-                f"run.init_from {path}: its config.json has {key} {found[key]!r}; model.{ours} is {asked[key]!r}. Make them equal."
-            )
+        has = found.get(key)
+        value = absent.get(key) if has is None else has
+        if value != asked[key]:
+            ours, said = OURS.get(key, key), f"{key} {has!r}" if has is not None else f"no {key}, which is {value!r} in transformers"
+            raise ConfigError(f"run.init_from {path}: its config.json has {said}; model.{ours} is {asked[key]!r}. Make them equal.")
 
 
 def _stored(path: Path) -> dict[str, llama.Weight]:

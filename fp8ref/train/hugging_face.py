@@ -45,6 +45,22 @@ def described(model: LlamaConfig) -> dict[str, Any]:
     return found | {"moe_intermediate_size": model.intermediate_size, **of_experts, **every_layer}
 
 
+def missing(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the keys of ``described``, what transformers takes where config.json has none, or null.
+
+    Its sizes have no place here: without them a file says too little (``export``).
+    """
+    heads = found.get("num_attention_heads")
+    from_heads = found["hidden_size"] // heads if heads else None
+    every = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}
+    if model_type == "llama":
+        return {**every, "num_key_value_heads": heads, "head_dim": from_heads, "mlp_bias": False}
+    if model_type == "qwen3":
+        return {**every, "num_key_value_heads": 32, "head_dim": 128}
+    of_experts = {"num_experts_per_tok": 8, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return {**every, "num_key_value_heads": 4, "head_dim": from_heads, **of_experts}
+
+
 def apart(weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
     """Names and weights as files have them, of the trainer's."""
     for name, value in weights:
@@ -86,5 +102,9 @@ class ExpertsWeight:
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices; ... is the whole."""
-        experts, rows = (index[0], index[1:]) if isinstance(index, tuple) else (slice(None), ())
+        given = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in given:
+            at = given.index(Ellipsis)
+            given = given[:at] + (slice(None),) * (4 - len(given)) + given[at + 1 :]
+        experts, rows = given[0], given[1:]
         return np.stack([one[rows or ...] for one in np.array([*self.of_each, None], object)[:-1][experts]])

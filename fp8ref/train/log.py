@@ -23,7 +23,7 @@ import fp8ref
 from fp8ref import console, linear_rules
 from fp8ref.errors import ConfigError
 from fp8ref.linear_selection import Decision
-from fp8ref.train import checkpoint, coverage, failed_step, hardware
+from fp8ref.train import architecture, checkpoint, coverage, failed_step, hardware
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 
@@ -168,7 +168,8 @@ def create(
         "starts": _starts(out, start),
     }
     if config.architecture.kind != "llama":
-        manifest["model"] = {"class": config.shapes.kind, "parameters": sum(map(math.prod, config.shapes.parameters.values()))}
+        size = sum(map(math.prod, config.shapes.parameters.values()))
+        manifest["model"] = {"class": config.shapes.kind, "parameters": size, **architecture.described(config)}
     if simulated := hardware.to_manifest(config):
         manifest["hardware"] = simulated
     if config.numerics.schedule is not None:

@@ -172,7 +172,7 @@ def train(
             return None
         batches = together(processes, lambda: loader.open_batches(config, first=processes.first))
         _check_alike(processes, config, batches)
-        found = on_first(lambda: run_dir.last_checkpoint(out, config, backend, batches.description["sha256"]) if resume else None)
+        found = on_first(lambda: run_dir.last_checkpoint(out, config, backend, batches.description) if resume else None)
         resumed = (str(found.state), found.step, found.manifest.get("measured", [])) if found else (None, 0, [])
         path, start, measured = processes.gather(resumed)[0]
         if start == config.run.steps:  # it was killed between its last checkpoint and the final manifest
@@ -240,20 +240,21 @@ def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: b
 
 
 def _check_alike(processes: Processes, config: Config, batches: loader.Batches) -> None:
-    """ConfigError if a process has another config or text than the first.
+    """ConfigError if a process has another config, text or set for validation than the first.
 
-    data.source may differ, because the hash of the text is compared.
+    Their paths may differ, because the hashes are compared.
     """
     told = processes.gather(
         {
             "config": configs.to_dict(config.replace(data={"source": "stdlib", "mixture": None, "evaluation": None})),
             "text": batches.description["sha256"],
+            "evaluation": run_dir.evaluated(batches.description),
         }
     )
     for index, other in enumerate(told):
         for key, (theirs, first) in configs.differences(other, told[0]).items():
             raise ConfigError(
-                f"all processes have one config and one text; {key} is {theirs!r} in process {index} and {first!r} in process 0."
+                f"all processes have one config, one text and the same data.evaluation; {key} is {theirs!r} in process {index} and {first!r} in process 0."
             )
 
 
@@ -277,6 +278,7 @@ class _Training:
         self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
         about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
         about |= {"hardware": simulated} if (simulated := hardware.to_manifest(config)) else {}
+        about |= {"model": made} if (made := architecture.described(config)) else {}
         size = train_state.disk_bytes(config, model.backend)
         self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes, size=size)
         self.watch = profiling.Stopwatch()

@@ -5,11 +5,12 @@ import fcntl
 import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from fp8ref import console
 from fp8ref.errors import ConfigError
-from fp8ref.train import checkpoint, hardware, log, schedule
+from fp8ref.train import architecture, checkpoint, hardware, log, schedule
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
@@ -30,8 +31,8 @@ MAY_CHANGE = (
 )
 """Keys, or their beginnings, that may change when a run resumes.
 
-data.source may: checkpoints record the data's hash, which is compared. statistics may not where they
-decide which recipe runs.
+data.source may, and the paths of data.mixture and data.evaluation: checkpoints record the data's
+hashes, which are compared. statistics may not where they decide which recipe runs.
 """
 
 
@@ -144,7 +145,7 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
     if overwrite:
         held.take(out)
         return True
-    mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
+    mine = _described(config, backend)
     different = changed(mine, manifest)
     taken = int(checkpoint.saved(out)[0].name.removeprefix(checkpoint.PREFIX)) if saved else 0
     longer = "config.run.steps" in different and lengthens(config, manifest, taken)
@@ -176,10 +177,10 @@ def make(out: Path, held: Lock) -> None:
         raise ConfigError(f"another process has just started a run in {out}. Name another directory with --run.out.")
 
 
-def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Checkpoint | None:
+def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> Checkpoint | None:
     """The checkpoint that a run resumes from; None if it has none yet.
 
-    sha256: of the data that the resumed run would train on.
+    data: the description of what the resumed run would train and validate on (``loader.Batches``).
     Raises:   ConfigError: none is intact; it belongs to another run; the data changed; moments in
               FP8 of another mesh.
     """
@@ -188,7 +189,7 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
         if (out / log.METRICS).exists():
             console.say(f"{out} has no checkpoint yet: it starts again from step 0.")
         return None
-    mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
+    mine = _described(config, backend)
     for key, (here, there) in changed(mine, found.manifest).items():
         if key == "config.run.steps" and lengthens(config, found.manifest, found.step):
             continue
@@ -197,12 +198,17 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
         )
     if found.step > config.run.steps:
         raise ConfigError(f"{found.path} is from another run: it holds step {found.step}, but run.steps is {config.run.steps}. Remove it.")
-    before, now = found.manifest["data"]["sha256"], sha256
+    before, now = found.manifest["data"]["sha256"], data["sha256"]
     if before != now:
         raise ConfigError(
             f"{found.path} was trained on different data: its sha256 was {before} and is "
             f"{now}. Put the data back, or start another run from these weights: fp8ref "
             "export, then run.init_from."
+        )
+    for name, (after, held) in configs.differences(evaluated(data), evaluated(found.manifest["data"])).items():
+        raise ConfigError(
+            f"{found.path} was validated on another set: the sha256 of data.evaluation {name!r} was {held} and is {after}. Put the set "
+            "back, or start another run."
         )
     mesh = configs.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
     for key in ("data", "fsdp", "tensor"):
@@ -228,12 +234,39 @@ def lengthens(config: Config, manifest: dict, taken: int) -> bool:
     )
 
 
+def evaluated(data: Mapping) -> dict[str, str]:
+    """{name: sha256} of the sets of data.evaluation, of a description of the data."""
+    return {name: about["sha256"] for name, about in data.get("evaluation", {}).items()}
+
+
 def changed(mine: dict, theirs: dict) -> dict:
     """{key: (mine, theirs)} where two manifests differ in what a resumed run may not change."""
-    a, b = ({key: one.get(key) for key in ("backend", "config", "hardware")} for one in (mine, theirs))
+    a, b = (
+        {key: one.get(key) for key in ("backend", "hardware")} | {"config": _without_paths(one.get("config"))} for one in (mine, theirs)
+    )
+    for one, manifest in ((a, mine), (b, theirs)):
+        # a run before there was a sum of the model cannot be compared
+        if "sha256" in mine.get("model", {}) and "sha256" in theirs.get("model", {}):
+            one["sha256 of architecture.source"] = manifest["model"]["sha256"]
     decide = schedule.is_measured(mine["config"]["numerics"].get("schedule"))
     free = tuple(key for key in MAY_CHANGE if not (decide and key == "config.statistics."))
     return {key: both for key, both in configs.differences(a, b).items() if not key.startswith(free)}
+
+
+def _described(config: Config, backend: str) -> dict:
+    """What a manifest of this run would say, as far as ``changed`` compares it."""
+    made = architecture.described(config)
+    return {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config), "model": made}
+
+
+def _without_paths(config: dict | None) -> dict | None:
+    """A manifest's config, completed, with the weights of data.mixture and the names of data.evaluation alone."""
+    if not isinstance(config, dict):
+        return config
+    whole = configs.completed(config)
+    kept = {"mixture": 1, "evaluation": 0}
+    data = {key: [pair[kept[key]] for pair in value] if key in kept else value for key, value in whole.get("data", {}).items()}
+    return whole | {"data": data}
 
 
 def _empty(out: Path) -> bool:

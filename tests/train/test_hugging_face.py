@@ -103,3 +103,35 @@ def test_the_load_balancing_loss_is_that_of_transformers(tmp_path):
         # Sums of 48 probabilities a layer, in float32.
         torch.testing.assert_close(own.balancing_loss(), expected, rtol=1e-5, atol=0)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["router_aux_loss_coef"] == 0.001
+
+
+@pytest.mark.parametrize("index", [slice(1, 3), (slice(1, 3), slice(1, 2)), (..., slice(0, 2)), (slice(2, 4), ..., slice(1, 3)), ...])
+def test_a_weight_of_experts_is_sliced_as_an_array(index):
+    whole = np.random.default_rng(0).standard_normal((4, 2, 3)).astype(np.float32)
+    np.testing.assert_array_equal(hugging_face.ExpertsWeight(tuple(whole))[index], whole[index])
+
+
+@pytest.mark.parametrize("name", hugging_face.KINDS)
+def test_a_missing_key_is_what_transformers_takes(name):
+    found = {"hidden_size": 96, "num_attention_heads": 3}
+    theirs = transformers.AutoConfig.for_model(name, **found)
+    theta = theirs.rope_parameters["rope_theta"]
+    expected = {key: theta if key == "rope_theta" else getattr(theirs, key, 32) for key in hugging_face.missing(name, found)}
+    assert hugging_face.missing(name, found) == expected
+
+
+@pytest.mark.parametrize(
+    ("left_out", "more", "said"),
+    [
+        ("norm_topk_prob", {}, r"no norm_topk_prob, which is False in transformers; model\.norm_topk_prob is True"),
+        ("num_experts_per_tok", {}, r"no num_experts_per_tok, which is 8"),
+        (None, {"use_sliding_window": True, "sliding_window": 4}, "sliding windows"),
+        (None, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+    ],
+)
+def test_what_config_json_does_not_say_is_not_taken_for_equal(tmp_path, left_out, more, said):  # K-7
+    keys = hugging_face.described(EXPERTS) | more
+    keys.pop(left_out, None)
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(ConfigError, match=said):
+        export._check_config(tmp_path, EXPERTS)

@@ -325,6 +325,25 @@ def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, s
     assert not trainer.batches
 
 
+def test_a_set_for_validation_does_not_change_between(tmp_path, small, fake):  # D-9
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "a.txt").write_text("x" * 2000)
+    config = small.replace(checkpoint={"every": 2}, data={"evaluation": (("held", str(held)),)})
+    fake({5: RuntimeError("out of memory")})
+    with pytest.raises(RuntimeError):
+        loop.train(config, "jax", tmp_path / "run")
+    moved = held.rename(tmp_path / "moved")
+    config = config.replace(data={"evaluation": (("held", str(moved)),)})
+    (moved / "a.txt").write_text("y" * 2000)
+    fake()
+    with pytest.raises(ConfigError, match=r"another set: the sha256 of data\.evaluation 'held' was [0-9a-f]{64} and is"):
+        loop.train(config, "jax", tmp_path / "run", resume=True)
+    (moved / "a.txt").write_text("x" * 2000)
+    fake()
+    assert len(loop.train(config, "jax", tmp_path / "run", resume=True)) == config.run.steps
+
+
 def test_a_warm_up_longer_than_the_run_is_warned_of(tmp_path, small, fake, capsys):
     fake()
     loop.train(small.replace(optimizer={"warmup_steps": small.run.steps}), "jax", tmp_path / "reached")

@@ -1,6 +1,7 @@
 """What several processes agree on before a run, with the others' answers made up."""
 
 import contextlib
+import dataclasses
 
 import pytest
 from fakes import FakeTrainer
@@ -58,8 +59,11 @@ def test_processes_train_alike(small):
     loop._check_alike(Second(), small, batches)
     loop._check_alike(Second(), small.replace(data={"source": "stdlib"}), batches)
     mine = loop.configs.to_dict(small.replace(data={"source": "stdlib"}))
+    held = dataclasses.replace(batches, description=batches.description | {"evaluation": {"a": {"sha256": "0"}, "b": {"sha256": "1"}}})
+    with pytest.raises(ConfigError, match=r"evaluation\.b is '1' in process 1 and None in process 0"):
+        loop._check_alike(Second({"config": mine, "text": text, "evaluation": {"a": "0"}}), small, held)
     other = {**mine, "optimizer": {**mine["optimizer"], "learning_rate": 0.5}}
     with pytest.raises(ConfigError, match=r"config.optimizer.learning_rate is 0.001 in process 1 and 0.5 in process 0"):
-        loop._check_alike(Second({"config": other, "text": text}), small, batches)
+        loop._check_alike(Second({"config": other, "text": text, "evaluation": {}}), small, batches)
     with pytest.raises(ConfigError, match=r"text is '[0-9a-f]{64}' in process 1 and 'another' in process 0"):
-        loop._check_alike(Second({"config": mine, "text": "another"}), small, batches)
+        loop._check_alike(Second({"config": mine, "text": "another", "evaluation": {}}), small, batches)

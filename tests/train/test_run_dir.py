@@ -1,12 +1,16 @@
 import contextlib
+import json
 import shutil
 
+import own_configurations
 import pytest
 from made_runs import begin, contents, finished
 
 from fp8ref.errors import ConfigError
 from fp8ref.train import log, run_dir
 from fp8ref.train import run_dir as claims
+from fp8ref.train.config import Config
+from fp8ref.train.sections import ArchitectureConfig
 
 
 def claim(out, config, backend="jax", *, resume=False, overwrite=False) -> bool:
@@ -205,3 +209,58 @@ def test_what_training_started_from_is_not_changed_afterwards(tmp_path, small):
     begin(tmp_path / "run", small).close()
     with pytest.raises(ConfigError, match=r"another config\.run\.init_from: None; got 'weights'"):
         claim(tmp_path / "run", small.replace(run={"init_from": "weights"}), resume=True)
+
+
+def older(manifest: dict) -> dict:
+    """A manifest from before there were experts, attention's scaling, and models of the user's."""
+    config = manifest["config"]
+    model = {key: value for key, value in config["model"].items() if key not in ("qk_norm", "num_experts", "norm_topk_prob")}
+    numerics = {key: value for key, value in config["numerics"].items() if key != "attention_scaling"}
+    kept = {key: value for key, value in config.items() if key != "architecture"}
+    return manifest | {"config": kept | {"model": model, "numerics": numerics}}
+
+
+def test_a_run_from_before_there_were_new_keys_resumes(tmp_path, small):
+    run = begin(tmp_path / "run", small)
+    run.status("interrupted")
+    run.close()
+    path = tmp_path / "run" / "manifest.json"
+    path.write_text(json.dumps(older(json.loads(path.read_text()))))
+    assert claim(tmp_path / "run", small, resume=True)
+    with pytest.raises(ConfigError, match=r"another config\.model\.qk_norm: False; got True"):
+        claim(tmp_path / "run", small.replace(model={"qk_norm": True}), resume=True)
+
+
+def test_paths_of_a_mixture_and_of_sets_may_move_but_not_weights_and_names(tmp_path, small):
+    keys = {"source": "stdlib", "mixture": (("a", 1.0), ("b", 2.0)), "evaluation": (("x", "c"),)}
+    run = begin(tmp_path / "run", small.replace(data=keys))
+    run.status("interrupted")
+    run.close()
+
+    def resumed(**changed):
+        return claim(tmp_path / "run", small.replace(data=keys | changed), resume=True)
+
+    assert resumed(mixture=(("moved/a", 1.0), ("b", 2.0)), evaluation=(("x", "moved/c"),))
+    with pytest.raises(ConfigError, match=r"another config\.data\.mixture: \[1\.0, 2\.0\]; got \[1\.0, 3\.0\]"):
+        resumed(mixture=(("a", 1.0), ("b", 3.0)))
+    with pytest.raises(ConfigError, match=r"another config\.data\.evaluation: \['x'\]; got \['y'\]"):
+        resumed(evaluation=(("y", "c"),))
+
+
+@pytest.mark.parametrize("kind", ["transformers", "torch"])
+def test_another_content_of_the_architecture_s_source_is_refused(tmp_path, small, kind, monkeypatch):  # T-10
+    if kind == "torch":
+        monkeypatch.syspath_prepend(tmp_path)
+        edited = tmp_path / "edited_model.py"
+        edited.write_text("from own_torch_models import Tied as Made\n")
+        architecture = ArchitectureConfig(kind="torch", source="edited_model:Made")
+    else:
+        architecture, edited = own_configurations.transformers(tmp_path), tmp_path / "config.json"
+    config = Config(architecture=architecture, data=small.data, run=small.run)
+    run = begin(tmp_path / "run", config, "torch")
+    run.status("interrupted")
+    run.close()
+    assert claim(tmp_path / "run", config, "torch", resume=True)
+    edited.write_text(edited.read_text() + "\n")
+    with pytest.raises(ConfigError, match=r"another sha256 of architecture\.source: '[0-9a-f]{64}'; got '[0-9a-f]{64}'"):
+        claim(tmp_path / "run", config, "torch", resume=True)

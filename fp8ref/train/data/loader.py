@@ -1,8 +1,9 @@
 """Data loader: global batches as a pure function of (seed, step), for any source (spec D)."""
 
+import contextlib
 import hashlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grain
@@ -11,6 +12,7 @@ import numpy as np
 from fp8ref.errors import ConfigError
 from fp8ref.train.config import Config
 from fp8ref.train.data import documents, mixture, shards, sources, tokenizers, windows
+from fp8ref.train.data.mixture import Mixture
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import InMemory, Windows
 
@@ -26,8 +28,8 @@ class Batches:
     evaluation         datasets of data.evaluation, by name.
     """
 
-    train: grain.MapDataset
-    validation: grain.MapDataset
+    train: grain.MapDataset | Mixture
+    validation: grain.MapDataset | Mixture
     batch_size: int
     description: dict
     evaluation: Mapping[str, grain.MapDataset] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class Batches:
         """A batch of a set of data.evaluation; an index always gives the same one."""
         return self._rows(self.evaluation[name], index)
 
-    def _rows(self, dataset: grain.MapDataset, batch: int) -> np.ndarray:
+    def _rows(self, dataset: grain.MapDataset | Mixture, batch: int) -> np.ndarray:
         return np.stack([dataset[batch * self.batch_size + row] for row in range(self.batch_size)])
 
 
@@ -61,7 +63,10 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
     data = config.data
     evaluation, evaluation_described = _evaluation(config, first)
     apart = [_alone(config, source) for source, _ in data.mixture or ((data.source, 1.0),)]
-    opened = [_open(one, first) for one in apart]
+    with _naming("data.source" if data.mixture is None else "data.mixture"):
+        opened = [_open(one, first) for one in apart]
+    train: grain.MapDataset | Mixture
+    validation: grain.MapDataset | Mixture
     if data.mixture is None:
         ((of_train, of_validation, description),) = opened
         train, validation = _shuffled(of_train, data.seed).repeat(), _shuffled(of_validation, 0)
@@ -87,6 +92,15 @@ def _alone(config: Config, source: str) -> Config:
     return config.replace(data={"source": source, "mixture": None, "evaluation": None})
 
 
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """In this context a ConfigError names the key that the source is of."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("data.source", key)) from error
+
+
 def _shuffled(split: Windows, seed: int) -> grain.MapDataset:
     return grain.MapDataset.source(split).seed(seed).shuffle()
 
@@ -96,7 +110,8 @@ def _evaluation(config: Config, first: bool) -> tuple[dict[str, grain.MapDataset
     found, described = {}, {}
     least = config.data.batch_size * config.run.eval_batches
     for name, source in config.data.evaluation or ():
-        train, held_out, about = _splits(_alone(config, source), first)
+        with _naming("data.evaluation"):
+            train, held_out, about = _splits(_alone(config, source), first)
         both = Windows([*train.parts, *held_out.parts], config.data.sequence_length)
         if not least <= len(both) <= windows.MOST:
             raise ConfigError(_too_short(f"data.evaluation {name!r}", "whole", len(both), least, config.data.sequence_length))
@@ -110,7 +125,7 @@ def _open(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
     Raises:   ConfigError: a split has too few windows, or more than can be shuffled.
     """
     data = config.data
-    train, validation, description = _splits(config, first)
+    train, validation, description = _splits(config, first, trains=True)
     needed = {"train": (train, data.batch_size), "validation": (validation, data.batch_size * config.run.eval_batches)}
     for name, (split, least) in needed.items():
         if not least <= len(split) <= windows.MOST:
@@ -127,7 +142,8 @@ def _too_short(what: str, split: str, found: int, least: int, length: int) -> st
     )
 
 
-def _splits(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
+def _splits(config: Config, first: bool, *, trains: bool = False) -> tuple[Windows, Windows, dict]:
+    """As ``_open``. trains: refuse a source that is all for validation by its names."""
     data = config.data
     source = sources.find(data)
     if source.kind == "hub":
@@ -137,7 +153,7 @@ def _splits(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
             f"data prepare --source {shlex.quote(data.source)} --out tokens; then set "
             "data.source to 'tokens'."
         )
-    if source.kind in ("shards", "documents") and all(sources.is_validation(name) for name, _ in source.files):
+    if trains and source.kind in ("shards", "documents") and all(sources.is_validation(name) for name, _ in source.files):
         raise ConfigError(
             f"data.source {data.source!r}: every file is for validation by its name, such as "
             f"{source.files[0][0]!r} (D-5). Add files for training, or rename some."

@@ -1,25 +1,70 @@
 """A mixture of data sources by weights, at random access (spec D-8)."""
 
 import hashlib
+import heapq
 import json
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import grain
+import numpy as np
 
 from fp8ref.train.data.windows import Windows
 
 
-def train(splits: Sequence[Windows], weights: Sequence[float], seed: int) -> grain.MapDataset:
-    """Training rows without end: any weight of the rows are a source's, spread evenly, by grain.
+class Mixture:
+    """Rows of several sources in one order, which the weights alone give.
+
+    Row k of source i has the place (k + 1/2) / w_i; rows are in the order of their places, those of one place in the order of
+    their sources. A weight is the decimal number that it is written as, and all is exact.
+    """
+
+    def __init__(self, rows: Sequence[grain.MapDataset], weights: Sequence[float]) -> None:
+        """rows: datasets of one row or more each; weights: one above 0 for each."""
+        self._rows = rows
+        exact = [Fraction(repr(float(weight))) for weight in weights]
+        self._shares = [weight / sum(exact) for weight in exact]
+
+    def __len__(self) -> int:
+        """The number of rows before one is missing."""
+        place, source = min((self._place(i, len(rows)), i) for i, rows in enumerate(self._rows))
+        # before it: of an earlier source also the row of the same place, of a later one none
+        before = (place * share + Fraction(1, 2) for share in self._shares)
+        return sum(math.floor(n) if i < source else math.ceil(n) - 1 for i, n in enumerate(before))
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        source, row = self.at(index)
+        return self._rows[source][row]
+
+    def at(self, index: int) -> tuple[int, int]:
+        """(source, its row) of a row of the mixture; no earlier one is looked at."""
+        # Up to place t a source has floor(t w + 1/2) rows. Of n sources these are together at most t + n/2, and at least t - n/2:
+        # so many remain to be counted one by one.
+        start = max(Fraction(0), index - Fraction(len(self._shares), 2))
+        counts = [math.floor(start * share + Fraction(1, 2)) for share in self._shares]
+        following = [(self._place(i, count), i, count) for i, count in enumerate(counts)]
+        heapq.heapify(following)
+        for _ in range(index - sum(counts)):
+            _, source, row = following[0]
+            heapq.heapreplace(following, (self._place(source, row + 1), source, row + 1))
+        return following[0][1:]
+
+    def _place(self, source: int, row: int) -> Fraction:
+        return Fraction(2 * row + 1, 2) / self._shares[source]
+
+
+def train(splits: Sequence[Windows], weights: Sequence[float], seed: int) -> Mixture:
+    """Training rows without end.
 
     Each source has a shuffle of its own, by seed plus its place, and another one each time that it begins anew.
     """
-    return _mixed([grain.MapDataset.source(split).seed(seed + i).shuffle().repeat() for i, split in enumerate(splits)], weights)
+    return Mixture([grain.MapDataset.source(split).seed(seed + i).shuffle().repeat() for i, split in enumerate(splits)], weights)
 
 
-def validation(splits: Sequence[Windows], weights: Sequence[float]) -> grain.MapDataset:
+def validation(splits: Sequence[Windows], weights: Sequence[float]) -> Mixture:
     """Validation rows in the same shares, whatever the seed, as many as there are before a source is used up."""
-    return _mixed([grain.MapDataset.source(split).seed(0).shuffle() for split in splits], weights)
+    return Mixture([grain.MapDataset.source(split).seed(0).shuffle() for split in splits], weights)
 
 
 def described(mixture: Sequence[tuple[str, float]], sources: Sequence[dict]) -> dict:
@@ -27,8 +72,3 @@ def described(mixture: Sequence[tuple[str, float]], sources: Sequence[dict]) -> 
     each = [{"source": source, "weight": weight, **about} for (source, weight), about in zip(mixture, sources, strict=True)]
     key = json.dumps([[about["sha256"], weight] for about, (_, weight) in zip(sources, mixture, strict=True)])
     return {"mixture": each, "sha256": hashlib.sha256(key.encode()).hexdigest()}
-
-
-def _mixed(rows: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.MapDataset:
-    total = sum(weights)
-    return grain.MapDataset.mix(rows, weights=[weight / total for weight in weights])

@@ -11,6 +11,7 @@ import numpy as np
 
 from fp8ref import console
 from fp8ref.errors import ConfigError
+from fp8ref.train import config as configs
 from fp8ref.train import run_dir
 from fp8ref.train.report import run_files
 
@@ -41,9 +42,20 @@ class Run:
         """{step: value} of a metric, at the steps that have it."""
         return {line["step"]: float(line[key]) for line in self.lines if key in line}
 
+    @cached_property
+    def config(self) -> dict:
+        """The manifest's config, with defaults of the keys that came later."""
+        return configs.completed(self.manifest["config"])
+
+    @property
+    def architecture(self) -> dict:
+        """The section ``architecture``, and what a model of the user's was made of."""
+        made = self.manifest.get("model", {})
+        return {**self.config.get("architecture", {}), **{key: value for key, value in made.items() if key != "config"}}
+
     def key(self, dotted: str) -> Any:
         """The value of a config key, such as ``run.seed``."""
-        value: Any = self.manifest["config"]
+        value: Any = self.config
         for part in dotted.split("."):
             value = value[part]
         return value
@@ -95,9 +107,8 @@ class Run:
     @property
     def settings(self) -> dict:
         """The config without run.out, and backend and text."""
-        config = self.manifest["config"]
-        run = {key: value for key, value in config["run"].items() if key != "out"}
-        return {**config, "run": run, "backend": self.manifest["backend"], "text": self.text}
+        run = {key: value for key, value in self.config["run"].items() if key != "out"}
+        return {**self.config, "architecture": self.architecture, "run": run, "backend": self.manifest["backend"], "text": self.text}
 
     @property
     def versions(self) -> dict:
@@ -107,8 +118,7 @@ class Run:
     @property
     def reference(self) -> dict:
         """What this run shares with its bf16 reference runs (E-1)."""
-        architecture = self.manifest["config"].get("architecture", {"kind": "llama"})  # of a run before there were others
-        return {**{key: self.key(key) for key in SAME}, "architecture": architecture, "text": self.text}
+        return {**{key: self.key(key) for key in SAME}, "architecture": self.architecture, "text": self.text}
 
 
 def read(path: Path) -> Run:

@@ -76,7 +76,7 @@ def _transformers(keys: ArchitectureConfig) -> nn.Module:
             f"architecture.source {keys.source!r} is no configuration of transformers ({error}). Name a directory with config.json, or the file."
         ) from error
     config.use_cache = False
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:

@@ -88,8 +88,9 @@ def test_arguments_have_names_wherever_they_stand():
 
 @pytest.mark.parametrize("op", records.OPERANDS_AT, ids=str)
 def test_operands_are_where_the_schema_has_the_factors(op):
-    """Of mm and _scaled_mm self and mat2, of addmm mat1 and mat2: self is added. fp8ref's own takes codes."""
+    """Of mm and _scaled_mm self and mat2, of addmm mat1 and mat2: self is added. fp8ref's own take a and b, or codes of them."""
     names = [argument.name for argument in op._schema.arguments]
-    factors = {"codes_a", "codes_b"} if "codes_a" in names else {"mat2", "mat1" if "mat1" in names else "self"}
+    own = next(({a, b} for a, b in (("codes_a", "codes_b"), ("a", "b")) if {a, b} <= {*names}), None)
+    factors = own or {"mat2", "mat1" if "mat1" in names else "self"}
     assert {names[i] for i in records.OPERANDS_AT[op]} == factors
     assert list(records.OPERANDS_AT[op]) == sorted(records.OPERANDS_AT[op])

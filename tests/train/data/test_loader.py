@@ -420,3 +420,20 @@ def test_a_set_that_is_too_short_is_named(tmp_path):
     (tmp_path / "a.py").write_bytes(b"x" * 20)
     with pytest.raises(ConfigError, match=r"data\.evaluation 'short': the whole split holds"):
         opened("stdlib", evaluation=(("short", str(tmp_path)),))
+
+
+def test_a_set_may_be_all_for_validation_by_its_names(tmp_path):  # D-9
+    np.save(tmp_path / "val_000.npy", np.full(2000, 7, np.uint16))
+    batches = opened("stdlib", evaluation=(("held", str(tmp_path)),))
+    assert np.all(batches.of_set("held", 0) == 7)
+    with pytest.raises(ConfigError, match=r"data\.source '.*': every file is for validation"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["mixture", "evaluation"])
+def test_the_key_of_a_source_that_cannot_be_read_is_named(tmp_path, key):
+    absent = str(tmp_path / "absent")
+    keys = {"mixture": ((absent, 1.0),)} if key == "mixture" else {"evaluation": (("held", absent),)}
+    with pytest.raises(ConfigError, match=rf"^data\.{key} is 'stdlib' or a directory.*absent") as raised:
+        opened("stdlib", **keys)
+    assert "data.source" not in str(raised.value)

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 
 import made_runs
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 
 from fp8ref.errors import ConfigError
+from fp8ref.train import config as configs
 from fp8ref.train import run_dir
 from fp8ref.train.report import runs
 
@@ -97,3 +99,16 @@ def test_common_steps_are_those_of_all(tmp_path, small):
     long, short = (made_runs.make(tmp_path / str(n), small, np.arange(n)) for n in (6, 4))
     assert runs.common_steps([long, short]).tolist() == [0, 1, 2, 3]
     assert runs.at(long.losses, np.array([3, 1])).tolist() == [3.0, 1.0]
+
+
+def test_a_run_from_before_there_were_new_keys_is_a_reference(made):  # E-1
+    config = {key: value for key, value in made.manifest["config"].items() if key != "architecture"}
+    model = {key: value for key, value in config["model"].items() if key not in ("qk_norm", "num_experts")}
+    old = dataclasses.replace(made, manifest=made.manifest | {"config": config | {"model": model}})
+    assert (old.reference, old.settings) == (made.reference, made.settings)
+    assert old.key("model.qk_norm") is False
+
+
+def test_another_content_of_the_architecture_s_source_is_another_model(made):  # E-1
+    one, other = (dataclasses.replace(made, manifest=made.manifest | {"model": {"sha256": key, "config": {}}}) for key in "ab")
+    assert configs.differences(one.reference, other.reference) == {"architecture.sha256": ("a", "b")}

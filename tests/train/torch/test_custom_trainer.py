@@ -7,7 +7,7 @@ import torch
 from own_configurations import of, transformers
 
 from fp8ref.errors import ConfigError
-from fp8ref.train import loop
+from fp8ref.train import export, loop
 from fp8ref.train.config import Config
 from fp8ref.train.sections import DataConfig, RunConfig
 from fp8ref.train.torch import custom_model
@@ -132,3 +132,15 @@ def test_simulated_hardware_multiplies_a_user_s_linears(config):
     trainer = loop.trainer("torch", config)
     assert np.isfinite(trainer.step(TOKENS[0])["loss"])
     assert {gemm["plan"] for gemm in trainer.prove(TOKENS[0])["simulated"]} == {"exact"}
+
+
+def test_an_export_is_of_the_configuration_that_was_trained(config, tmp_path):  # K-7, T-10
+    config = Config(**{**vars(config), "architecture": transformers(tmp_path, torch_dtype="bfloat16")}).replace(run={"steps": 1})
+    loop.train(config, "torch", tmp_path / "run")
+    transformers(tmp_path, hidden_size=64, rms_norm_eps=0.5)
+    export.export(tmp_path / "run", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["hidden_size"], written.get("rms_norm_eps"), written["dtype"]) == (32, None, "float32")
+    assert "torch_dtype" not in written
+    stored = export.stored(tmp_path / "out")
+    assert stored["model.norm.weight"].shape == (32,)
