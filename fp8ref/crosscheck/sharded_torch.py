@@ -235,6 +235,11 @@ def _check(config: Config, n: int, steps: int) -> None:
         raise ConfigError(f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set --recipe to one of these.")
     if foreign := keys.foreign("torch"):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend torch. Leave it out.")
+    if keys.reduce_mu == "automatic":
+        raise ConfigError(
+            "--sharded compares with one process, which has no mu of ranks (P-22); got parallel.reduce_mu 'automatic'. Set it to one, and leave "
+            "parallel.mu_threshold and mu_window out."
+        )
     if RECIPES[config.numerics.recipe].delayed and keys.amax_scope == "local":
         raise ConfigError(
             f"recipe {config.numerics.recipe!r} keeps one state for all ranks, from the amaxes "

@@ -20,6 +20,9 @@ from fp8ref.jax.moments import product
 from fp8ref.jax.scaling import Quantized
 from fp8ref.policy import ScalePolicy
 
+MOST_COUNTED = 2**30 - 1
+"""The most saturated elements of a cast that are counted: two counts are added, in int32."""
+
 Axes = str | tuple[str, ...]
 """The mesh axes of a sum; the first named is the slowest in the order of devices."""
 
@@ -28,7 +31,7 @@ class Reduced(NamedTuple):
     """The sum or mean over devices: value float32, and the number of saturated elements of all
     devices, int32 (), which ``next_mu`` takes. XLA leaves the number out if nobody reads it.
 
-    Of n devices each counts (2^31 - 1) // n elements at most, so that no sum overflows."""
+    Of n devices each counts MOST_COUNTED // n elements at most, and as many sums under result ``codes``, so that no count overflows."""
 
     value: jax.Array
     saturated: jax.Array
@@ -198,7 +201,7 @@ def _rounded(total: jax.Array, axes: Axes, fmt: Format, result: Result) -> tuple
 def _counted(scaled: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
     """The saturated elements of all devices, int32 ()."""
     own = jnp.sum(jnp.abs(scaled) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
-    return lax.psum(jnp.minimum(own, (2**31 - 1) // lax.axis_size(axes)), axes)
+    return lax.psum(jnp.minimum(own, MOST_COUNTED // lax.axis_size(axes)), axes)
 
 
 def _of_mean(scale_inv: jax.Array, n: int, mean: bool) -> jax.Array:

@@ -8,6 +8,7 @@ Both backends share this declaration.
                                          attention is <layer>.self_attn
     exp_avg.<parameter>.<field>          under ``adamw_states``, in place of a moment: the fields of its layout (O-1)
     count                                JAX: steps taken. PyTorch restores them from the manifest's step
+    mu.<linear>.weight                   the automatic factor of a gradient in FP8 (P-22). A state is read with it or without, as meshes differ
 
 ``Step.tensors`` of {jax,torch}/step.py returns the live tensors under these names, and ``Store`` of
 {jax,torch}/checkpoint.py writes and reads them. The loop compares ``disk_bytes`` with the free disk

@@ -209,6 +209,10 @@ def test_linears_and_batches_cut_by_four_ranks(small, monkeypatch, recipe, mesh)
         ({"numerics": {"recipe": "mxfp8"}}, r"each rank has a multiple of 32 tokens \(L-5\); got 16"),
         ({"data": {"batch_size": 3}}, "got 2 and 3"),
         ({"numerics": {"recipe": "delayed"}, "parallel": {"amax_scope": "local"}}, "keeps one state for all ranks"),
+        (
+            {"parallel": {"fsdp": 2, "reduce_dtype": "float8_e4m3fn", "reduce_mu": "automatic"}},
+            "got parallel.reduce_mu 'automatic'. Set it to one",
+        ),
         ({"parallel": {"tensor": 2}}, "got parallel.tensor. Leave"),
         ({"parallel": {"compile": True}}, "got parallel.compile"),
         ({"parallel": {"checkpointing": "full"}}, "got parallel.checkpointing"),

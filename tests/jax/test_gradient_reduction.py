@@ -92,6 +92,14 @@ def test_mu_follows_the_rule_as_a_number_on_the_device():  # P-22
     assert moves == {True, False}
 
 
+def test_counts_of_casts_and_sums_do_not_overflow(monkeypatch):  # P-22
+    """With the most that is counted lowered to what both ranks can exceed, in casts and in sums; int32 holds two of the real one."""
+    assert np.iinfo(np.int32).max // 2 >= gradient_reduction.MOST_COUNTED
+    monkeypatch.setattr(gradient_reduction, "MOST_COUNTED", 4)
+    f = on_devices(2, lambda g, axes: gradient_reduction.all_reduce(g, axes, mu=2.0, result="codes").saturated, P())
+    assert int(f(np.ones((2, 9), np.float32))) == 2 * 4
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "bf16"])
 def test_the_gradient_of_a_linear_by_mu_counts_what_its_cast_saturates(recipe):  # P-22, P-25
     """On devices that cut its tokens, and the weight along N: saturated elements are of both pieces."""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import gradient_cases as cases
+import jax
 import numpy as np
 import pytest
 from ranks import run
@@ -135,6 +136,33 @@ def test_a_run_in_torch_is_resumed_with_its_factors(tmp_path):  # K-2, P-22
     config = configured(fsdp=RANKS, **FP8, **MU)
     for found in run(RANKS, resumed, "torch", config, config.replace(parallel={"compile": "block"}), str(tmp_path), timeout=400):
         held(found)
+
+
+def exchanged(backend: str, folder: str):
+    """A run without factors and one with, each of which reads the other's state: the factors afterwards, and the parameters that are not
+    the other's."""
+    without, own = configured(fsdp=RANKS, **FP8), configured(fsdp=RANKS, **FP8, **MU).replace(run={"seed": 1})
+    one, other = loop.trainer(backend, without), loop.trainer(backend, own)
+    if backend == "jax":
+        other._state = other._state._replace(mu=jax.tree.map(lambda v: v + 3, other._state.mu))
+    else:
+        other._step.factors.mu.fill_(4)
+        other._step.factors.saturated.fill_(3)
+    before = {name: value.copy() for name, value in one.weights().items()}, {name: value.copy() for name, value in other.weights().items()}
+    one.save(Path(folder, "one"))()
+    other.save(Path(folder, "other"))()
+    one.load(Path(folder, "other"), 1)
+    other.load(Path(folder, "one"), 1)
+    after = other.weights(), one.weights()
+    unlike = [name for mine, theirs in zip(after, before, strict=True) for name, value in theirs.items() if (mine[name] != value).any()]
+    assert any((before[0][name] != before[1][name]).any() for name in before[0])
+    return one.gradient_factors(), other.gradient_factors(), unlike
+
+
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])  # of torch's store: tests/train/torch
+def test_an_automatic_mu_is_turned_on_and_off_by_a_resume(backend, tmp_path):  # K-2, P-22
+    for found in run(RANKS, exchanged, backend, str(tmp_path), timeout=400) if backend == "torch" else [exchanged(backend, str(tmp_path))]:
+        assert found == ({}, {name: {"mu": 1.0, "saturated": 0.0} for name in LINEARS}, [])
 
 
 def skipping() -> tuple:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as orbax
 import tensorstore
@@ -34,10 +35,13 @@ class Store:
     def load(self, directory: Path, like: Any) -> Any:
         """Read a tree, with the shardings and dtypes of ``like``.
 
+        mu is 1 where only ``like`` has it, and is dropped where only the saved tree does (K-2).
         Raises:   ConfigError: the saved tree has other names or shapes.
         """
-        saved = train_state.flat(self._writer.metadata(directory.absolute()).item_metadata.tree)
-        mine = train_state.flat(like)
+        tree = dict(self._writer.metadata(directory.absolute()).item_metadata.tree)
+        wanted = dict(like)
+        saved_mu, own_mu = tree.pop(train_state.MU, {}), wanted.pop(train_state.MU, {})
+        saved, mine = train_state.flat(tree), train_state.flat(wanted)
         for name in sorted(saved.keys() ^ mine.keys()):
             where = "is not in the checkpoint" if name in mine else "is in the checkpoint, and not in this model"
             raise ConfigError(f"{name} {where}. Load a state of the same model and recipe.")
@@ -46,8 +50,18 @@ class Store:
                 raise ConfigError(
                     f"{name} is {list(value.shape)} here and {list(saved[name].shape)} in the checkpoint. Load a state of the same model."
                 )
-        abstract = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), like)
-        return self._writer.restore(directory.absolute(), args=orbax.args.StandardRestore(abstract))
+        if saved_mu:  # all are read, as scalars that every device holds, like the count
+            wanted[train_state.MU] = dict.fromkeys(
+                saved_mu, jax.ShapeDtypeStruct((), np.float32, sharding=like[train_state.COUNT].sharding)
+            )
+        abstract = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), wanted)
+        found = self._writer.restore(directory.absolute(), args=orbax.args.StandardRestore(abstract))
+        read = found.pop(train_state.MU, {})
+        if own_mu:
+            found[train_state.MU] = {
+                name: read[name] if name in read else jnp.ones(v.shape, v.dtype, device=v.sharding) for name, v in own_mu.items()
+            }
+        return found
 
 
 def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:

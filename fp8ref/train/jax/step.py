@@ -157,7 +157,10 @@ class Step:
             for name, roles in state.fp8.items()
         }
         saved = tensors.get(train_state.MU, {})
-        mu = {name: factor._replace(mu=self.stacks.together(f"{name}.weight", saved)) for name, factor in state.mu.items()}
+        mu = {
+            name: Factor(self.stacks.together(f"{name}.weight", saved), jax.tree.map(jnp.zeros_like, factor.saturated))
+            for name, factor in state.mu.items()
+        }
         return State(*self.optimizer.restored(state.params, state.optimizer, tensors), fp8, mu)
 
     def computed(self, params) -> tuple[Any, dict[str, Quantized]]:

@@ -66,24 +66,29 @@ class Store:
     def load(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read a state into tensors in place, whatever mesh wrote it.
 
+        mu becomes 1 where only ``tensors`` has it, and is not read where only the state does (K-2).
         Raises:   ConfigError: another model's or recipe's tensors; moments in FP8 of another mesh
                   (T-6).
         """
         _be_quiet()
         reader = dcp.HuggingFaceStorageReader(str(directory))
-        self._check(reader, tensors)
-        with _as_os_error():
-            dcp.load(dict(tensors), storage_reader=reader, process_group=self._group)
-
-    def _check(self, reader: dcp.StorageReader, tensors: Mapping[str, torch.Tensor]) -> None:
         saved = {name: tuple(found.size) for name, found in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]
+        self._check(saved, tensors)
+        with _as_os_error():
+            dcp.load({name: tensor for name, tensor in tensors.items() if name in saved}, storage_reader=reader, process_group=self._group)
+        for name in tensors.keys() - saved.keys():  # mu alone
+            tensors[name].fill_(1)
+
+    def _check(self, saved: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]) -> None:
         mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         other_ranks = {name for name in saved if train_state.logical(name) != name}
         for name in sorted((saved.keys() - other_ranks) ^ (mine.keys() - other_ranks)):
+            if name.startswith(f"{train_state.MU}."):
+                continue
             where = "is not in the checkpoint" if name in mine else "is in the checkpoint, and not in this model"
             raise ConfigError(f"{name} {where}. Load a state of the same model, recipe, optimizer and, under adamw_fp8, parallel.* keys.")
         for name, shape in mine.items():
-            if saved[name] != shape:
+            if saved.get(name, shape) != shape:
                 raise ConfigError(
                     f"{name} is {list(shape)} here and {list(saved[name])} in the checkpoint. Load a state of the same model."
                 )

@@ -208,6 +208,9 @@ class Step:
         optimizer.begin(self.optimizer, step)
         optimizer.check_states(self.optimizer)
         delayed.forget(self.model)
+        if self.factors is not None:
+            self.factors.saturated.zero_()
+            self.factors.forget()
         if isinstance(self.optimizer, states.AdamW) and self._keeps_masters:
             for p in self.params.values():
                 if not isinstance(p, Float8TrainingTensor):

@@ -109,6 +109,26 @@ def test_moments_of_every_optimizer_are_kept_bit_for_bit(tmp_path, kind):  # K-2
     assert equal(final, again[2])
 
 
+def test_factors_that_one_side_lacks_are_no_error(tmp_path):  # K-2, P-22
+    """mu that is not in the state becomes 1, and what only the state has is not read; of other tensors either is refused."""
+    name, mu, store = "model.norm.weight", "mu.lm_head.weight", checkpoint.Store()
+    store.save(tmp_path / "with", {name: torch.full((2,), 5.0), mu: torch.tensor(0.5)})()
+    store.save(tmp_path / "without", {name: torch.full((2,), 7.0)})()
+    found = {name: torch.zeros(2), mu: torch.tensor(4.0)}
+    for folder, value, factor in (("without", 7, 1), ("with", 5, 0.5)):
+        store.load(tmp_path / folder, found)
+        assert found[name].tolist() == [value] * 2
+        assert found[mu] == factor
+    found.pop(mu)
+    found[name].zero_()
+    store.load(tmp_path / "with", found)
+    assert found[name].tolist() == [5, 5]
+    with pytest.raises(ConfigError, match=r"count is not in the checkpoint"):
+        store.load(tmp_path / "with", found | {"count": torch.tensor(0)})
+    with pytest.raises(ConfigError, match=r"mu.lm_head.weight is \[3\] here and \[\] in"):
+        store.load(tmp_path / "with", found | {mu: torch.ones(3)})
+
+
 def test_only_tensors_are_written(tmp_path):  # K-5
     saving(tmp_path / "state", config_of("delayed"))
     (file,) = (tmp_path / "state").iterdir()
