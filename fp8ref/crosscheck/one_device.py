@@ -70,7 +70,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
         for name, trainer in trainers.items():
             of_linears, of_attention = initial_states(recipes), attention.first_states(config)
             for step in range(steps + 1):
-                states = of_linears | of_attention
+                states = dict(of_linears) | of_attention
                 if step in (0, steps) or states:  # a state depends on the amaxes of every step before it
                     observations, passes = check_operands(
                         report, trainer, batches.step(step), recipes, quantizers, states, multiply, config.attention_variant
