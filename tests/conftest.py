@@ -100,3 +100,11 @@ def small(text):
         data=DataConfig(source=str(text), sequence_length=16, batch_size=4),
         run=RunConfig(steps=6, eval_every=3, eval_batches=1),
     )
+
+
+@pytest.fixture
+def by_kernel(small):
+    """A config whose attention is cuDNN's, which no CPU runs."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256}
+    numerics = {"recipe": "bf16", "attention": "cudnn", "attention_scaling": "delayed"}
+    return small.replace(model=heads, data={"sequence_length": 128}, numerics=numerics, parallel={"attention": "kernel"})

@@ -15,7 +15,7 @@ from fp8ref.attention_products import PARTS, SHOWN, Phase
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.formats import Format
-from fp8ref.sim import cast, delayed, head_scaling
+from fp8ref.sim import cast, delayed, head_scaling, scaling
 from fp8ref.sim.head_scaling import Heads
 from fp8ref.train.config import Config
 
@@ -109,6 +109,20 @@ def check_codes(
 def first_states(config: Config) -> dict[str, delayed.DelayedState]:
     """The states of attention's delayed scales before the first step, by ``<layer>/<role>``; {} without any."""
     return {f"{layer}/{role}": delayed.init(how) for layer, casts in config.attention_casts.items() for role, (_, how) in casts.items()}
+
+
+def states_after(
+    states: Mapping[str, delayed.DelayedState], config: Config, passes: Sequence[AttentionPass]
+) -> dict[str, delayed.DelayedState]:
+    """The states of q, k, v and do after a step with these passes (A-19): of what exists whole, and so has an amax that is defined."""
+    found = {}
+    for layer, casts in config.attention_casts.items():
+        for role in QUANTIZED:
+            fmt, how = casts[role]
+            shown = [one.arrays[f"{role}/value"] for one in passes if one.layer == layer and f"{role}/value" in one.arrays]
+            seen = [delayed.observe(scaling.amax(np.asarray(x, np.float32))) for x in shown]
+            found[f"{layer}/{role}"] = delayed.update(states[f"{layer}/{role}"], *seen, config=how, fmt=fmt)
+    return found
 
 
 def delayed_scales(states: Mapping[str, Any]) -> dict[str, np.ndarray]:

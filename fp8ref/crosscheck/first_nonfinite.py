@@ -141,7 +141,7 @@ def of_attention(passes: Iterable[AttentionPass], variant: Variant) -> Iterator[
                 value = cast.decode(value, format_of(what, variant))
             if what == "s":  # a key that is not seen has the score -infinity
                 value = np.where(np.tril(np.ones(value.shape[-2:], bool)), value, 0)
-            why = _MADE_OF.get(what, f"it comes from {_before(one.layer + '.v_proj', ())}" if what == "do" else _finite_in_sim(one.backend))
+            why = _MADE_OF.get(what, f"it comes from {one.layer}.o_proj's grad_input" if what == "do" else _finite_in_sim(one.backend))
             if part == "scale":
                 why = "the tensor's values are finite"
             role = SYMBOLS.get(what, what) + ("" if part == "value" else f" {part}")
@@ -173,16 +173,17 @@ def in_backend(
         yield Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])), why_sim_differs
         yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), why_sim_differs
     backwards = [one for one in passes if one.phase == "backward"]
-    if all(map(math.isfinite, metrics.values())):
-        yield from of_gemms([o for o in observations if o.gemm != "output"], recipes, tokens.shape)
-        return
-    gradients = trainer.gradients(tokens)
+    finite = all(map(math.isfinite, metrics.values()))
+    gradients = {} if finite else trainer.gradients(tokens)
     for module in backward(config.model):
         yield from of_gemms([o for o in observations if o.layer == module and o.gemm != "output"], recipes, tokens.shape)
-        why = f"a sum over {tokens[:, 1:].size} tokens; every FP8 operand and output before it is finite"
-        yield Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]), why
+        if not finite:
+            why = f"a sum over {tokens[:, 1:].size} tokens; every FP8 operand and output before it is finite"
+            yield Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]), why
         if (variant := config.attention_variant) is not None and module.endswith("self_attn.o_proj"):
             yield from of_attention((one for one in backwards if f"{one.layer}.o_proj" == module), variant)
+    if finite:
+        return
     name, largest = max(gradients.items(), key=lambda item: float(np.abs(item[1]).max()))
     index = tuple(int(i) for i in np.unravel_index(np.abs(largest).argmax(), largest.shape))
     squares = math.fsum(float(np.square(g.astype(np.float64)).sum()) for g in gradients.values())

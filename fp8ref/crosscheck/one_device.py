@@ -47,6 +47,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     """
     if config.parallel.devices > 1:
         raise ConfigError(f"the cross-check runs on one device; got {config.parallel.devices}. Set parallel.* to 1, or give --sharded N.")
+    config.require_tiles("the cross-check")
     multiply = hardware.of(config)
     report = Report()
     batches = loader.open_batches(config)
@@ -67,13 +68,15 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
         check_weights(report, trainers, weights)
         curves: dict[str, list[dict[str, float]]] = {name: [] for name in backends}
         for name, trainer in trainers.items():
-            states = initial_states(recipes)
+            of_linears, of_attention = initial_states(recipes), attention.first_states(config)
             for step in range(steps + 1):
+                states = dict(of_linears) | of_attention
                 if step in (0, steps) or states:  # a state depends on the amaxes of every step before it
-                    observations = check_operands(
+                    observations, passes = check_operands(
                         report, trainer, batches.step(step), recipes, quantizers, states, multiply, config.attention_variant
                     )
-                    states = states_after(states, recipes, amaxes(observations))
+                    of_linears = states_after(of_linears, recipes, amaxes(observations))
+                    of_attention = attention.states_after(of_attention, config, passes)
                 if step in (0, steps):
                     advance(f"{name}: operands after {step} steps")
                 if step < steps:

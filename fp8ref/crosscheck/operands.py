@@ -119,19 +119,19 @@ def check_operands(
     states: States,
     multiply: Multiply | None = None,
     variant: Variant | None = None,
-) -> list[Observation]:
+) -> tuple[list[Observation], list[AttentionPass]]:
     """Check every FP8 GEMM of one forward and backward pass, and the codes and scales of an attention by a variant.
 
     Operands are compared bit for bit; outputs within B-1, or bit for bit under a plan (B-12).
 
-    states    the simulator's states of delayed scaling before this pass.
+    states    the simulator's states of delayed scaling before this pass, those of attention too.
     multiply  the simulated hardware that the trainer runs under.
     variant   of its attention, if any.
-    Returns:  the observed GEMMs.
+    Returns:  the observed GEMMs, and passes of attention.
     """
     passes: list[AttentionPass] = []
     observations = observe(trainer, tokens, None if variant is None else passes)
-    check_codes(report, passes, variant, delayed_scales(trainer.fp8_states()))
+    check_codes(report, passes, variant, delayed_scales(states))
     planned = {(layer, which) for layer, recipe in recipes.items() for which, spec in recipe.gemms.items() if spec.fp8}
     ran = {(o.layer, o.gemm) for o in observations}
     for layer, which in sorted(planned ^ ran):
@@ -139,7 +139,7 @@ def check_operands(
         report.check(f"{layer}/{which}/value/{trainer.backend}", bound=1.0).fail(f"the GEMM {problem}")
     for observation in (o for o in observations if (o.layer, o.gemm) in planned):
         _check_gemm(report, observation, recipes[observation.layer], quantizers, states, multiply)
-    return observations
+    return observations, passes
 
 
 def amaxes(observations: Sequence[Observation]) -> dict[str, list[np.ndarray]]:

@@ -50,6 +50,7 @@ def rerun(path: Path) -> "RerunReport":
             "optimizer.kind 'adamw' to replay failed steps."
         )
     architecture.require_llama(failed.config, "a replay")
+    failed.config.require_tiles("a replay")
     config = dataclasses.replace(failed.config, parallel=ParallelConfig()).replace(data={"microbatches": 1})
     tokens = failed.tokens
     console.say(

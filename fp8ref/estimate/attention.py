@@ -46,15 +46,15 @@ def pairs(length: int, tile: int, backend: str) -> list[tuple[int, int]]:
     return [(rows, tile) for block in range(0, length, rows) for begin in starts if begin < min(block + rows, length)]
 
 
-def passes(variant: Variant, checkpointing: str) -> list[Pass]:
-    """The walks of a step. A scale of dS, made of all of dS, takes one more; so does a forward pass that runs again, under
-    selective checkpointing too."""
+def passes(variant: Variant, checkpointing: str, scaling: str) -> list[Pass]:
+    """The walks of a step. A ``current`` scale of dS, made of all of dS, takes one more, a ``delayed`` one none; so does a forward pass that
+    runs again, under selective checkpointing too."""
     codes = 1 if variant.fmt.bits == 8 and variant.granularity != "mx_1x32" else 2
     # Scores written, read for the maximum, and read for P; P written and read.
     forward = Pass(2, 12 + 2 * codes, 1)
     # Scores and dP written and read; P and dS written, read once and twice.
     backward = Pass(5, 16 + 5 * codes, 3)
-    scaled = [Pass(2, 16, 0)] if codes == 1 else []
+    scaled = [Pass(2, 16, 0)] if codes == 1 and scaling == "current" else []
     return [forward] * (1 if checkpointing == "none" else 2) + [*scaled, backward]
 
 
@@ -73,14 +73,19 @@ def tile_bytes(config: Config, variant: Variant, backend: str) -> tuple[int, str
 def flops(config: Config, variant: Variant, backend: str) -> int:
     """FLOPs of a layer's products on a device, in a step."""
     head = sum(rows * keys for rows, keys in _pairs(config, variant, backend)) * 2 * config.model.head_dim
-    return head * _heads(config) * sum(one.products for one in passes(variant, config.parallel.checkpointing))
+    return (
+        head
+        * _heads(config)
+        * sum(one.products for one in passes(variant, config.parallel.checkpointing, config.numerics.attention_scaling))
+    )
 
 
 def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) -> float:
     """Seconds of a layer's attention on a device, in a step.
 
-    Raises:   ConfigError: products whose rate is not known.
+    Raises:   ConfigError: products whose rate is not known; a library's kernel.
     """
+    config.require_tiles("an estimate of attention's seconds")
     low = variant.fmt.bits == 8 and variant.granularity != "mx_1x32"
     if variant.real or (variant.granularity == "mx_1x32" and backend == "torch"):
         what = "float64" if variant.real else "float32"
@@ -92,7 +97,7 @@ def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) 
     # torch._scaled_mm takes one head of keys of one sequence; all other products are batched.
     each = heads * config.model.num_key_value_heads // config.model.num_attention_heads if low and backend == "torch" else 1
     found = 0.0
-    for one in passes(variant, config.parallel.checkpointing):
+    for one in passes(variant, config.parallel.checkpointing, config.numerics.attention_scaling):
         for rows, keys in _pairs(config, variant, backend):
             multiplied = one.products * 2 * rows * keys * width * heads / rate
             moved = heads * (one.scores * rows * keys + (16 * one.sums + one.products * codes) * max(rows, keys) * width)

@@ -70,7 +70,9 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
     activations, formula = _activations(config, backend)
     compute, how = _compute(config, backend, kept_in_fp8)
     scores = {"attention scores": _scores(config)} if backend == "jax" and config.parallel.attention != "cudnn" else {}
-    if config.attention_variant is not None:
+    if config.parallel.attention == "kernel":  # it keeps its scores on the chip
+        scores = {}
+    elif config.attention_variant is not None:
         scores = {"attention scores": attention.tile_bytes(config, config.attention_variant, backend)}
     return {
         masters: state.pop(masters),

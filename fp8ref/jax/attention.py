@@ -222,14 +222,14 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict
     """(o in q's dtype, seen, tap); differentiable by ``_saved`` and ``_gradients``."""
     given = Inputs(q, k, v, documents)
     result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
-    return result.o.astype(q.dtype), _merged(seen, result.amaxes), _measured(tap, given, result, use)
+    return result.o.astype(q.dtype), _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
 
 
-def _merged(seen: dict | None, amaxes: dict) -> dict | None:
-    """Observations merged with the amaxes of a pass (H-4)."""
-    if seen is None:
+def _merged(seen: dict | None, amaxes: dict, given: dict | None) -> dict | None:
+    """Observations merged with the amaxes of a pass (H-4); over a vmapped axis that ``given``, the layer's seen, lacks, the largest."""
+    if seen is None or given is None:
         return None
-    return {role: delayed.larger(one, delayed.observe(amaxes[role])) if role in amaxes else one for role, one in seen.items()}
+    return delayed.merged(seen, {role: amaxes[role] for role in seen if role in amaxes}, given)
 
 
 def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) -> jax.Array | None:
@@ -256,15 +256,15 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, se
     if variant.granularity == "mx_1x32":
         kept = kept._replace(tensors={"v": result.tensors["v"]})
     whole = (q, k, v) if variant.real or variant.granularity == "mx_1x32" else None
-    out = o, _merged(seen, result.amaxes), _measured(tap, Inputs(q, k, v, documents), result, use)
-    return out, (whole, documents, kept._replace(amaxes={}), scales)
+    out = o, _merged(seen, result.amaxes, seen), _measured(tap, Inputs(q, k, v, documents), result, use)
+    return out, (whole, documents, kept._replace(amaxes={}), scales, seen)
 
 
 def _gradients(use: Use, saved, cotangents):
     """The gradients of q, k and v, in the order of ``_attention``'s arguments. The cotangents of seen and of the tap
     carry observations and measurements, of the uses after this one."""
     do, later, tap = cotangents
-    whole, documents, result, scales = saved
+    whole, documents, result, scales, seen = saved
     # Where codes are all that is needed, they also tell the shapes.
     q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
     do = derivatives.not_again(do, use.name, "attention")
@@ -274,7 +274,7 @@ def _gradients(use: Use, saved, cotangents):
         attention_observer.show(use, "backward", attention_observer.of_backward(do, found, _scale_of_p(result, use)))
     if tap is not None:
         tap = tap + attention_stats.rows(attention_stats.of_backward(do, Inputs(q, k, v, documents), found.tensors["do"], use))
-    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), _merged(later, found.amaxes), tap
+    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), _merged(later, found.amaxes, seen), tap
 
 
 _attention.defvjp(_saved, _gradients)

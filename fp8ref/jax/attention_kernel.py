@@ -57,7 +57,10 @@ def apply(
     name: str = "",
     platform: str | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
-    """softmax(q k^T scale) v by cuDNN's FP8 kernel, with its gradients.
+    """softmax(q k^T scale) v by cuDNN's FP8 kernel, with its gradients, on one device.
+
+    Of a program for several, jax partitions the kernel's call and merges none of its amaxes. Tensors that visibly lie on several are
+    refused; under a jit without a mesh of its own they are not seen.
 
     scales    delayed ones of roles s, o, do, ds, dq, dk and dv, and optionally of q, k and v, float32 ().
     seen      observations by role (``attention.apply_with_stats``); they are merged with the kernel's amaxes.
@@ -66,9 +69,10 @@ def apply(
     Order:    of q, k, v, do and the outputs' scales A-2 and A-12; of all else the kernel's.
     Returns:  (o in q's dtype, seen); the gradient by seen has the observations of the backward pass.
     Raises:   ValueError: another variant than one with the granularity ``tensor`` in e4m3fn; shapes, masks or a platform that
-              the kernel does not take; a role without a scale.
+              the kernel does not take; a role without a scale; shard_map, or tensors on several devices.
     Source:   jax 0.10.2, jax/_src/cudnn/fused_attention_stablehlo.py; spec A-20.
     """
+    _check_alone(q, k, v)
     use, given = inputs.prepare(q, k, v, variant, mask, scale, None, 0, "fast", ())
     check(use.variant, mask, given.q.shape, given.k.shape, platform or jax.default_backend())
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
@@ -109,6 +113,25 @@ def check(variant: Variant, mask: Mask, q: tuple[int, ...], k: tuple[int, ...], 
         raise ValueError(f"cuDNN's FP8 attention has no mask, or a causal one from the start; got {mask}. {instead}")
 
 
+def _check_alone(q, k, v) -> None:
+    """ValueError inside shard_map, and for tensors that visibly lie on several devices: jax's partitioning of the kernel merges no
+    amaxes."""
+    for role, x in zip("qkv", (q, k, v), strict=True):
+        mesh = jax.typeof(x).sharding.mesh
+        if axes := tuple(getattr(mesh, "manual_axes", ())):
+            raise ValueError(
+                f"cuDNN's FP8 attention is of one device, not inside shard_map; got {role} along {', '.join(axes)}. Use "
+                f"fp8ref.jax.attention with over={axes}."
+            )
+        traced = isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array)
+        devices = max(mesh.size, jax.sharding.get_abstract_mesh().size) if traced else len(x.sharding.device_set)
+        if devices > 1:
+            raise ValueError(
+                f"cuDNN's FP8 attention is of one device: its amaxes would be those of one device's part; got {role} on {devices}. Use "
+                "fp8ref.jax.attention."
+            )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel):
     o, seen, _ = _forward(q, k, v, scales_, seen, kernel)
@@ -117,12 +140,12 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: di
 
 def _saved(q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel):
     q, k, v = (derivatives.not_again(x, kernel.use.name, "attention") for x in (q, k, v))
-    o, seen, pullback = _forward(q, k, v, scales_, seen, kernel)
-    return (o, seen), (pullback, scales_)
+    o, merged, pullback = _forward(q, k, v, scales_, seen, kernel)
+    return (o, merged), (pullback, scales_, seen)
 
 
 def _gradients(kernel: Kernel, saved, cotangents):
-    (pullback, scales_), (do, later) = saved, cotangents
+    (pullback, scales_, seen), (do, later) = saved, cotangents
     do = derivatives.not_again(do, kernel.use.name, "attention")
     of_do = head_scaling.quantize(do, E4M3FN, "tensor", kernel.use.variant.policy, heads=1, scale=scales_["do"])
     with kernel.scope("backward"):
@@ -130,7 +153,7 @@ def _gradients(kernel: Kernel, saved, cotangents):
     found = [_values(x, scales_[role]).astype(do.dtype) for role, x in zip(("dq", "dk", "dv"), codes, strict=True)]
     # cuDNN's scale_dP and amax_dP are those of dS (A-15).
     observed = {"do": of_do.amax, "ds": amaxes["amax_dP"], "dq": amaxes["amax_dQ"], "dk": amaxes["amax_dK"], "dv": amaxes["amax_dV"]}
-    return *found, jax.tree.map(jnp.zeros_like, scales_), _merged(later, observed)
+    return *found, jax.tree.map(jnp.zeros_like, scales_), _merged(later, observed, seen)
 
 
 _attention.defvjp(_saved, _gradients)
@@ -152,7 +175,7 @@ def _forward(
     with kernel.scope("forward"):
         o8, pullback, (amax_s, amax_o) = jax.vjp(call, *codes, empty, has_aux=True)
     observed = {role: x.amax for role, x in tensors.items()} | {"s": amax_s, "o": amax_o}
-    return _values(o8, scales_["o"]).astype(q.dtype), _merged(seen, observed), pullback
+    return _values(o8, scales_["o"]).astype(q.dtype), _merged(seen, observed, seen), pullback
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, kernel: Kernel, parameters: dict[str, jax.Array]) -> tuple:
@@ -180,12 +203,9 @@ def _values(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return moments.product(cast.decode(codes, E4M3FN), scales.with_inverse(scale).scale_inv)
 
 
-def _merged(seen: dict | None, amaxes: dict) -> dict | None:
-    if seen is None:
+def _merged(seen: dict | None, amaxes: dict, given: dict | None) -> dict | None:
+    if seen is None or given is None:
         return None
     roles = attention_delayed.roles(data.VARIANTS["cudnn"])
     assert set(seen) <= set(roles)
-    return {
-        role: delayed.larger(one, delayed.observe(jnp.max(amaxes[role]).astype(np.float32))) if role in amaxes else one
-        for role, one in seen.items()
-    }
+    return delayed.merged(seen, {role: jnp.max(amaxes[role]).astype(np.float32) for role in seen if role in amaxes}, given)

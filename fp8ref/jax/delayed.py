@@ -126,6 +126,13 @@ def merge(*observations: Seen) -> dict[Role, jax.Array]:
     return merged
 
 
+def merged(seen: Seen, amaxes: Mapping[Role, jax.Array], given: Seen) -> dict[Role, jax.Array]:
+    """seen, merged with the observations of a pass's amaxes, of those roles that have one (H-4); over a vmapped axis that ``given``, the
+    layer's own seen, lacks, the largest (``over_batch``)."""
+    found = {role: larger(one, observe(amaxes[role])) if role in amaxes else one for role, one in seen.items()}
+    return {role: over_batch(one, given[role]) for role, one in found.items()}
+
+
 @jax.custom_batching.custom_vmap
 def over_batch(observed: jax.Array, given: jax.Array) -> jax.Array:
     """observed; under a vmap that maps observed but not ``given``, the layer's input, the maximum

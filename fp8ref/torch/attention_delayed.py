@@ -30,7 +30,8 @@ def states(
 
 
 def apply(q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: str | Variant, **how) -> Tensor:
-    """``attention.apply`` by the scales of these states, which observe where gradients are enabled.
+    """``attention.apply`` by the scales of these states, which observe in training a pass that is differentiated (A-19): gradients are
+    enabled, and one of q, k and v requires its own.
 
     how       other arguments of ``attention.apply``.
     Raises:   ValueError: as ``attention.apply``; states of another variant.
@@ -42,7 +43,8 @@ def apply(q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: st
             "attention_delayed.states."
         )
     kept: dict[str, RoleState] = {role: state for role, state in states.items() if isinstance(state, RoleState)}
-    if not torch.is_grad_enabled():
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if not (differentiated and states.training):
         scales = {role: kept[role].scale for role in kept if role in data.ROLES}
         return attention.apply(q, k, v, variant=variant, scales=scales, **how)
     for state in kept.values():

@@ -206,6 +206,11 @@ class Config:
             f"{self.parallel.devices} devices, {keys.accumulate!r} and {self.statistics.every}. {tiles}",
         )
 
+    def require_tiles(self, who: str) -> None:
+        """ConfigError for attention by a library's kernel, whose passes ``who`` cannot look into."""
+        if self.parallel.attention == "kernel":
+            raise ConfigError(f"{who} takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles.")
+
     def require_no_experts(self, who: str) -> None:
         """ConfigError for a model with experts, which ``who`` does not take."""
         if self.model.num_experts:

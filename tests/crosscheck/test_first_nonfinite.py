@@ -1,10 +1,12 @@
 import json
+import types
 
 import numpy as np
 import pytest
 
 from fp8ref.conformance.compare import Check
 from fp8ref.crosscheck import first_nonfinite
+from fp8ref.crosscheck.attention import AttentionPass
 from fp8ref.sim.llama import Site
 
 
@@ -59,3 +61,17 @@ def test_a_factor_that_is_not_finite_is_named():
     b[0, 2] = np.nan
     found, _ = checked(np.array([[np.nan]]), factors={"input": a, "weight": b})
     assert found.why == "its factor weight is nan at k = 2 of 4"
+
+
+def test_attentions_backward_pass_is_searched_behind_a_finite_step(small):  # K-9
+    """In bfloat16's linears too, none of which is observed."""
+    config = small.replace(numerics={"recipe": "bf16", "attention": "cudnn"})
+    do = np.zeros((1, 2, 16, 16), np.float32)
+    do[0, 1, 2, 3] = np.nan
+    one = AttentionPass("torch", "model.layers.0.self_attn", "backward", {"do/value": do})
+    trainer = types.SimpleNamespace(backend="torch")
+    sites = first_nonfinite.in_backend(trainer, np.zeros((1, 17), int), config, {}, [], {"loss": 1.0, "grad_norm": 1.0}, [one])
+    [(site, why)] = sites
+    found = first_nonfinite.check_site(site, Check(name="dO"), by="torch", why=why)
+    assert (found.layer, found.role, found.element) == ("model.layers.0.self_attn", "dO", (0, 1, 2, 3))
+    assert found.why == "it comes from model.layers.0.self_attn.o_proj's grad_input"

@@ -8,12 +8,14 @@ import torch
 from torchao.float8 import float8_training_tensor, float8_utils
 
 from fp8ref.crosscheck.one_device import crosscheck
+from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.jax import cast as jax_cast
 from fp8ref.jax import linear as jax_linear
 from fp8ref.jax import scales as jax_scales
 from fp8ref.sim import cast as sim_cast
 from fp8ref.torch import cast as torch_cast
+from fp8ref.torch import delayed as torch_delayed
 from fp8ref.train.jax import llama as jax_model
 from fp8ref.train.torch import llama as torch_model
 from fp8ref.train.torch import trainer as torch_train
@@ -70,6 +72,30 @@ def test_a_history_that_stands_still_fails_and_is_located(small, monkeypatch):  
         report = run(small, "delayed", backends=("torch",), steps=1)
     failures = {f.name.rpartition("self_attn.")[2] for f in report.failures}
     assert {"q_proj/input/scale/torch", "q_proj/input/codes/torch", "q_proj/grad_output/scale/torch"} <= failures
+
+
+def test_wrong_states_of_attention_are_found(small, monkeypatch):  # A-19, H-3
+    """The simulator has states of its own: the trainer's scales are held to them, not taken from it."""
+    original = torch_delayed.advance
+    monkeypatch.setattr(torch_delayed, "advance", lambda *given, **how: (s := original(*given, **how))._replace(scale=s.scale * 2))
+    numerics = {"recipe": "bf16", "attention": "cudnn", "attention_scaling": "delayed"}
+    report = crosscheck(small.replace(numerics=numerics), backends=("torch",), steps=1)
+    failures = {f.name.rpartition("self_attn/")[2] for f in report.failures}
+    assert {f"{role}/scale/torch" for role in ("q", "k", "v")} <= failures
+
+
+def test_states_of_attention_hold_to_the_simulator(small):  # A-19
+    numerics = {"recipe": "bf16", "attention": "cudnn", "attention_scaling": "delayed"}
+    report = crosscheck(small.replace(numerics=numerics), backends=("torch",), steps=2)
+    assert report.ok, [f.detail for f in report.failures]
+    compared = [check for name, check in report.checks.items() if name.endswith("self_attn/do/scale/torch")]
+    assert compared
+    assert all(check.compared == 3 for check in compared)  # before each step and after the last
+
+
+def test_a_kernel_is_refused(by_kernel):  # A-20
+    with pytest.raises(ConfigError, match=r"the cross-check takes attention by tiles; got parallel.attention 'kernel'"):
+        crosscheck(by_kernel)
 
 
 def jax_scale_one_ulp_up(monkeypatch):

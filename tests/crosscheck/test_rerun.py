@@ -12,6 +12,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.sim.hardware import Hardware
 from fp8ref.train import checkpoint, failed_step, loop
 from fp8ref.train import config as configs
+from fp8ref.train.failed_step import Failure
 from fp8ref.train.processes import Alone
 
 TOKEN = 7  # the one whose embedding does not cancel
@@ -337,3 +338,13 @@ def test_the_command_names_the_place_and_writes_it(failed, tmp_path, capsys):
 def test_what_is_no_failure_is_refused(tmp_path, capsys):
     assert run("crosscheck", "--replay", tmp_path / "absent") == 2
     assert "a replay takes the directory of a step that failed, RUN/failures/step-...; " in capsys.readouterr().err
+
+
+def test_a_step_by_a_kernel_is_refused(by_kernel, tmp_path, monkeypatch):  # A-20
+    """By tiles another computation would be replayed."""
+    failed = Failure(tmp_path, TOKENS, by_kernel, "jax", "bf16", {"step": "3", "loss": "nan", "grad_norm": "nan"})
+    monkeypatch.setattr(failed_step, "read", lambda path: failed)
+    with pytest.raises(
+        ConfigError, match=r"a replay takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles"
+    ):
+        rerun(tmp_path)

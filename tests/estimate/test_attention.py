@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref import attention as data
+from fp8ref import attention_delayed
 from fp8ref.attention import Mask
 from fp8ref.errors import ConfigError
 from fp8ref.estimate import attention, memory, report, roofline
@@ -41,14 +42,19 @@ def dots(jaxpr, times: int = 1) -> int:
     return found
 
 
-@pytest.mark.parametrize("variant", ["cudnn", "mxfp8", "bf16"])
-def test_flops_are_those_of_jaxs_program(variant):
+@pytest.mark.parametrize(("variant", "scaling"), [("cudnn", "current"), ("cudnn", "delayed"), ("mxfp8", "current"), ("bf16", "current")])
+def test_flops_are_those_of_jaxs_program(variant, scaling):
+    """A delayed scale of dS takes no walk for its amax."""
+    roles = attention_delayed.roles(data.by_name(variant)) if scaling == "delayed" else ()
+    how = {"variant": variant, "mask": Mask(causal=True), "scales": {role: jnp.float32(1) for role in roles}}
+
     def loss(q, k, v):
-        return attention_jax.apply(q, k, v, variant=variant, mask=Mask(causal=True)).astype(jnp.float32).sum()
+        return attention_jax.apply(q, k, v, **how).astype(jnp.float32).sum()
 
     q, k = (jax.ShapeDtypeStruct((2, heads, 1088, 32), jnp.bfloat16) for heads in (4, 2))
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, k)
-    assert dots(program.jaxpr) == attention.flops(config(variant), data.by_name(variant), "jax")
+    counted = config(variant).replace(numerics={"attention_scaling": scaling})
+    assert dots(program.jaxpr) == attention.flops(counted, data.by_name(variant), "jax")
 
 
 @pytest.mark.parametrize("variant", ["cudnn", "mxfp8", "bf16"])
@@ -105,3 +111,14 @@ def test_memory_is_of_one_tile():
 def test_a_rate_that_nobody_knows_is_refused(variant, backend, what):
     with pytest.raises(ConfigError, match=rf"'{variant}' multiplies in {what} in {backend}, of which no rate is known"):
         report.of(config(variant, compile="block" if backend == "torch" else "none"), backend, H100)
+
+
+def test_a_kernel_has_no_tiles(by_kernel):  # A-20
+    """Its seconds are not known, and it keeps no scores."""
+    with pytest.raises(
+        ConfigError, match=r"seconds takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles"
+    ):
+        report.of(by_kernel, "jax", H100)
+    by_tiles = by_kernel.replace(parallel={"attention": "tiles"})
+    mine, tiles = (memory.lines(each, "jax") for each in (by_kernel, by_tiles))
+    assert mine.keys() == tiles.keys() - {"attention scores"}

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.attention import VARIANTS, Mask
-from fp8ref.jax import attention, attention_operands
+from fp8ref import attention_delayed
+from fp8ref.attention import GRADIENT_ROLES, VARIANTS, Mask
+from fp8ref.jax import attention, attention_operands, delayed
 
 CAUSAL = Mask(causal=True)
 
@@ -254,3 +255,25 @@ def test_derivatives_that_are_refused():  # A-1, A-14
         jax.jvp(loss, (q,), (q,))
     with pytest.raises(ValueError, match=r"^attention by variant 'cudnn': the gradients of attention are not differentiated again"):
         jax.hessian(loss)(q)
+
+
+@pytest.mark.slow  # JAX compiles for seconds
+def test_examples_of_a_vmap_merge():  # H-4, A-19
+    """Observations of both passes are the largest, not the sum, of a mapped axis that seen lacks."""
+    rng = np.random.default_rng(0)
+    tensors = [jnp.asarray(rng.normal(size=(3, 1, 2, 16, 16)), jnp.bfloat16) for _ in range(3)]
+    casts = attention_delayed.casts(VARIANTS["cudnn"])
+    scales = {role: jnp.float32(1) for role in casts}
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(seen):
+        how = {"variant": "cudnn", "scales": scales, "tap": None, "seen": seen}
+        o, merged, _ = jax.vmap(lambda *given: attention.apply_with_stats(*given, **how))(*tensors)
+        return o.astype(jnp.float32).sum(), merged
+
+    (_, forward), backward = jax.jit(loss)(delayed.unseen(casts))
+    for i, role in enumerate("qkv"):
+        np.testing.assert_array_equal(forward[role][:, 0], jnp.abs(tensors[i]).max(), err_msg=role)
+    for role in GRADIENT_ROLES:
+        np.testing.assert_array_equal(backward[role][1:], [0, 1], err_msg=role)
+    assert backward["do"][0] == 1

@@ -1,6 +1,7 @@
 """cuDNN's FP8 attention: what it is called with, by a stand-in with its interface, and what is refused (spec A-20)."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fp8ref import attention_delayed
 from fp8ref.attention import GRADIENT_ROLES, ROLES, VARIANTS, Mask
@@ -38,6 +41,8 @@ def stand_in(q8, k8, v8, kernel, parameters):
     tile = {"variant": "cudnn", "mask": kernel.use.mask, "scale": kernel.use.scale}
     names = {"dO": "do", "dP": "ds", "dQ": "dq", "dK": "dk", "dV": "dv"}
     of = {key: x.reshape(()) for key, x in parameters.items()}
+    for key in ("s", "o", "dP"):  # what the tiles do not take: an inverse within a unit in the last place
+        np.testing.assert_allclose(of[f"descale_{key}"] * of[f"scale_{key}"], 1, rtol=2.0**-22, err_msg=key)
 
     def forward(q8, k8, v8):
         q, k, v = (x.astype(jnp.float32) * of[f"descale_{role}"] for role, x in zip("qkv", (q8, k8, v8), strict=True))
@@ -130,3 +135,84 @@ def test_compiled_for_an_h200_it_is_cudnns_call():  # A-20
     )
     found = subprocess.run([sys.executable, "-c", script], cwd=BENCHMARK, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip().endswith("{'__cudnn$fmhaSoftmaxF8': 1, '__cudnn$fmhaSoftmaxBackwardF8': 1}")
+
+
+def recorder(found: list[dict]):
+    """A kernel that computes nothing, records its scales, and has the numbers of its inputs as amaxes."""
+
+    @jax.custom_vjp
+    def call(q8, k8, v8, parameters):
+        return q8, *(jnp.max(x.astype(jnp.float32)).reshape(1, 1, 1, 1) for x in (k8, v8))
+
+    def saved(q8, k8, v8, parameters):
+        return call(q8, k8, v8, parameters), (q8, k8, v8, parameters)
+
+    def backward(saved, cotangents):
+        *codes, parameters = saved
+        largest = jnp.max(cotangents[0].astype(jnp.float32)).reshape(1, 1, 1, 1)
+        return *codes, {key: largest if key.startswith("amax_") else jnp.zeros_like(x) for key, x in parameters.items()}
+
+    call.defvjp(saved, backward)
+
+    def recorded(q8, k8, v8, kernel, parameters):
+        found.append(parameters)
+        return call(q8, k8, v8, parameters)
+
+    return recorded
+
+
+def scales_apart() -> dict[str, jax.Array]:
+    """A power of two for each role: exact inverses, none of which can stand for another."""
+    return {role: jnp.float32(2.0**i) for i, role in enumerate((*ROLES, *GRADIENT_ROLES), -5)}
+
+
+def test_each_scale_and_inverse_is_its_roles(monkeypatch):  # A-20
+    found: list[dict] = []
+    monkeypatch.setattr(attention_kernel, "dot_product_attention", recorder(found))
+    q, k, v, _ = given()
+    scales = scales_apart()
+    attention_kernel.apply(q, k, v, scales=scales, mask=CAUSAL, platform="cuda")
+    names = {"dO": "do", "dP": "ds", "dQ": "dq", "dK": "dk", "dV": "dv"}
+    of = {key: float(x.reshape(())) for key, x in found[0].items() if not key.startswith("amax_")}
+    scaled, descaled = ("s", "o", "dQ", "dK", "dV", "dP"), ("q", "k", "v", "s", "o", "dO", "dP")
+    right = {f"scale_{key}": float(scales[names.get(key, key)]) for key in scaled}
+    assert of == right | {f"descale_{key}": 1 / float(scales[names.get(key, key)]) for key in descaled}
+
+
+def test_examples_of_a_vmap_merge(monkeypatch):  # H-4, A-19
+    """Observations of both passes are the largest, not the sum, of a mapped axis that seen lacks."""
+    monkeypatch.setattr(attention_kernel, "dot_product_attention", recorder([]))
+    unseen = delayed.unseen(attention_delayed.casts(VARIANTS["cudnn"]))
+    q, k, v, _ = (jnp.stack([x, 2 * x]) for x in given())
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(seen):
+        how = {"scales": scales_apart(), "seen": seen, "platform": "cuda"}
+        o, merged = jax.vmap(lambda *given: attention_kernel.apply(*given, **how))(q, k, v)
+        return o.astype(jnp.float32).sum(), merged
+
+    (_, forward), backward = jax.jit(loss)(unseen)
+    for role in ROLES:
+        assert (forward[role][..., 2] == 1).all(), role
+    for role in GRADIENT_ROLES:
+        assert backward[role][0] > 0, role
+        assert backward[role][2] == 1, role
+
+
+def test_several_devices_are_refused():  # A-20
+    q, k, v, _ = given()
+    q, k, v = (jnp.concatenate([x, x]) for x in (q, k, v))
+    scales = scales_apart()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def layer(q, k, v):
+        return attention_kernel.apply(q, k, v, scales=scales, platform="cuda")[0]
+
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"not inside shard_map; got q along data. Use fp8ref.jax.attention with over=\('data',\)"):
+        jax.jit(mapped)(q, k, v)
+    apart = jax.device_put(k, NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"of one device's part; got k on 2. Use fp8ref.jax.attention"):
+        layer(q, apart, v)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"got q on 2"):
+        jax.jit(layer)(q, k, v)

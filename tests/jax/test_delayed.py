@@ -278,3 +278,14 @@ def test_observations_that_were_summed_are_refused_and_never_scale():  # H-4, H-
 def test_errors_name_requirement_and_remedy(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_amaxes_of_a_pass_merge_over_a_vmap():  # H-4, A-19
+    """As attention observes: over an axis that the layer's seen lacks the largest, over one that it has none."""
+    seen = {"q": jnp.zeros(3), "do": jnp.asarray([7.0, 0, 1])}
+    amaxes = jnp.asarray([1.0, 3, 2])
+    found = jax.vmap(lambda x: delayed.merged(seen, {"q": x}, seen), out_axes=None)(amaxes)
+    np.testing.assert_array_equal(found["q"], [3, 0, 1])
+    np.testing.assert_array_equal(found["do"], [7, 0, 1])
+    apart = jax.vmap(lambda x, one: delayed.merged({"q": one}, {"q": x}, {"q": one}))(amaxes, jnp.zeros((3, 3)))
+    np.testing.assert_array_equal(apart["q"], [[1, 0, 1], [3, 0, 1], [2, 0, 1]])

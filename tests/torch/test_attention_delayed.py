@@ -80,3 +80,15 @@ def test_other_states_are_refused():
     q, k, v, _ = given()
     with pytest.raises(ValueError, match=r"variant 'mxfp8' has states of no role; got q, k, v, s, o"):
         attention_delayed.apply(q, k, v, states=model().states, variant="mxfp8")
+
+
+@pytest.mark.parametrize("case", ["frozen", "evaluated"])
+def test_a_pass_that_nobody_differentiates_observes_nothing(case):
+    made = model()
+    tensors = [x.requires_grad_(case != "frozen") for x in given()[:3]]
+    made.states.train(case != "evaluated")
+    attention_delayed.apply(*tensors, states=made.states, variant="cudnn", mask=CAUSAL)
+    assert not any(state.seen.any() or state.used for state in made.states.values())
+    tensors[1].requires_grad_()  # one is enough
+    attention_delayed.apply(*tensors, states=made.states.train(), variant="cudnn", mask=CAUSAL)
+    assert made.states["q"].seen.any()

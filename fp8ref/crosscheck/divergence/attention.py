@@ -49,7 +49,7 @@ def explain(
         return _of_cast(a, b, what, names, variant, states)
     if a.part == "scale" and (what == "p" or f"{a.layer}/{what}" in states):
         return Reason((), f"no clause explains it: the scale of {a.role} is a state's or a constant (A-8, H-1): a fault")
-    if forms == ["stated", "stated"] and None not in multiply and multiply[0] == multiply[1]:
+    if variant.fmt.bits == 8 and forms == ["stated", "stated"] and None not in multiply and multiply[0] == multiply[1]:
         return _of_bits(a, b, what, names, variant, multiply[0], states)
     form = " and ".join(dict.fromkeys(forms))
     if what == "p":

@@ -77,6 +77,7 @@ def check_alone(config: Config, whose: str) -> None:
     architecture.require_llama(config, f"--first-divergence of {whose}")
     config.require_one_recipe(f"--first-divergence, of {whose},")
     config.require_no_experts(f"--first-divergence, of {whose},")
+    config.require_tiles(f"--first-divergence, of {whose},")
     if config.parallel.devices > 1:
         raise ConfigError(
             f"--first-divergence trains on one device; {whose} has parallel.* for "

@@ -7,6 +7,7 @@ import torch
 
 from fp8ref.conformance.compare import Report
 from fp8ref.crosscheck.divergence import live
+from fp8ref.errors import ConfigError
 from fp8ref.torch import attention_fast, attention_fast_gradients, attention_forward, attention_gradients, attention_operands
 from fp8ref.torch.attention_fast_operands import Layout
 from fp8ref.train import loop
@@ -84,7 +85,7 @@ FAULTS = {
     ),
     "code of v": ((attention_operands, "quantize", quantized_by("v", next_code)), ("forward", "v", "codes")),
     "scores": ((Layout, "scores", larger), ("forward", "S", "value")),
-    "scale of P": ((attention_operands, "probability_scale", of_tuple(0, 0.75)), ("forward", "P", "codes")),
+    "scale of P": ((attention_operands, "probability_scale", of_tuple(0, 0.75)), ("forward", "P", "scale")),
     "denominator": ((attention_fast, "_inverse", larger), ("forward", "O", "value")),
     "dO": ((attention_gradients, "quantized_do", lambda f: lambda *a, **k: next_code(f(*a, **k))), ("backward", "dO", "codes")),
     "dS": ((attention_fast_gradients.Pass, "_grad_probabilities", larger), ("backward", "dS", "value")),
@@ -139,6 +140,30 @@ def test_the_order_of_a_sum_is_the_librarys_but_under_simulated_hardware(accumul
     assert first.reason.clauses == (() if accumulate else ("G-7", "A-18"))
     assert ("under hopper defines every bit" in first.reason.text) == bool(accumulate)
     assert ("different from the simulator's: b's (" in first.reason.text) == bool(accumulate)
+
+
+def test_numbers_without_codes_have_no_stated_bits_here(config, monkeypatch):  # B-10
+    """Variants in bfloat16, whose probabilities have no codes, are explained too."""
+    config = config.replace(numerics={"attention": "bf16", "attention_arithmetic": "stated", "accumulate": "hopper"})
+    a, b = sides(config, config)
+    run, original = b.trainer._step.backward, attention_forward.scores
+
+    def backward(tokens):
+        with mock.patch.object(attention_forward, "scores", last_bit(original)):
+            return run(tokens)
+
+    monkeypatch.setattr(b.trainer._step, "backward", backward)
+    first = live._first_in_step(a, b, a.batches.step(0), 0, Report())
+    assert (first.layer, first.phase, first.role, first.part) == (LAYER, "forward", "S", "value")
+    assert first.reason.clauses == ("A-18",)
+    assert "has no bound here" in first.reason.text
+
+
+def test_a_kernel_is_refused(by_kernel):  # A-20
+    with pytest.raises(
+        ConfigError, match=r"takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles"
+    ):
+        live.of_backends(by_kernel, "torch", "torch", steps=1)
 
 
 def test_another_variant_is_named(config):  # A-1
