@@ -7,7 +7,6 @@ from fp8ref import recipe
 from fp8ref.delayed import DELAYED
 from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16, FP8_FORMATS
-from fp8ref.grouped import GroupedRecipe
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.rotation import NVFP4_ROTATION, Rotation
 
@@ -254,8 +253,3 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'rowwize'") as error:
         recipe.by_name("rowwize")
     assert all(name in str(error.value) for name in RECIPES)
-
-
-def test_a_grouped_gemm_has_both_operands_in_fp8_or_none():  # L-4
-    with pytest.raises(ValueError, match="got one in output of recipe 'one'"):
-        GroupedRecipe(recipe=Recipe(name="one", output=GemmSpec(a=CastSpec(fmt=E4M3FN))))

@@ -26,8 +26,8 @@ def test_a_mesh_in_jax():
     """Two parts of 64 tokens a device: 64 x 64 / 2 = 2048 elements from the other of tensor."""
     layers, table = sizes.LAYER, sizes.TABLE  # two layers, cut over tensor
     assert flows(sizes.config(parts=2, **sizes.MESH), "jax") == {
-        # half of the table once, of the layers' codes and of lm_head twice
-        "weights, gathered over fsdp": (2 * (table / 2 + layers + table), 2 * (4 * table / 2 + layers + 2 * table)),
+        # half of the table once, in bfloat16; of the layers' codes and of lm_head twice
+        "weights, gathered over fsdp": (2 * (table / 2 + layers + table), 2 * (2 * table / 2 + layers + 2 * table)),
         "gradients, reduced over fsdp": (2 * (2 * table + layers) / 2, 2 * 4 * (2 * table + layers) / 2),
         "gradients, summed over data": (2 * 2 * 3 / 4 * 320, 4 * 2 * 2 * 3 / 4 * 320),
         "gradients, summed over data and tensor": (2 * table, 4 * 2 * table),  # pieces of the table and of lm_head

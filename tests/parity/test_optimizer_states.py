@@ -143,5 +143,3 @@ def test_cuts_that_a_layout_forbids_are_refused(small):  # O-11
         loop.trainer("torch", columns)
     with pytest.raises(ConfigError, match=r"'sqrt_e4m3_f16' has blocks of consecutive elements, which parallel.tensor = 2 cuts"):
         loop.trainer("torch", configured(small, "sqrt_e4m3_f16", parallel={"tensor": 2, "amax_scope": "local"}))
-    with pytest.raises(ConfigError, match=r"in float32 beside a bfloat16 table .* got parallel.compile 'model'. Use 'block'"):
-        loop.trainer("torch", configured(small, "msamp_o2", parallel={"compile": "model"}))

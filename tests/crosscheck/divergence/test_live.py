@@ -233,7 +233,10 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(small, planted
         "data": {"source": small.data.source, "sequence_length": 16, "batch_size": 4},
         "run": {"steps": 6},
     }
-    lines = [f"[{section}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in keys.items()) for section, keys in sections.items()]
+    lines = [
+        f"[{section}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in keys.items() if v is not None)
+        for section, keys in sections.items()
+    ]
     path.write_text("".join(lines))
     found = tmp_path / "found.json"
     assert run("crosscheck", path, "--first-divergence", "torch", "torch", "--steps", 1, "--json", found) == 0

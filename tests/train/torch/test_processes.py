@@ -100,7 +100,10 @@ def test_a_process_with_another_config_is_refused_in_all(tmp_path, config):
     with Forked(2, tmp_path, config, options={1: ["--run.seed", "7"]}) as started:
         assert started.codes(0, 1) == [cli.ERROR] * 2
         for said in started.outputs():
-            assert "all processes have one config and one text; config.run.seed is 7 in process 1 and 0 in process 0" in said
+            assert (
+                "all processes have one config, one text and the same data.evaluation; config.run.seed is 7 in process 1 and 0 in process 0"
+                in said
+            )
     assert not (tmp_path / "run").exists()
 
 

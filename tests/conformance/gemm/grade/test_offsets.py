@@ -16,7 +16,7 @@ from fp8ref.formats import E4M3FN
 from fp8ref.jax import grouped_operands as jax_operands
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec
-from fp8ref.torch import grouped_gemm, grouped_operands
+from fp8ref.torch import grouped_gemm, grouped_operands, scaling
 
 
 def spans(offs):
@@ -151,8 +151,8 @@ def test_fp8refs_in_torch(which):  # X-4, X-5
     def function(a, b, scale_a, scale_b, offs):
         groups = grouped_operands.groups_of(offs, len(a))
         axis = -2 if which == "grad_weight" else -1
-        first = grouped_operands.Operand(a, scale_a, scale_a, E4M3FN, "rowwise", axis)
-        second = grouped_operands.Operand(b, scale_b, scale_b, E4M3FN, "rowwise", axis)
+        first = scaling.Quantized(a, scale_a, scale_a, E4M3FN, "rowwise", axis)
+        second = scaling.Quantized(b, scale_b, scale_b, E4M3FN, "rowwise", axis)
         return grouped_gemm.multiply(which, first, second, groups, SPEC, torch.bfloat16)
 
     require_offsets(function, which=which, framework="torch")
