@@ -102,15 +102,20 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         # unless accumulators are summed.
         again = _runs_again(decision.path, config, backend)
         if last in ("q_proj", "gate_proj") and keys.sequence:
-            yield "inputs, gathered over tensor", (2 + again) * parts, _gathered(decision.recipe.output, config, backend)  # both passes
+            forward, backward = (_gathered(spec, config, backend) for spec in (decision.recipe.output, decision.recipe.grad_weight))
+            yield "inputs, gathered over tensor", (1 + again) * parts, forward
+            yield "inputs, gathered over tensor", parts, backward
         if last in (llama.COLUMN if keys.reduce == "accumulators" else ("q_proj", "gate_proj")):
             yield "grad_inputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
         if last in ("o_proj", "down_proj"):
             yield "outputs, summed over tensor", (1 if keys.sequence else 2) * (1 + again) * parts, outputs
             if keys.sequence:
-                # each GEMM needs its own codes, unless one scale serves both
-                times = 1 if backend == "torch" or decision.recipe.serves_both("grad_output") else 2
-                yield "grad_outputs, gathered over tensor", times * parts, _gathered(decision.recipe.grad_input, config, backend)
+                size, recipe = _gathered(decision.recipe.grad_input, config, backend), decision.recipe
+                if backend == "jax" and not recipe.serves_both("grad_output"):
+                    # each GEMM needs its own codes: of one format, a bit an element beside the others'
+                    one = recipe.grad_input.a == recipe.grad_weight.a and keys.through == "shard_map"
+                    size = 9 / 8 if one else size + _gathered(recipe.grad_weight, config, backend)
+                yield "grad_outputs, gathered over tensor", parts, size
 
 
 def _runs_again(linear: str, config: Config, backend: str) -> bool:
