@@ -82,9 +82,7 @@ class Use:
 
     def gathers_pair(self) -> bool:
         """True if one gather of grad_output serves both backward GEMMs, each with its own scales (``paired_codes``)."""
-        first, second = self.recipe.grad_input.a, self.recipe.grad_weight.a
-        gathers = self.mode == "shard_map" and bool(self.placement.gathered("grad_output"))
-        return gathers and first is not None and first == second and paired_codes.takes(first)
+        return self.mode == "shard_map" and bool(self.placement.gathered("grad_output")) and paired_codes.serve(self.recipe)
 
 
 def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: Scales, use: Use) -> Quantized:

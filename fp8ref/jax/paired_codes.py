@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8ref.jax import cast
 from fp8ref.jax.scaling import Quantized
-from fp8ref.recipe import CastSpec
+from fp8ref.recipe import CastSpec, Recipe
 
 BITS = 8
 """Elements whose bits are kept in a byte."""
@@ -25,6 +25,12 @@ def takes(spec: CastSpec) -> bool:
     policy = spec.policy
     computed = (policy.ratio, policy.overflow, policy.zero, policy.infinite, policy.nan) == ("max/amax", "inf", *["compute"] * 3)
     return spec.granularity == "rowwise" and policy.power_of_two is not None and computed and not spec.simulated
+
+
+def serve(recipe: Recipe) -> bool:
+    """Whether grad_output has codes of both kinds by a recipe, made of each other."""
+    first, second = recipe.grad_input.a, recipe.grad_weight.a
+    return first is not None and first == second and takes(first)
 
 
 def merged(rows: Quantized, columns: Quantized) -> tuple[jax.Array, jax.Array]:

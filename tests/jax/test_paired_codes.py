@@ -50,7 +50,9 @@ def test_every_bit_of_both_sets_comes_back(fmt, dtype, rng):  # P-6
 def test_a_number_beside_a_tie_is_rounded_once():  # P-6
     """Rows have scale 1, columns 2^-6, whose smallest codes are an eighth apart: odd multiples of a sixteenth are ties. The numbers beside
     them have their codes by row, but not by column."""
-    around = np.array([np.nextafter(np.float32(t), np.float32(s)) if s else t for t in np.arange(1, 16, 2) for s in (0, 100, -100)], np.float32)
+    around = np.array(
+        [np.nextafter(np.float32(t), np.float32(s)) if s else t for t in np.arange(1, 16, 2) for s in (0, 100, -100)], np.float32
+    )
     column = np.full((1, around.size), 448 * 64, np.float32)
     x = np.concatenate([np.concatenate([around * 2.0**-4, [448.0]])[None], np.pad(column, ((0, 0), (0, 1)), constant_values=1)])
     moved = come_back(jnp.asarray(x), E4M3FN)

@@ -291,7 +291,7 @@ def test_sums_over_devices_move_the_dtype_that_is_asked_for(parts, dtype, operan
     assert [(c.dtype, c.shape) for c in summed] == [(dtype, (rows, columns))]  # over data, after the scatter
 
 
-@pytest.mark.parametrize(("recipe", "bytes_"), [("bf16", 2), ("rowwise", 1 + 1 / 8), ("rowwise_with_gw_hp", 1 + 2)])
+@pytest.mark.parametrize(("recipe", "bytes_"), [("rowwise", 1 + 1 / 8), ("rowwise_with_gw_hp", 1 + 2)])
 def test_one_gather_of_a_gradient_serves_both_gemms(recipe, bytes_, operands):  # P-6
     """An element is a code and a bit, from which both sets of codes are made; or a code for one GEMM and bfloat16 for the other."""
     placement = placement_of("row, sequence")
