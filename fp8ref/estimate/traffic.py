@@ -24,7 +24,7 @@ class Flow:
     elements: float = 0.0
     bytes: float = 0.0
 
-    def add(self, elements: float, size: int) -> None:
+    def add(self, elements: float, size: float) -> None:
         """Add elements of ``size`` bytes each."""
         self.elements += elements
         self.bytes += elements * size
@@ -38,7 +38,7 @@ def flows(config: Config, backend: str) -> dict[str, Flow]:
     return {purpose: flow for purpose, flow in found.items() if flow.elements}
 
 
-def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """(purpose, elements, bytes of each) of one microbatch."""
     keys = config.parallel
     decisions = {d.path: d for d in config.decisions()}
@@ -76,7 +76,7 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         yield from _tensor(config, backend)
 
 
-def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """A weight's gradient in FP8: codes by one all-to-all of all devices that sum it, and float32 sums
     gathered along the axes that do not cut the weight (P-25)."""
     keys = config.parallel
@@ -85,7 +85,7 @@ def _exchanged(linear: str, whole: float, piece: float, config: Config, backend:
     yield "sums of gradients, gathered", (1 - 1 / copies) * piece, 4
 
 
-def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """Tensor parallelism of attention and MLP.
 
     Inputs of q, k, v, gate and up are gathered, outputs of o and down summed.
@@ -110,10 +110,11 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         if last in ("o_proj", "down_proj"):
             yield "outputs, summed over tensor", (1 if keys.sequence else 2) * (1 + again) * parts, outputs
             if keys.sequence:
-                size, recipe = _gathered(decision.recipe.grad_input, config, backend), decision.recipe
+                recipe, size = decision.recipe, float(_gathered(decision.recipe.grad_input, config, backend))
                 if backend == "jax" and not recipe.serves_both("grad_output"):
                     # each GEMM needs its own codes: of one format, a bit an element beside the others'
-                    one = recipe.grad_input.a == recipe.grad_weight.a and keys.through == "shard_map"
+                    cast = recipe.grad_input.a
+                    one = cast is not None and cast == recipe.grad_weight.a and cast.policy.power_of_two and keys.through == "shard_map"
                     size = 9 / 8 if one else size + _gathered(recipe.grad_weight, config, backend)
                 yield "grad_outputs, gathered over tensor", parts, size
 

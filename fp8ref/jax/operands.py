@@ -133,9 +133,10 @@ def gathered_pair(rows: Quantized, columns: Quantized, role: Role, use: Use) -> 
     """Both sets of codes of a tensor from all devices that cut it: the bits of ``gathered_codes`` of each, moved together
     (``paired_codes``)."""
     codes, bits = (gathered(x, role, use) for x in paired_codes.merged(rows, columns))
-    scales = {"scale": gathered(rows.scale, role, use), "scale_inv": gathered(rows.scale_inv, role, use)}
-    of_columns = {name: _scales_of_columns(getattr(columns, name), use) for name in ("scale", "scale_inv")}
-    rows, columns = dataclasses.replace(rows, **scales, axis=-1), dataclasses.replace(columns, **of_columns, axis=-2)
+    of_rows = [gathered(v, role, use) for v in (rows.scale, rows.scale_inv)]
+    of_columns = [_scales_of_columns(v, use) for v in (columns.scale, columns.scale_inv)]
+    rows = dataclasses.replace(rows, scale=of_rows[0], scale_inv=of_rows[1], axis=-1)
+    columns = dataclasses.replace(columns, scale=of_columns[0], scale_inv=of_columns[1], axis=-2)
     return paired_codes.parted(codes, bits, rows, columns)
 
 
