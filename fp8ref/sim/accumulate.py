@@ -268,9 +268,9 @@ def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarra
     NaN where a term is NaN, an infinity meets a zero factor, or infinities of both signs meet; else
     the infinity.
     """
-    c = np.zeros(finite.shape, np.float32) if c is None else c
-    if np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all():
+    if np.isfinite(a).all() and np.isfinite(b).all() and (c is None or np.isfinite(c).all()):
         return finite
+    c = np.zeros(finite.shape, np.float32) if c is None else c
 
     def count(left: np.ndarray, right: np.ndarray) -> np.ndarray:  # how many k have both: [M, K] x [N, K] -> [M, N], exact
         return left.astype(np.float32) @ right.astype(np.float32).T

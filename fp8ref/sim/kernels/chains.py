@@ -60,21 +60,19 @@ def columns(a: Rows, b: np.ndarray, emin: int, ends: np.ndarray, out: np.ndarray
     underflows nor overflows.
     """
     (_, m, width), n, kind = a.numbers.shape, out.shape[1], a.numbers.dtype
-    scratch = (
-        np.empty((width, LANES), f32), _aligned((width, 2, LANES), kind), _aligned((width // 4, LANES), u32),
-        _aligned((m, LANES), f32), np.empty((m, LANES), f32),
-    )  # fmt: skip
+    tile, parts, of_b = aligned(width * LANES, f32), aligned(2 * width * LANES, kind), aligned(width // 4 * LANES, u32)
+    acc, part = aligned(m * LANES, f32), aligned(m * LANES, f32)
     flat = (x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b))
     zero, bias = zero_and_bias(kind == np.float64)
-    chains(*flat, emin, zero, bias, ends, *(x.reshape(-1) for x in scratch), out.reshape(-1), begin, end, m, n, *a.unit)
+    chains(*flat, emin, zero, bias, ends, tile, parts, of_b, acc, part, out.reshape(-1), begin, end, m, n, *a.unit)
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array that begins at a line of the cache, so that no vector lies in two."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.empty(size + 64, u8)
+def aligned(size: int, dtype: Any) -> np.ndarray:
+    """A flat array that begins at a line of the cache, so that no vector lies in two."""
+    length = size * np.dtype(dtype).itemsize
+    raw = np.empty(length + 64, u8)
     begin = -raw.ctypes.data % 64
-    return raw[begin : begin + size].view(dtype).reshape(shape)
+    return raw[begin : begin + length].view(dtype)
 
 
 @njit(nogil=True, inline="always", error_model="numpy")
