@@ -173,8 +173,8 @@ def tensor_difference(x: np.ndarray, found: np.uint32, fmt: Format, policy: str)
         return None
     return {
         "vector": f"scale_inv of the tensor, of amax {explain.decimal(amax)}",
-        "expected": scale.shown(expected, "scale_inv"),
-        "got": scale.shown(found, "scale_inv"),
+        "expected": scale.shown(int(expected), "scale_inv"),
+        "got": scale.shown(int(found), "scale_inv"),
         "rule": f"{explain.scale_rule('in range', policy)}. The scales of blocks follow from it.",
     }
 
