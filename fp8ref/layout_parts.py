@@ -5,6 +5,7 @@ by_name("msamp_o2/none")     # all in float32, in the order of operations of msa
 """
 
 import dataclasses
+from typing import Any
 
 from fp8ref import states
 from fp8ref.formats import FLOAT32
@@ -31,7 +32,7 @@ def by_name(layout: str) -> Layout:
         raise ValueError(
             f"of layout {name!r} the narrow parts are {', '.join(narrow(whole)) or NONE}; got {layout!r}. Name some, joined by +, or {name}/{NONE}."
         )
-    kept = {part: getattr(whole, part) if part in parts else Moment() for part in PARTS}
+    kept: dict[str, Any] = {part: getattr(whole, part) if part in parts else Moment() for part in PARTS}
     blocks = kept["m"].block is not None or kept["v"].block is not None
     return dataclasses.replace(whole, name=layout, ragged=whole.ragged or not blocks, **kept)
 

@@ -37,7 +37,7 @@ class _Attention(torch.autograd.Function):
         return o.flatten(1, 2).to(ctx.dtypes[0])
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):
         q, k, v, p, o = ctx.saved_tensors
         do = _cast(grad, "do", ctx.casts).unflatten(1, q.shape[1:3])
         dv = (_probabilities(p, ctx.casts).mT @ do).sum(2)

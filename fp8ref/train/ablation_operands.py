@@ -24,7 +24,11 @@ KINDS: tuple[Kind, ...] = (*GEMMS, "attention", "states")
 FORWARD: tuple[Kind, ...] = ("output", "attention")
 """Those that a forward pass has operands of."""
 
-ROLES_OF: dict[Kind, tuple[str, ...]] = {**OPERANDS, "attention": attention_casts.ROLES, "states": layout_parts.PARTS}
+ROLES_OF: dict[Kind, tuple[str, ...]] = {
+    **{gemm: OPERANDS[gemm] for gemm in GEMMS},
+    "attention": attention_casts.ROLES,
+    "states": layout_parts.PARTS,
+}
 """The roles of each."""
 
 ROLES: tuple[str, ...] = tuple(dict.fromkeys((*recipe.ROLES, *attention_casts.ROLES, *layout_parts.PARTS)))

@@ -59,8 +59,9 @@ class Start:
         if self.checkpoint is None:
             return Source(weights=trainer.weights(), step=0, amaxes=self._amaxes)
         trainer.load(self.checkpoint.state, self.step)
-        found = {"weights": trainer.weights(), "moments": trainer.moments(), "delayed": trainer.fp8_states()}
-        return Source(**found, step=self.step, amaxes=self._amaxes)
+        return Source(
+            weights=trainer.weights(), moments=trainer.moments(), delayed=trainer.fp8_states(), step=self.step, amaxes=self._amaxes
+        )
 
     def _amaxes(self) -> dict[str, float]:
         """The amax of every operand of the linears, under scales of the tensors themselves, of the batch after the checkpoint."""

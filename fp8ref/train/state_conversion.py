@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fp8ref import delayed
-from fp8ref.attention_delayed import Casts
 from fp8ref.formats import Format
 from fp8ref.recipe import delayed_casts
 from fp8ref.sim import delayed as sim_delayed
@@ -66,7 +65,7 @@ def converted(source: Source, config: Config, backend: str) -> dict[str, np.ndar
             stored = sim_states.master(value, layout) if one.kept == 2 else _stored(value, layout.of(value.size), one.kept)
             found |= {f"{one.name}.{name}.{key}": x for key, x in stored._asdict().items() if x is not None}
     if backend == "jax":
-        found[train_state.COUNT] = np.int32(source.step)
+        found[train_state.COUNT] = np.array(source.step, np.int32)
     states = _delayed(source, config)
     module, fields = (".states", ("scale", "amax_history", "step")) if backend == "torch" else ("", ("stored", "amax_history", "step"))
     for name, state in states.items():
@@ -89,8 +88,7 @@ def _stored(x: np.ndarray, layout: Layout, which: int) -> sim_moments.MomentStat
 
 def _delayed(source: Source, config: Config) -> dict[str, tuple[np.ndarray, ...]]:
     """Every delayed state of a config."""
-    keepers: list[tuple[str, Casts]] = [(d.path, delayed_casts(d.recipe)) for d in config.decisions()]
-    wanted = {f"{path}/{role}": cast for path, casts in keepers for role, cast in casts.items()}
+    wanted = {f"{d.path}/{role}": cast for d in config.decisions() for role, cast in delayed_casts(d.recipe).items()}
     amaxes = source.amaxes() if wanted.keys() - source.delayed.keys() else {}
     return {name: source.delayed.get(name) or _full_of(amaxes[name], *cast) for name, cast in wanted.items()}
 

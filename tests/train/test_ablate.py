@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import Rule
-from fp8ref.train import ablate, loop, variants
+from fp8ref.train import ablate, ablation_start, export, loop, variants
 from fp8ref.train import config as configs
 
 PLANTED = (
@@ -51,15 +52,25 @@ class Fake:
     """A trainer whose loss is 2 and, for each operand of layer 1 that is cast, 0.1 more; and 0.001 times the batch."""
 
     made = 0
+    configs: ClassVar[list] = []
 
     def __init__(self, config):
         Fake.made += 1
         casts = variants.cast_operands(config)
+        Fake.configs.append(config)
         self.loss = 2 + 0.1 * sum("layers.1" in path for path, *_ in casts) / 7 + 0.001 * len(casts)
         self.steps = 0
 
     def load(self, state, step):
         self.steps = 0
+
+    def adopt(self, arrays, step):
+        self.steps = 0
+
+    def weights(self):
+        return {}
+
+    moments = fp8_states = weights
 
     def step(self, tokens):
         self.steps += 1
@@ -76,8 +87,9 @@ class Fake:
 def run(two, tmp_path, monkeypatch):
     """A run of torch, whose trainers are then fakes."""
     loop.train(two, "torch", tmp_path / "run")
-    monkeypatch.setattr(loop, "trainer", lambda backend, config: Fake(config))
+    monkeypatch.setattr(loop, "trainer", lambda backend, config, weights=None: Fake(config))
     Fake.made = 0
+    Fake.configs.clear()
     return tmp_path / "run"
 
 
@@ -112,6 +124,29 @@ def test_training_is_matched_and_begins_again_for_each_order(run):
     assert found.baseline == pytest.approx(2 + 0.02, abs=0.01)
 
 
+def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, O-1
+    found = ablate.ablate(run, attention="cudnn", states="te", steps=1, seeds=2, batches=2, layers=(), gemms=["attention", "states"])
+    names = [f"layers.{i}/attention/{role}" for i in (0, 1) for role in ("q", "k", "v", "p", "do", "ds")] + [
+        "model/states/m",
+        "model/states/v",
+    ]
+    assert sorted(row.operand.name for row in found.rows) == sorted(names)
+    seen = [(config.numerics.attention_operands, config.optimizer.layout) for config in Fake.configs]
+    assert ((), "te/none") in seen  # the baseline
+    assert (("model.layers.1.self_attn/ds",), "te/none") in seen
+    assert ((), "te/v") in seen
+    whole = ablate.ablate(
+        run, attention="cudnn", states="te", base="fp8", steps=1, seeds=2, batches=2, gemms=["states"], out=run / "whole", by="model"
+    )
+    assert [row.operand.role for row in whole.rows] == ["m", "v"]
+    assert {config.optimizer.layout for config in Fake.configs[-3:]} >= {"te/m", "te/v"}
+
+
+def test_a_forward_pass_has_no_operand_of_gradients(run):
+    found = ablate.ablate(run, attention="cudnn", batches=2, by="model")
+    assert {row.operand.role for row in found.rows} == {"input", "weight", "q", "k", "v", "p"}
+
+
 def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
     monkeypatch.setattr(Fake, "evaluate", lambda self, tokens: math.nan if 2.006 < self.loss < 2.01 else self.loss)
     found = ablate.ablate(run, batches=2)
@@ -128,7 +163,9 @@ def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
     ("keys", "message"),
     [
         ({"recipe": "bf16"}, r"--recipe is one with FP8"),
-        ({"recipe": "delayed"}, r"'delayed' has states\. Use tensorwise"),
+        ({"attention": "mxfp8"}, r"one FP8 scale for a tensor, and gradients; got 'mxfp8'"),
+        ({"states": "te"}, r"states are written by steps of training; got --states 'te' without --steps"),
+        ({"states": "nn", "steps": 1}, r"got 'nn'"),
         ({"layers": ["absent"]}, r"--layers 'absent' names no linear in FP8"),
         ({"gemms": ["grad_weight"]}, r"no operand in FP8 is left"),
         ({"batches": 1}, r"2 or more batches; got 3 and 1"),
@@ -161,3 +198,32 @@ def test_rules_are_read_trained_and_recorded(small, tmp_path, backend):  # R-8
     assert manifest["proof"]["missing"] == []
     gemm = next(one for one in manifest["proof"]["gemms"] if one["gemm"].endswith("down_proj/grad_weight"))
     assert gemm["a"] == "f8e4m3fn"
+
+
+def test_weights_of_hugging_faces_format_are_taken_in_place_of_a_run(two, text, tmp_path):
+    one = two.replace(model={"num_hidden_layers": 1}, numerics={"recipe": "bf16"}, run={"steps": 1, "eval_every": 1})
+    loop.train(one, "torch", tmp_path / "run")
+    export.export(tmp_path / "run", tmp_path / "hf")
+    how = {"data": str(text), "sequence_length": 16, "batch_size": 4}
+    start = ablation_start.of_weights(tmp_path / "hf", "torch", "delayed", **how)
+    assert start.config.model == one.model
+    found = ablate.ablate(start, out=tmp_path / "out", by="model", roles=["weight"], batches=2)
+    same = ablate.ablate(tmp_path / "run", recipe="delayed", by="model", roles=["weight"], batches=2)
+    assert found.step == 0
+    # One set of weights and batches; the amaxes of delayed scaling are of one batch, of step 0 here and of step 1 there.
+    assert found.baseline == same.baseline
+    assert found.rows[0].cost == pytest.approx(same.rows[0].cost, abs=0.01)
+    with pytest.raises(ConfigError, match="no run, and has no config"):
+        ablation_start.of_weights(tmp_path / "run", "torch", None, **how)
+
+
+def test_another_model_of_transformers_is_taken_in_pytorch_alone(two, text, tmp_path):
+    described = {"model_type": "gpt_neox", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    how = {"data": str(text), "sequence_length": 16, "batch_size": 4}
+    with pytest.raises(ConfigError, match="JAX trains the trainer"):
+        ablation_start.of_weights(tmp_path, "jax", None, **how)
+    start = ablation_start.of_weights(tmp_path, "torch", None, **how)
+    assert start.config.architecture.kind == "transformers"
+    with pytest.raises(ConfigError, match="--attention takes the trainer's own Llama"):
+        ablate.ablate(start, attention="cudnn", batches=2, out=tmp_path / "out")
