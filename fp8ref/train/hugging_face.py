@@ -79,8 +79,9 @@ def model_of(found: Mapping[str, Any]) -> LlamaConfig:
     inner = "moe_intermediate_size" if experts else "intermediate_size"
     try:
         every = missing(str(model_type), given) | given
+        head = every["head_dim"] if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"] else None
         return LlamaConfig(
-            **{key: every[key] for key in keys}, intermediate_size=every[inner], head_size=every["head_dim"], qk_norm=model_type != "llama"
+            **{key: every[key] for key in keys}, intermediate_size=every[inner], head_size=head, qk_norm=model_type != "llama"
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {error}.") from error
