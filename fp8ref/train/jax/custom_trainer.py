@@ -28,7 +28,7 @@ class _Programs(NamedTuple):
     """A step in one recipe, and its compiled functions."""
 
     step: CustomStep
-    train: Callable
+    train: jax.stages.Wrapped
     gradients: Callable
     loss: Callable
     logits: Callable
@@ -40,6 +40,8 @@ class Trainer:
     """One user's model being trained. ``step`` and ``evaluate`` take tokens [B, T + 1], integers."""
 
     backend = "jax"
+    _step: CustomStep
+    _train: jax.stages.Wrapped
 
     def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None = None, *, multiply: Multiply | None = None) -> None:
         """weights: float32 by name; None: the model's own initial weights, from run.seed.
@@ -55,6 +57,7 @@ class Trainer:
             except ValueError as error:
                 raise ConfigError(f"numerics.accumulate {config.numerics.accumulate!r}: {error}") from error
         self._programs: dict[str, _Programs] = {}
+        self.recipe = config.numerics.recipe
         self._fp8: dict[str, Any] = {}
         self.switch(config.numerics.recipe)
         self._state = self._step.begin(weights)
