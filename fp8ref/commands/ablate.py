@@ -37,7 +37,7 @@ def add(commands) -> None:
     )
     made.add_argument("--seeds", type=int, default=3, metavar="N", help="orders of data to train with, under --steps (default 3)")
     made.add_argument("--batches", type=int, default=8, metavar="N", help="validation batches (default 8)")
-    made.add_argument("--learning-rate", type=float, metavar="RATE", help="of --steps (default: the run's at the checkpoint)")
+    made.add_argument("--learning-rate", type=float, metavar="RATE", help="of --steps (default: the run's peak)")
     made.add_argument("--backend", choices=("jax", "torch"), help="of a directory of Hugging Face's format (default torch)")
     made.add_argument("--data", metavar="SOURCE", help="as data.source, of such a directory (default stdlib)")
     made.add_argument("--sequence-length", type=int, metavar="N", help="as data.sequence_length, of such a directory (default 128)")

@@ -141,7 +141,7 @@ def ablate(
                 Else train so many steps from the checkpoint, in each of ``seeds`` orders of data, and then validate.
     batches     validation batches.
     learning_rate
-                of those steps; None: the run's at the checkpoint.
+                of those steps; None: the run's peak, as at the end of a run nothing is learned that a cast could harm.
     Raises:     ConfigError: no run, no checkpoint, several devices; no operand left; ``out`` holds another ablation.
     """
     start = run if isinstance(run, Start) else ablation_start.of_run(run, recipe)
@@ -149,7 +149,7 @@ def ablate(
     if steps == 0:
         gemms, roles = [gemm for gemm in gemms if gemm in FORWARD], [role for role in roles if role not in OF_GRADIENTS]
     config = _studied(start, attention, states, gemms, steps)
-    rate = config.optimizer.learning_rate_at(max(start.step - 1, 0), config.run.steps) if learning_rate is None else learning_rate
+    rate = config.optimizer.learning_rate if learning_rate is None else learning_rate
     config = config.replace(
         optimizer={"learning_rate": rate, "min_learning_rate": rate, "warmup_steps": 0},
         run={"steps": start.step + max(steps, 1), "eval_batches": batches},

@@ -61,7 +61,7 @@ def test_a_section_is_checked(keys, message):
 
 def test_a_module_of_flax_keeps_the_states_of_one_recipe(monkeypatch):
     monkeypatch.setitem(RECIPES, "again", dataclasses.replace(RECIPES["delayed"], name="again"))
-    with pytest.raises(ValueError, match="keeps one recipe's states of delayed scaling; numerics.schedule has delayed, again"):
+    with pytest.raises(ValueError, match="states of delayed scaling"):
         custom(NNX, numerics={"recipe": "delayed", "schedule": ((0, "delayed"), (5, "again"))})
     assert custom(NNX, numerics={"recipe": "delayed", "schedule": ((0, "delayed"), (5, "bf16"))}).recipes == ("delayed", "bf16")
 
