@@ -104,8 +104,25 @@ def padded(x):
 
 
 def flash_attention(
-    q, k, v, sees, *, scale, dq, dk, dv, tile, unit, order, offset=8, threshold=0.0, separate=False, promoted=False, narrow=e4m3,
-    softcap=None, sink=None,
+    q,
+    k,
+    v,
+    sees,
+    *,
+    scale,
+    dq,
+    dk,
+    dv,
+    tile,
+    unit,
+    order,
+    offset=8,
+    threshold=0.0,
+    separate=False,
+    promoted=False,
+    narrow=e4m3,
+    softcap=None,
+    sink=None,
 ):
     """FlashAttention's softmax and main loop for one head (hopper/softmax.h, mainloop_fwd_sm90_tma_gmma_ws.hpp; flash_attn/cute/softmax.py,
     flash_fwd_sm100.py, at 0251105): q [Tq, D], k and v [Tk, D] of e4m3 numbers, descales of the head. unit None: bf16, sums in order.

@@ -288,7 +288,14 @@ def _gradients(use: Use, saved, cotangents):
     if tap is not None:
         tap = tap + attention_stats.rows(attention_stats.of_backward(do, given, found.tensors["do"], use))
     dsinks = None if sinks is None or found.dsinks is None else found.dsinks.astype(sinks.dtype)
-    return *(x.astype(do.dtype) for x in found[:3]), dsinks, None, jax.tree.map(jnp.zeros_like, scales), _merged(later, found.amaxes, seen), tap
+    return (
+        *(x.astype(do.dtype) for x in found[:3]),
+        dsinks,
+        None,
+        jax.tree.map(jnp.zeros_like, scales),
+        _merged(later, found.amaxes, seen),
+        tap,
+    )
 
 
 _attention.defvjp(_saved, _gradients)

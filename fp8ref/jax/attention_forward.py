@@ -98,9 +98,7 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     if given.sinks is not None:
         o, total, maximum = attention_sinks.add(o, total, maximum, given.sinks, use, None if use.fast else factor)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    lse = (
-        online_softmax.log_sum_fast(maximum, total, variant) if use.fast else online_softmax.log_sum(maximum, total, factor, variant)
-    )
+    lse = online_softmax.log_sum_fast(maximum, total, variant) if use.fast else online_softmax.log_sum(maximum, total, factor, variant)
     lse = parts.ungrouped(lse)
     rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
     if observe:

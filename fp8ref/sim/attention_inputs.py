@@ -56,7 +56,7 @@ def prepare(
     if not (np.isfinite(factor) and factor > 0):
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
     of_documents = _documents(documents, b, tq, tk)
-    more = {"softcap": _softcap(softcap), "sinks": _sinks(sinks, h)}
+    more: dict = {"softcap": _softcap(softcap), "sinks": _sinks(sinks, h)}
     return Problem(variant, tensors["q"], tensors["k"], tensors["v"], factor, mask, low, high, *of_documents, **more)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8ref.attention import Variant
-from fp8ref.torch import attention_forward, batched_gemm, cast
+from fp8ref.torch import attention_forward, attention_sinks, batched_gemm, cast
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_fast_operands import Layout
 from fp8ref.torch.attention_forward import Documents, Result
@@ -35,6 +35,7 @@ def run(
     *,
     report: Report,
     keep: Collection[Matrix] = (),
+    sinks: Tensor | None = None,
 ) -> Result:
     """The pass, of quantized q, k and v.
 
@@ -80,6 +81,9 @@ def run(
             if layout.codes and variant.granularity == "rows_128":
                 found = found * layout.of_heads(operands.key_scale(tensors["v"].scale_inv, tile, variant)).view(n, 1, 1)[part]
             of_o.add_(found)
+    if sinks is not None:
+        of_rows = attention_sinks.by_rows(sinks, shape).expand(shape.batch, -1, shape.queries, -1).flatten(2, 3).flatten(0, 1)
+        o, sums, maximum = attention_sinks.add(o, sums, maximum, of_rows, None, spec)
     factor = _at_end(layout, scale_inv_p)
     inverse = _inverse(sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant)
     out = layout.by_head(o.mul_(inverse[..., None]))

@@ -16,7 +16,10 @@ CAP = 5.0
 def inputs(h=4, heads=2, tq=7, tk=21, d=64, *, size=2.0, seed=0):
     rng = np.random.default_rng(seed)
     sizes = (size, size, 1, 1)
-    return tuple((rng.normal(size=(1, n, t, d)) * of).astype(F) for (n, t), of in zip(((h, tq), (heads, tk), (heads, tk), (h, tq)), sizes, strict=True))
+    return tuple(
+        (rng.normal(size=(1, n, t, d)) * of).astype(F)
+        for (n, t), of in zip(((h, tq), (heads, tk), (heads, tk), (h, tq)), sizes, strict=True)
+    )
 
 
 def of_head(x):
@@ -97,7 +100,7 @@ def test_cast_gradients_are_near_real_ones(name):  # A-15, A-16, A-22: as withou
             assert np.linalg.norm(mine - right) < (0.02 if name == "bf16" else 0.25) * np.linalg.norm(right)
 
 
-def test_dS_has_the_slope_of_tanh():  # A-22, step by step, in bfloat16 of one head
+def test_the_gradient_of_scores_has_the_slope_of_tanh():  # A-22, step by step, in bfloat16 of one head
     q, k, v, do = (cast.round_to(x, VARIANTS["bf16"].fmt) for x in inputs(1, 1, tq=3, tk=9))
     forward = attention.forward(q, k, v, variant="bf16", softcap=CAP)
     found = backward(do, q, k, v, forward, variant="bf16", softcap=CAP)
