@@ -153,12 +153,15 @@ class Layout:
             found.append((slice((first - tile.first) * shape.group, (last - tile.first) * shape.group), ~seen[:, 0]))
         return found
 
-    def narrow(self, x: Tensor, fmt, part: slice, tile: Tile) -> Tensor:
-        """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their numbers."""
+    def narrow(self, x: Tensor, fmt, part: slice, tile: Tile, *, inside: bool = False) -> Tensor:
+        """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their numbers.
+
+        inside    no number of x is above the format's range.
+        """
         if fmt.bits != 8:
             short = head_scaling.rounded(x, fmt)
             return short if self.codes else x.copy_(short)
-        return cast.to_fp8(x, fmt) if self.codes else float_values.round_(x, fmt, self.scratch(2, part, tile))
+        return cast.to_fp8(x, fmt) if self.codes else float_values.round_(x, fmt, self.scratch(2, part, tile), inside=inside)
 
 
 def _partial(tile: Tile, spec: Spec, shape: Shape) -> list[tuple[int, int]]:
