@@ -81,6 +81,8 @@ class Config:
         )
         if self.parallel.attention == "kernel":
             self._check_kernel()
+        if self.parallel.context > 1:
+            self._check_context()
         require(
             self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
@@ -133,6 +135,28 @@ class Config:
             )
             if not taken
         ]
+
+    def uncut_sequences(self) -> list[str]:
+        """The error messages for a length of sequences that context and sequence parallelism do not divide (P-10, A-22)."""
+        keys, length = self.parallel, self.data.sequence_length
+        parts = keys.context * (keys.tensor if keys.sequence else 1)
+        what = "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence if keys.context > 1 else "tensor"
+        under = "under parallel.sequence " * (keys.context == 1)
+        return [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."] if length % parts else []
+
+    def _check_context(self) -> None:
+        """ValueError for attention that parts of the tokens do not compute (A-21, A-22)."""
+        variant, keys = self.attention_variant, self.parallel
+        require(
+            variant is not None and not variant.real and variant.granularity in ("tensor", None),
+            "parallel.context cuts sequences, and takes attention with one scale for a tensor, or none; got numerics.attention "
+            f"{self.numerics.attention!r}. Use cudnn or bf16, or leave parallel.context out.",
+        )
+        require(
+            keys.compile == "none",
+            f"parallel.context gathers keys and values within attention, which is traced eagerly alone; got parallel.compile {keys.compile!r}. Set it "
+            "to none.",
+        )
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -221,13 +221,16 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """A mesh of data x fsdp x tensor devices, and how it shards the model (spec P)."""
+    """A mesh of data x fsdp x context x tensor devices, and how it shards the model (spec P)."""
 
     data: int = 1
     """Data-parallel devices: each has a part of the batch and a copy of the weights."""
     fsdp: int = 1
     """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8; in PyTorch those
     with one scale."""
+    context: int = 1
+    """Context-parallel devices: each has a part of every sequence, and together with fsdp a shard of every matrix. Of numerics.attention bf16 or cudnn,
+    which gathers keys and values (spec A-22)."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False
@@ -274,8 +277,12 @@ class ParallelConfig:
     """PyTorch: seconds that a rank waits for another before the run ends."""
 
     def __post_init__(self) -> None:
-        for key in ("data", "fsdp", "tensor", "timeout_s"):
+        for key in ("data", "fsdp", "context", "tensor", "timeout_s"):
             require(getattr(self, key) >= 1, f"parallel.{key} is at least 1; got {getattr(self, key)}.")
+        require(
+            self.context == 1 or self.through == "shard_map",
+            "parallel.context needs visible devices, and plain jit shows none. Use parallel.through 'shard_map'.",
+        )
         require(not self.sequence or self.tensor > 1, f"parallel.sequence needs parallel.tensor above 1; got {self.tensor}.")
         require(
             self.amax_scope == "global" or self.through == "shard_map",
@@ -333,7 +340,12 @@ class ParallelConfig:
     @property
     def devices(self) -> int:
         """Number of devices in the mesh; PyTorch has a process for each."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.shards * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Number of pieces that fsdp and context cut every matrix into."""
+        return self.fsdp * self.context
 
     def unattended(self, head_dim: int) -> list[str]:
         """The error messages for heads of this size under ``attention``; empty if they fit."""
@@ -344,9 +356,9 @@ class ParallelConfig:
         """The error messages for gradients that this backend cannot sum as asked (P-25)."""
         if self.reduce_dtype != "float8_e4m3fn":
             return []
-        if self.data * self.fsdp == 1:
+        if self.data * self.shards == 1:
             return [
-                "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data and fsdp, of which there is one device. Leave it out."
+                "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data, fsdp and context, of which there is one device. Leave it out."
             ]
         if backend == "torch" and self.data > 1:
             return [

@@ -88,6 +88,7 @@ class Pass:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
+            how["tokens"] = self.layout.context if self.layout else ""
             how["multiply"] = self.multiply if by_name(self.variant).fmt.bits == 8 else None
             if (state := self.state.get(name)) is not None:
                 how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
@@ -318,7 +319,9 @@ class Llama(nnx.Module):
         Under sequence parallelism the logits are of a device's part of each sequence.
         """
         run = run or Pass()
-        cos, sin = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1]))
+        parts = run.layout.config.context if run.layout else 1
+        tables = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1] * parts))
+        cos, sin = (run.layout.own_context(table, axis=0) if run.layout else table for table in tables)
         h = self.embedded(tokens, run)
         if self.model.stacked:
             graph, params = nnx.split(self.model.layers, nnx.Param)
