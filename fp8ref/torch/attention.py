@@ -66,11 +66,14 @@ def apply(
     seed: int = 0,
     arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
+    context: str | None = None,
     seen: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """softmax(q k^T scale) v by a variant, differentiable in q, k and v.
 
     scales        as in ``forward``; and of roles do, ds, dq, dk, dv, for the backward pass.
+    context       name of the process group whose ranks have the parts of the tokens, in their order: codes of k and v are gathered (A-21).
+                  The amax_group of whole tensors is then this one, or a larger one.
     seen          {role: observation}, ``delayed.RoleState.seen`` of roles whose scale is one number: the passes merge
                   their amaxes into these (H-4), the forward pass those of q, k, v, s and o.
     Shapes:   as in ``forward``; o [B, H, Tq, D] of q's dtype.
@@ -87,7 +90,7 @@ def apply(
         check_gradients(variant)
     given, observed = scales or {}, seen or {}
     roles = tuple(given), tuple(observed)
-    function = attention_function.function(variant, values(variant), values(mask), scale, seed, arithmetic, amax_group, roles)
+    function = attention_function.function(variant, values(variant), values(mask), scale, seed, arithmetic, (amax_group, context), roles)
     of_q, of_k = documents if isinstance(documents, tuple) else (documents, documents)
     return function.apply(q, k, v, of_q, of_k, *given.values(), *observed.values())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8ref import attention as data
 from fp8ref.attention import Mask, Variant
 from fp8ref.torch import (
+    attention_context,
     attention_fast,
     attention_fast_gradients,
     attention_forward,
@@ -35,6 +36,9 @@ _PLAIN = tuple(f.name for f in dataclasses.fields(Variant) if f.name not in ("ti
 Roles = tuple[tuple[str, ...], tuple[str, ...]]
 """The roles of given scales, and those of observations."""
 
+Groups = tuple[str | None, str | None]
+"""The names of ``Spec.amax_group`` and ``Spec.context``."""
+
 
 def values(x: object) -> tuple:
     """The fields of a Mask or Variant, as numbers and strings.
@@ -53,7 +57,7 @@ def values(x: object) -> tuple:
 
 @torch._dynamo.assume_constant_result
 def function(
-    variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, arithmetic, amax_group, roles: Roles
+    variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, arithmetic, groups: Groups, roles: Roles
 ) -> type[torch.autograd.Function]:
     """The differentiable function of some constants, which a compiler does not trace.
 
@@ -65,7 +69,9 @@ def function(
         raise ValueError("mask is a Mask of fp8ref.attention.")
     causal, window, alignment = of_mask
     mask = Mask(causal=causal, window=window, alignment=alignment)
-    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, arithmetic=arithmetic, amax_group=amax_group)
+    amax_group, context = groups
+    how: dict = {"scale": scale, "seed": seed, "arithmetic": arithmetic, "amax_group": amax_group or context, "context": context}
+    spec = Spec(variant=data.by_name(variant), mask=mask, **how)
     return _bind(spec, roles)
 
 
@@ -104,8 +110,11 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
     attention_inputs.check_seen(ctx.seen, variant, roles, shape)
     report: Report = "amaxes" if ctx.seen else "nothing"
     pair = documents if documents[0] is not None and documents[1] is not None else None
+    if spec.context is not None:
+        attention_context.check(spec, shape, documents=pair is not None)
     at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
-    ctx.shape, ctx.dtypes, ctx.layer = shape, (q.dtype, k.dtype, v.dtype), attention_observer.layer()
+    spec, shape = attention_context.problem(spec, shape)
+    ctx.shape, ctx.first, ctx.dtypes, ctx.layer = shape, spec.first, (q.dtype, k.dtype, v.dtype), attention_observer.layer()
     if variant.real:
         ctx.save_for_backward(q, k, v, *at)
         return operands.by_head(attention_real.forward(q, k, v, spec, shape, at).o, shape).float().to(q.dtype)
@@ -116,7 +125,7 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
     run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
     watched = attention_observer.watched(ctx.layer) and not attention_observer.again()
     keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
-    result = run(tensors, spec, shape, at, given, report=report, keep=keep)
+    result = run(attention_context.gathered(tensors, spec), spec, shape, at, given, report=report, keep=keep)
     o = result.o.to(q.dtype)
     if watched:
         shown = {
@@ -148,6 +157,7 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
     saved, shape = iter(ctx.saved_tensors), ctx.shape
+    spec = spec if spec.context is None else dataclasses.replace(spec, first=ctx.first)
     keep = attention_inputs.kept_of(spec.variant) if attention_observer.watched(ctx.layer) else []
     report: Report = "amaxes" if ctx.seen else "nothing"
     if spec.variant.real:
@@ -164,7 +174,7 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
         else:
             scale_p, scale_inv_p = next(saved), next(saved)
             tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
-            kept = Saved(tensors, o, o_scale_inv, lse, scale_p, scale_inv_p)
+            kept = Saved(attention_context.gathered(tensors, spec), o, o_scale_inv, lse, scale_p, scale_inv_p)
             given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
             of_pass = attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients
             gradients = of_pass.gradients(do, kept, spec, shape, at, given, report=report, keep=keep)

@@ -343,6 +343,12 @@ class ParallelConfig:
         return self.data * self.shards * self.tensor
 
     @property
+    def mesh(self) -> str:
+        """The axes and their sizes, as text."""
+        axes = ["data", "fsdp", *(["context"] if self.context > 1 else []), "tensor"]
+        return f"{' x '.join(axes)} = {' x '.join(str(getattr(self, axis)) for axis in axes)}"
+
+    @property
     def shards(self) -> int:
         """Number of pieces that fsdp and context cut every matrix into."""
         return self.fsdp * self.context

@@ -103,9 +103,10 @@ class Trainer:
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [B, T, vocab_size] from tokens [B, T]."""
+        """float32 [B, T, vocab_size] from tokens [B, T]; under parallel.context of all ranks, which divide T."""
         with self._step.computing():
-            return self._step.logits(self._step.tokens(tokens)).float().cpu().numpy()
+            own = self._step.tokens(tokens[:, self._step.own_tokens(tokens.shape[1])])
+            return self._step.of_context(self._step.logits(own).float()).cpu().numpy()
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -260,7 +261,7 @@ class Trainer:
             "fsdp": operand.role != "weight" or gathered,
             "tensor": style is not None and operand.role != whole,
         }
-        ranks = np.arange(keys.devices).reshape(keys.data, keys.fsdp, keys.tensor)
+        ranks = np.arange(keys.devices).reshape(keys.data, keys.shards, keys.tensor)
         return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
