@@ -35,6 +35,7 @@ from fp8ref.torch import (
     attention_forward,
     attention_function,
     attention_gradients,
+    attention_gradients_bf16,
     attention_gradients_mx,
     attention_inputs,
     attention_real,
@@ -100,7 +101,10 @@ def check_gradients(variant: str | Variant) -> None:
     variant = data.by_name(variant)
     if variant.backward is None:
         names = ", ".join(name for name, one in data.VARIANTS.items() if one.backward is not None)
-        raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, or call under torch.no_grad().")
+        raise ValueError(
+            f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, attention.differentiated(variant, 'bf16') of fp8ref, or call "
+            "under torch.no_grad()."
+        )
 
 
 @torch.no_grad()
@@ -182,14 +186,14 @@ def backward(
     keep          the matrices to return, of p_codes, ds and ds_codes, whose memory is quadratic; of MX blocks dS has no one
                   code.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in ``forward``. See ``Gradients``.
-    Order:    stated: A-14 to A-16; sums over keys are added tile by tile, in float32; over the heads of a group
+    Order:    stated: A-14 to A-16, A-23; sums over keys are added tile by tile, in float32; over the heads of a group
               ascending. fast: A-18.
     Specials: a row that sees no key has no gradient. NaN and infinities as in ``forward``.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape.
     Source:   spec A-14 to A-16.
     """
     check_gradients(variant)
-    roles = ("s", *data.GRADIENT_ROLES)
+    roles = ("s", *data.by_name(variant).roles[len(data.ROLES) :])
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, 0, arithmetic, amax_group, roles)
     if not isinstance(result, Result) or result.o.shape != q.shape:
         raise ValueError(f"result is what forward gave for q {tuple(q.shape)}; got {type(result).__name__}.")
@@ -200,6 +204,8 @@ def backward(
     with _full_precision(q):
         if spec.variant.real:
             return _real_gradients(do, q, k, v, spec, shape, at)
+        if spec.variant.backward == "bf16":
+            return attention_gradients_bf16.gradients(do, (q, k, v), result.o, result.lse, spec, shape, at, report="all", keep=keep)
         scale_p, scale_inv_p = (result.scale_p, result.scale_inv_p)
         if "s" in given:
             scale_p, scale_inv_p = operands.probability_scale(spec.variant, given, q.device)

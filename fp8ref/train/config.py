@@ -242,8 +242,9 @@ class Config:
 
     @property
     def attention_variant(self) -> Variant | None:
-        """The variant of numerics.attention; None for the framework's own attention."""
-        return None if self.numerics.attention is None else attention.by_name(self.numerics.attention)
+        """The variant of numerics.attention, with its backward pass; None for the framework's own attention."""
+        keys = self.numerics
+        return None if keys.attention is None else attention.differentiated(keys.attention, keys.attention_backward)
 
     @property
     def attention_casts(self) -> dict[str, attention_delayed.Casts]:

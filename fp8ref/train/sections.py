@@ -12,6 +12,7 @@ import tyro
 
 from fp8ref import attention, attention_delayed, gradient_reduction, states
 from fp8ref import recipe as recipes
+from fp8ref.attention import Backward
 from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
 
@@ -137,8 +138,11 @@ class NumericsConfig:
     """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe says), exact, f32, hopper_fast, hopper_slow,
     ada, blackwell, or a .json file of ``fp8ref probe``. native, the default: the framework's own GEMMs."""
     attention: str | None = None
-    """Attention, a tile of keys after another, by one of the variants that have gradients: cudnn or mxfp8 in FP8; bf16, or exact (spec A-1).
-    Default: the framework's own, in bfloat16."""
+    """Attention, a tile of keys after another, by a variant (spec A-1): in FP8 cudnn or mxfp8, or with numerics.attention_backward bf16 also fa3,
+    fa3_promoted, fa4, fa4_threshold4 and fa3_paper; bf16, or exact. Default: the framework's own, in bfloat16."""
+    attention_backward: Backward = "own"
+    """The backward pass of numerics.attention in FP8: the variant's own, or bf16, of q, k and v in bfloat16 with the log-sum-exp of the FP8 pass (spec
+    A-23). FlashAttention's kernels in FP8 have none of their own."""
     attention_arithmetic: Literal["fast", "stated"] = "fast"
     """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
     stated order, rounded once, several times slower."""
@@ -181,12 +185,27 @@ class NumericsConfig:
             "numerics.attention_scaling 'delayed' is of attention with one FP8 scale for a tensor; got numerics.attention "
             f"{self.attention!r}. Use variant 'cudnn', or leave it out.",
         )
-        if self.attention is not None:
-            trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
+        require(
+            self.attention_backward in get_args(Backward),
+            f"numerics.attention_backward is own or bf16; got {self.attention_backward!r}.",
+        )
+        if self.attention is None:
             require(
-                self.attention in trained,
-                f"numerics.attention is one of {', '.join(trained)}, which have gradients; got {self.attention!r}. Leave it out for the "
-                "framework's own attention.",
+                self.attention_backward == "own",
+                f"numerics.attention_backward is of numerics.attention, which is left out; got {self.attention_backward!r}. Leave both out, or name "
+                "a variant.",
+            )
+        else:
+            trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
+            forward = [name for name in attention.VARIANTS if name not in trained]
+            require(
+                self.attention in trained or (self.attention in forward and self.attention_backward == "bf16"),
+                f"numerics.attention is one of {', '.join(trained)}, which have gradients, or with numerics.attention_backward 'bf16' of "
+                f"{', '.join(forward)}; got {self.attention!r}. Leave it out for the framework's own attention.",
+            )
+            require(
+                self.attention_backward == "own" or attention.by_name(self.attention).fmt.bits == 8,
+                f"numerics.attention_backward 'bf16' is of a forward pass in FP8; got numerics.attention {self.attention!r}. Leave it out.",
             )
             require(
                 not self.simulates or attention.by_name(self.attention).granularity != "mx_1x32",

@@ -39,6 +39,7 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
     """The proof of attention for a run's manifest: each distinct product once, and those on dequantized operands."""
     return {
         "variant": variant.name,
+        "backward": variant.backward,
         "gemms": [
             {"gemm": one.name, "a": one.a, "b": one.b, "accumulate": one.accumulate, "fp8": one.fp8}
             | ({"plan": one.plan} if one.plan else {})

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
-from fp8ref.attention import Arithmetic, Mask, by_name
+from fp8ref.attention import Arithmetic, Mask, Variant
 from fp8ref.hardware import Multiply
 from fp8ref.jax import attention, attention_kernel, delayed, grouped, linear
 from fp8ref.jax.scaling import Quantized
@@ -67,7 +67,7 @@ class Pass:
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
     attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
-    variant: str | None = None
+    variant: Variant | None = None
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
@@ -89,7 +89,7 @@ class Pass:
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
             how["tokens"] = self.layout.context if self.layout else ""
-            how["multiply"] = self.multiply if by_name(self.variant).fmt.bits == 8 else None
+            how["multiply"] = self.multiply if self.variant.fmt.bits == 8 else None
             if (state := self.state.get(name)) is not None:
                 how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
             y, seen, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))

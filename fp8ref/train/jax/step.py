@@ -309,7 +309,7 @@ class Step:
             self.layout,
             taps or {},
             attention=keys.attention,
-            variant=self.config.numerics.attention,
+            variant=self.config.attention_variant,
             arithmetic=self.config.numerics.attention_arithmetic,
             checkpointing=keys.checkpointing,
             multiply=self._multiply,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from fp8ref import llama
-from fp8ref.attention import Arithmetic, Mask
+from fp8ref.attention import Arithmetic, Mask, Variant
 from fp8ref.llama import LlamaConfig
 from fp8ref.torch import attention, attention_delayed
 from fp8ref.torch.tensor_parallel import TensorPlan
@@ -97,7 +97,7 @@ class Attention(nn.Module):
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
-    variant: str | None = None
+    variant: Variant | None = None
     arithmetic: Arithmetic = "fast"
     amax_group: str | None = None
     context: str | None = None
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         self.states = nn.ModuleDict()
 
     def attend_by(
-        self, variant: str | None, arithmetic: Arithmetic, amax_group: str | None, *, delays: bool, context: str | None = None
+        self, variant: Variant | None, arithmetic: Arithmetic, amax_group: str | None, *, delays: bool, context: str | None = None
     ) -> None:
         """Attend by a variant from now on; delays: by delayed scales."""
         self.variant, self.arithmetic, self.amax_group, self.context = variant, arithmetic, amax_group, context

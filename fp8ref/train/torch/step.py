@@ -121,7 +121,7 @@ class Step:
                 name = None if group is None else group.group_name
                 parts = None if context is None else context.group_name
                 how: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
-                module.attend_by(keys.attention, keys.attention_arithmetic, name, **how)
+                module.attend_by(self.config.attention_variant, keys.attention_arithmetic, name, **how)
         return model
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
