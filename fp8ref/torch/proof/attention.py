@@ -51,6 +51,8 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
 
 
 def _planned(layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[ProductRecord]:
+    if not layers:  # of attention in high precision none is planned
+        return []
     accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
     of_variant = [(product, [type_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant)]) for product in products(variant)]
     return [ProductRecord(layer, product, a, b, accumulate, plan) for layer in layers for product, (a, b) in of_variant]
