@@ -213,11 +213,21 @@ class Config:
     def _check_kernel(self) -> None:
         """ValueError for a config that no library's FP8 kernel trains."""
         keys, tiles = self.numerics, "Use parallel.attention 'tiles'."
+        by_flash = keys.attention in ("fa3", "fa3_promoted")  # which has gradients by attention_backward 'bf16' alone
         require(
-            keys.attention == "cudnn" and keys.attention_scaling == "delayed",
+            by_flash or (keys.attention == "cudnn" and keys.attention_scaling == "delayed" and keys.attention_backward == "own"),
             "parallel.attention 'kernel' is cuDNN's FP8 attention, which casts with scales that are given: numerics.attention 'cudnn' with "
-            f"numerics.attention_scaling 'delayed'; got {keys.attention!r} with {keys.attention_scaling!r}. {tiles}",
+            "numerics.attention_scaling 'delayed' and its own backward pass; or in PyTorch FlashAttention-3: 'fa3' or 'fa3_promoted' with "
+            f"numerics.attention_backward 'bf16'; got {keys.attention!r} with {keys.attention_scaling!r} and {keys.attention_backward!r}. {tiles}",
         )
+        if by_flash:
+            require(
+                self.model.head_dim % 16 == 0 and self.parallel.compile == "none" and not keys.simulates and not self.statistics.every,
+                "parallel.attention 'kernel' of FlashAttention-3 takes heads of multiples of 16, in eager mode, without numerics.accumulate and "
+                f"statistics.every, which look into the tiles; got {self.model.head_dim}, {self.parallel.compile!r}, {keys.accumulate!r} and "
+                f"{self.statistics.every}. {tiles}",
+            )
+            return
         length = self.data.sequence_length
         require(
             self.model.head_dim == 128 and length % 128 == 0,

@@ -7,7 +7,7 @@ import torch
 from fp8ref.attention import Arithmetic, Variant
 from fp8ref.attention_products import formats, products
 from fp8ref.torch import attention_fast_operands, cast
-from fp8ref.torch.proof.records import GemmTrace, ProductRecord, type_name
+from fp8ref.torch.proof.records import KERNELS, GemmTrace, ProductRecord, type_name
 
 
 def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.device) -> bool:
@@ -48,6 +48,20 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
         ],
         "on_dequantised_operands": [] if codes else [one.name for one in _planned(layers, variant)],
     }
+
+
+def missing_kernels(trace: GemmTrace, layers: Sequence[str]) -> list[str]:
+    """A line for each of these layers whose attention no library's kernel computed (A-20)."""
+    return [
+        f"{layer}/attention: planned the kernel {' or '.join(KERNELS)}; no call of it was seen"
+        for layer in layers
+        if not any(call.startswith(f"{layer}: ") for call in trace.kernels)
+    ]
+
+
+def manifest_of_kernels(trace: GemmTrace, variant: Variant) -> dict:
+    """The proof of attention by a library's kernel for a run's manifest: each distinct call once."""
+    return {"variant": variant.name, "backward": variant.backward, "gemms": [], "kernels": list(dict.fromkeys(trace.kernels))}
 
 
 def _planned(layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[ProductRecord]:

@@ -56,6 +56,11 @@ class Layout:
             raise ConfigError(
                 f"parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to xla."
             )
+        if config.parallel.attention == "kernel" and config.numerics.attention != "cudnn":
+            raise ConfigError(
+                f"JAX has no kernel of variant {config.numerics.attention!r}: cuDNN's computes 'cudnn'. Set parallel.attention to tiles, or train in "
+                "PyTorch (--backend torch)."
+            )
         if config.parallel.attention == "kernel" and not self.on_gpu:
             raise ConfigError(
                 f"parallel.attention 'kernel' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to tiles."

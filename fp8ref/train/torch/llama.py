@@ -8,7 +8,7 @@ from torch.nn import functional
 from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask, Variant
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import attention, attention_delayed
+from fp8ref.torch import attention, attention_delayed, attention_kernel
 from fp8ref.torch.tensor_parallel import TensorPlan
 from fp8ref.train.torch import experts
 from fp8ref.train.torch.experts import MixtureMLP
@@ -93,6 +93,7 @@ class Attention(nn.Module):
     variant     of ``fp8ref.attention``; None: torch's own attention.
     arithmetic  of the variant.
     amax_group  name of the process group whose ranks share the batch, tokens and heads.
+    by_kernel   computed by FlashAttention-3's kernel, and not by tiles (spec A-20).
     context     name of the process group whose ranks have the parts of the tokens (spec A-22); None: each has all.
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
@@ -101,6 +102,7 @@ class Attention(nn.Module):
     arithmetic: Arithmetic = "fast"
     amax_group: str | None = None
     context: str | None = None
+    by_kernel: bool = False
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -115,9 +117,10 @@ class Attention(nn.Module):
         self.states = nn.ModuleDict()
 
     def attend_by(
-        self, variant: Variant | None, arithmetic: Arithmetic, amax_group: str | None, *, delays: bool, context: str | None = None
+        self, variant: Variant | None, arithmetic: Arithmetic, amax_group: str | None, *, delays: bool, context: str | None = None, by_kernel: bool = False
     ) -> None:
         """Attend by a variant from now on; delays: by delayed scales."""
+        self.by_kernel = by_kernel
         self.variant, self.arithmetic, self.amax_group, self.context = variant, arithmetic, amax_group, context
         if delays and variant is not None:
             self.states = attention_delayed.states(variant, self.q_proj.weight.device, amax_group)
@@ -132,6 +135,8 @@ class Attention(nn.Module):
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         if self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif self.by_kernel:
+            y = attention_kernel.apply(q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic)
         else:
             how: dict = {"variant": self.variant, "mask": _CAUSAL, "arithmetic": self.arithmetic, "amax_group": self.amax_group}
             how["context"] = self.context

@@ -121,6 +121,7 @@ class Step:
                 name = None if group is None else group.group_name
                 parts = None if context is None else context.group_name
                 how: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
+                how["by_kernel"] = self.config.parallel.attention == "kernel"
                 module.attend_by(self.config.attention_variant, keys.attention_arithmetic, name, **how)
         return model
 
