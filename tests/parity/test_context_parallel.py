@@ -62,7 +62,7 @@ def compare(found: dict, right: dict, *, cut: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parallel", [{"context": 2}, {"data": 2, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2, "sequence": True}], ids=str
+    "parallel", [{"context": 2}, {"data": 2, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=str
 )
 def test_a_jax_mesh_has_one_devices_logits_and_loss(parallel, config):
     tokens, batches = loader.open_batches(config).step(0), [loader.open_batches(config).step(step) for step in range(2)]
