@@ -29,7 +29,14 @@ _INSTEAD = "Use fp8ref.torch.attention, which computes it tile by tile."
 
 
 def apply(
-    q: Tensor, k: Tensor, v: Tensor, *, variant: str | Variant, mask: Mask = FULL, scale: float | None = None, arithmetic: Arithmetic = "fast"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str | Variant,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    arithmetic: Arithmetic = "fast",
 ) -> Tensor:
     """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass is A-23's, of the kernel's o and
     log-sum-exp.

@@ -143,7 +143,10 @@ def test_a_failed_step_names_the_scores(backend, config, tmp_path):  # K-9
 
 
 REFUSED = [
-    ({"attention": "fa3"}, r"is one of exact, bf16, cudnn, mxfp8, which have gradients, or with numerics.attention_backward 'bf16' of .*; got 'fa3'"),
+    (
+        {"attention": "fa3"},
+        r"is one of exact, bf16, cudnn, mxfp8, which have gradients, or with numerics.attention_backward 'bf16' of .*; got 'fa3'",
+    ),
     ({"attention": "bf16", "attention_backward": "bf16"}, r"'bf16' is of a forward pass in FP8; got numerics.attention 'bf16'"),
     ({"attention": None, "attention_backward": "bf16"}, r"attention_backward is of numerics.attention, which is left out; got 'bf16'"),
     ({"attention_backward": "fp8"}, r"attention_backward is own or bf16; got 'fp8'"),
@@ -174,7 +177,10 @@ REFUSED_KERNELS = [
         r"numerics.attention 'cudnn' with numerics.attention_scaling 'delayed' .*; got 'cudnn' with 'current' and 'own'. Use parallel.attention 'tiles'",
     ),
     ({"numerics": {"attention_scaling": "delayed"}}, r"heads of 128 features, and data.sequence_length in multiples of 128; got 32 and 16"),
-    ({"numerics": {"attention": "fa4", "attention_backward": "bf16"}}, r"'fa3_promoted' with .* 'bf16'; got 'fa4' with 'current' and 'bf16'"),
+    (
+        {"numerics": {"attention": "fa4", "attention_backward": "bf16"}},
+        r"'fa3_promoted' with .* 'bf16'; got 'fa4' with 'current' and 'bf16'",
+    ),
     (
         {"numerics": {"attention": "fa3", "attention_backward": "bf16", "accumulate": "hopper"}},
         r"of FlashAttention-3 takes heads of multiples of 16, in eager mode, without .*; got 32, 'none', 'hopper' and 0",
@@ -225,7 +231,9 @@ def test_flash_attention_trains_by_its_kernel(config, monkeypatch):  # A-20, A-2
     """The manifest names the operator of each layer; losses are those of tiles, but for ties of o (see tests/torch/test_attention_kernel)."""
     config = config.replace(numerics={"attention": "fa3", "attention_backward": "bf16"})
     by_kernel = config.replace(**KERNEL)
-    with pytest.raises(ConfigError, match=r"'kernel': FlashAttention-3's FP8 kernel needs a Hopper GPU.*In the trainer set parallel.attention to tiles"):
+    with pytest.raises(
+        ConfigError, match=r"'kernel': FlashAttention-3's FP8 kernel needs a Hopper GPU.*In the trainer set parallel.attention to tiles"
+    ):
         loop.trainer("torch", by_kernel)
     with pytest.raises(ConfigError, match=r"JAX has no kernel of variant 'fa3': .*train in PyTorch"):
         loop.trainer("jax", by_kernel)

@@ -61,9 +61,7 @@ def compare(found: dict, right: dict, *, cut: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel", [{"context": 2}, {"data": 2, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=str
-)
+@pytest.mark.parametrize("parallel", [{"context": 2}, {"data": 2, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=str)
 def test_a_jax_mesh_has_one_devices_logits_and_loss(parallel, config):
     tokens, batches = loader.open_batches(config).step(0), [loader.open_batches(config).step(step) for step in range(2)]
     one, mesh = (found_by(loop.trainer("jax", config.replace(parallel=keys)), tokens, batches) for keys in ({}, parallel))
@@ -88,7 +86,9 @@ def test_ranks_have_one_processes_logits_and_loss_in_pytorch(parallel, config): 
     tokens, batches = loader.open_batches(config).step(0), [loader.open_batches(config).step(step) for step in range(2)]
     config = config.replace(parallel=parallel)
     parts = ranks.run(config.parallel.devices, of_ranks, config, tokens, batches)
-    one = found_by(loop.trainer("torch", config.replace(parallel=dict.fromkeys(("context", "tensor"), 1) | {"sequence": False})), tokens, batches)
+    one = found_by(
+        loop.trainer("torch", config.replace(parallel=dict.fromkeys(("context", "tensor"), 1) | {"sequence": False})), tokens, batches
+    )
     for part in parts:
         compare(part, one, cut="tensor" in parallel)
         np.testing.assert_array_equal(part["logits"], parts[0]["logits"])
@@ -103,10 +103,9 @@ def test_parts_of_the_tokens_share_delayed_states(backend, config):  # A-19, A-2
     tokens = loader.open_batches(config).step(0)
     cut = config.replace(parallel={"context": 2})
     one = found_by(loop.trainer(backend, config), tokens, [tokens])
-    if backend == "torch":
-        found = ranks.run(2, of_ranks, cut, tokens, [tokens])[0]
-    else:
-        found = found_by(loop.trainer(backend, cut), tokens, [tokens])
+    found = (
+        ranks.run(2, of_ranks, cut, tokens, [tokens])[0] if backend == "torch" else found_by(loop.trainer(backend, cut), tokens, [tokens])
+    )
     assert found["states"].keys() == one["states"].keys() >= {f"{LAYER}/{role}" for role in (*ROLES, *GRADIENT_ROLES)}
     for role in ("q", "k", "v", "o"):
         for mine, right in zip(found["states"][f"{LAYER}/{role}"], one["states"][f"{LAYER}/{role}"], strict=True):
@@ -136,7 +135,10 @@ def test_a_rank_has_its_part_of_q_k_and_v_under_the_scales_of_all(config):  # A-
 
 
 REFUSED = [
-    ({"numerics": {"attention": None, "attention_arithmetic": "fast"}}, r"takes attention with one scale for a tensor, or none; got .* None"),
+    (
+        {"numerics": {"attention": None, "attention_arithmetic": "fast"}},
+        r"takes attention with one scale for a tensor, or none; got .* None",
+    ),
     ({"numerics": {"attention": "exact"}}, r"got numerics.attention 'exact'. Use cudnn or bf16"),
     ({"parallel": {"context": 2, "through": "jit"}}, r"parallel.context needs visible devices.*Use parallel.through 'shard_map'"),
     (

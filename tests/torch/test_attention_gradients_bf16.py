@@ -71,5 +71,7 @@ def test_sixteen_bits_an_element_are_kept():  # q, k, v themselves, not copies
 
 def test_the_way_out_is_named():
     q, k, v, _ = given()
-    with pytest.raises(ValueError, match=r"variant 'fa3' has no backward pass.*or attention.differentiated|attention.differentiated\(variant, 'bf16'\)"):
+    with pytest.raises(
+        ValueError, match=r"variant 'fa3' has no backward pass.*or attention.differentiated|attention.differentiated\(variant, 'bf16'\)"
+    ):
         attention.apply(q.requires_grad_(), k, v, variant="fa3")

@@ -107,7 +107,9 @@ def test_gradients_are_of_its_own_output_and_log_sum_exp(mask, monkeypatch):  # 
         assert (mine - right).norm() < 2**-9 * right.norm()
         assert (mine == right).float().mean() > 0.9
     changed = [x.clone().requires_grad_() for x in (q, k, v)]
-    monkeypatch.setattr(attention_kernel, "library", lambda device: lambda *x, **how: (lambda o, lse: (o, lse + 1))(*flash_attn_func(*x, **how)))
+    monkeypatch.setattr(
+        attention_kernel, "library", lambda device: lambda *x, **how: (lambda o, lse: (o, lse + 1))(*flash_attn_func(*x, **how))
+    )
     attention_kernel.apply(*changed, variant=variant, mask=mask, scale=0.11).backward(do)
     assert (changed[2].grad.float() * 2.718 - found[0][2]).norm() < 2**-6 * found[0][2].norm()  # P is of the kernel's log-sum-exp
 

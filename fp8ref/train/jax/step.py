@@ -253,7 +253,9 @@ class Step:
         params, copies = self.computed(params)
 
         def mapped(params, copies, fp8_state, tokens):
-            return f(self._model(params), self.layout.own_context(tokens), self._pass(fp8_state, self._unseen(), copies)).astype(jnp.float32)
+            return f(self._model(params), self.layout.own_context(tokens), self._pass(fp8_state, self._unseen(), copies)).astype(
+                jnp.float32
+            )
 
         specs = (self._specs, self._specs_of(copies), P(), self.layout.tokens)
         return self.layout.map(mapped, specs, self.layout.logits)(params, copies, fp8_state, tokens)

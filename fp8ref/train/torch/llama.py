@@ -117,7 +117,14 @@ class Attention(nn.Module):
         self.states = nn.ModuleDict()
 
     def attend_by(
-        self, variant: Variant | None, arithmetic: Arithmetic, amax_group: str | None, *, delays: bool, context: str | None = None, by_kernel: bool = False
+        self,
+        variant: Variant | None,
+        arithmetic: Arithmetic,
+        amax_group: str | None,
+        *,
+        delays: bool,
+        context: str | None = None,
+        by_kernel: bool = False,
     ) -> None:
         """Attend by a variant from now on; delays: by delayed scales."""
         self.by_kernel = by_kernel
