@@ -38,7 +38,8 @@ def of_ranks(config, tokens, batches=()):
 
 
 def compare(found: dict, right: dict, *, cut: bool) -> None:
-    """cut: linears are cut too, and sum bfloat16 parts of their outputs, so that logits are not the same bits.
+    """cut: linears are cut too, and sum bfloat16 parts of their outputs, so that logits are not the same bits, and any code of a gradient may be a
+    neighbor: 2^-3 of it.
 
     The loss is a mean of float32 means: T / 2 of them, each off by half a unit. A weight's gradient is a sum over parts of the tokens,
     each rounded once to bfloat16 (P-8), after codes of dK and dV that are neighbors at most (A-21): 2^-3 of few elements.
@@ -50,7 +51,7 @@ def compare(found: dict, right: dict, *, cut: bool) -> None:
     assert found["gradients"].keys() == right["gradients"].keys()
     for name, gradient in right["gradients"].items():
         apart = np.linalg.norm(found["gradients"][name] - gradient) / np.linalg.norm(gradient)
-        assert apart < (2**-4 if cut else 2**-6), name
+        assert apart < (2**-3 if cut else 2**-6), name
     assert found["missing"] == right["missing"] == []
     assert found["statistics"].keys() == right["statistics"].keys()
     for name, one in right["statistics"].items():

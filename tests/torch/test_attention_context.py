@@ -61,7 +61,7 @@ def test_what_cannot_be_cut_is_refused():  # A-21
         attention.apply(q, k, v, context="0", variant="mxfp8")
     with pytest.raises(ValueError, match=r"variant 'exact' has scales of real numbers"):
         attention.apply(q, k, v, context="0", variant="exact")
-    with pytest.raises(ValueError, match=r"cuts queries and keys alike; got 192 queries and 100 keys"):
+    with pytest.raises(ValueError, match=r"cuts queries and keys alike, without documents; got 192 queries and 100 keys"):
         attention.apply(q, k[:, :, :100], v[:, :, :100], context="0", variant="cudnn")
     documents = torch.zeros(1, TOKENS, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"192 keys on a rank, and documents"):
