@@ -27,18 +27,18 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
     rounded, device = _rounded(model), next(iter(masters.values())).device
     python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # what a model may draw from
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before, own = _generators(device), _OwnGenerators()
+        before, private = _generators(device), _OwnGenerators()
         try:
-            with own:
+            with private:
                 _logits(model, rounded, name, vocab_size, length)
             same = [np.array_equal(a, b) for a, b in zip(np.random.get_state(), of_numpy, strict=True)]  # noqa: NPY002  # what a model may draw from
             same += [torch.equal(a, b) for a, b in zip(before, _generators(device), strict=True)]
-            drawn = own.drawn or not all(same) or random.getstate() != python
+            drawn = private.drawn or not all(same) or random.getstate() != python
             now = dict(model.named_buffers())  # with those that the pass made, such as tables of positions
             changed = [key for key, value in buffers.items() if key not in now or not _equal(now[key], value)]
             changed += [key for key, value in rounded.items() if not _equal(value, masters[key].to(value.dtype))]
         finally:
-            own.restore()
+            private.restore()
             random.setstate(python)
             np.random.set_state(of_numpy)  # noqa: NPY002  # what a model may draw from
             for key, value in buffers.items():
