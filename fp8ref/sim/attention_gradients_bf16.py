@@ -19,4 +19,6 @@ def saved(problem: Problem, result: Result) -> tuple[Problem, Result]:
     """The problem for the variant ``bf16``, and what its pass takes of an FP8 forward pass: q, k, v and o rounded to bfloat16, and the
     log-sum-exp."""
     wide = problem._replace(variant=VARIANTS["bf16"])
-    return wide, result._replace(tensors=operands.quantize(wide, {}, 0), o=cast.round_to(result.o, BFLOAT16), scale_p=_ONE, scale_inv_p=_ONE)
+    return wide, result._replace(
+        tensors=operands.quantize(wide, {}, 0), o=cast.round_to(result.o, BFLOAT16), scale_p=_ONE, scale_inv_p=_ONE
+    )
