@@ -202,7 +202,7 @@ def backward(
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
     keep         return the matrices of the pass, which are not linear in the lengths (``Gradients.matrices``).
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    stated: A-14 to A-16, A-23; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
+    Order:    stated: A-14 to A-16, A-25; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another
               shape.

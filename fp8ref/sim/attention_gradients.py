@@ -75,7 +75,7 @@ def backward(
                  the tensors themselves.
     keep         return the matrices of an FP8 variant without MX blocks.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    A-15, for MX A-16, in bfloat16 A-23; sums over the heads of a group ascending.
+    Order:    A-15, for MX A-16, in bfloat16 A-25; sums over the heads of a group ascending.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of
               another shape.

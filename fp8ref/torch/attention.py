@@ -186,7 +186,7 @@ def backward(
     keep          the matrices to return, of p_codes, ds and ds_codes, whose memory is quadratic; of MX blocks dS has no one
                   code.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in ``forward``. See ``Gradients``.
-    Order:    stated: A-14 to A-16, A-23; sums over keys are added tile by tile, in float32; over the heads of a group
+    Order:    stated: A-14 to A-16, A-25; sums over keys are added tile by tile, in float32; over the heads of a group
               ascending. fast: A-18.
     Specials: a row that sees no key has no gradient. NaN and infinities as in ``forward``.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape.

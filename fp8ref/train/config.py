@@ -137,7 +137,7 @@ class Config:
         ]
 
     def uncut_sequences(self) -> list[str]:
-        """The error messages for a length of sequences that context and sequence parallelism do not divide (P-10, A-22)."""
+        """The error messages for a length of sequences that context and sequence parallelism do not divide (P-10, A-24)."""
         keys, length = self.parallel, self.data.sequence_length
         parts = keys.context * (keys.tensor if keys.sequence else 1)
         what = "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence if keys.context > 1 else "tensor"
@@ -145,7 +145,7 @@ class Config:
         return [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."] if length % parts else []
 
     def _check_context(self) -> None:
-        """ValueError for attention that parts of the tokens do not compute (A-21, A-22)."""
+        """ValueError for attention that parts of the tokens do not compute (A-21, A-24)."""
         variant, keys = self.attention_variant, self.parallel
         require(
             variant is not None and not variant.real and variant.granularity in ("tensor", None),

@@ -142,7 +142,7 @@ class NumericsConfig:
     fa3_promoted, fa4, fa4_threshold4 and fa3_paper; bf16, or exact. Default: the framework's own, in bfloat16."""
     attention_backward: Backward = "own"
     """The backward pass of numerics.attention in FP8: the variant's own, or bf16, of q, k and v in bfloat16 with the log-sum-exp of the FP8 pass (spec
-    A-23). FlashAttention's kernels in FP8 have none of their own."""
+    A-25). FlashAttention's kernels in FP8 have none of their own."""
     attention_arithmetic: Literal["fast", "stated"] = "fast"
     """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
     stated order, rounded once, several times slower."""
@@ -249,7 +249,7 @@ class ParallelConfig:
     with one scale."""
     context: int = 1
     """Context-parallel devices: each has a part of every sequence, and together with fsdp a shard of every matrix. Of numerics.attention bf16 or cudnn,
-    which gathers keys and values (spec A-22)."""
+    which gathers keys and values (spec A-24)."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False

@@ -1,4 +1,4 @@
-"""The backward pass in bfloat16 of a forward pass in FP8, next to the simulator (spec A-23)."""
+"""The backward pass in bfloat16 of a forward pass in FP8, next to the simulator (spec A-25)."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def right_of(variant) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["fa4", "cudnn", "mxfp8"])
-def test_stated_gradients_are_the_simulators(name):  # A-23
+def test_stated_gradients_are_the_simulators(name):  # A-25
     """Sums in bfloat16 are the library's, of one order each; the forward pass's bits are the simulator's but for ties."""
     variant = differentiated(name, "bf16")
     for mine, right in zip(gradients(variant, "stated"), right_of(variant), strict=True):
@@ -42,7 +42,7 @@ def test_stated_gradients_are_the_simulators(name):  # A-23
         assert np.linalg.norm(mine - right) < 2**-11 * np.linalg.norm(right)
 
 
-def test_under_simulated_hardware_fa3_has_the_simulators_gradients():  # A-23, B-12
+def test_under_simulated_hardware_fa3_has_the_simulators_gradients():  # A-25, B-12
     """Its forward pass has the simulator's bits then; the backward pass is in bfloat16, which the hardware does not multiply."""
     variant = differentiated("fa3_promoted", "bf16")
     for mine, right in zip(gradients(variant, "stated", HARDWARE["hopper_fast"]), right_of(variant), strict=True):

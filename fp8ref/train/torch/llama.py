@@ -94,7 +94,7 @@ class Attention(nn.Module):
     arithmetic  of the variant.
     amax_group  name of the process group whose ranks share the batch, tokens and heads.
     by_kernel   computed by FlashAttention-3's kernel, and not by tiles (spec A-20).
-    context     name of the process group whose ranks have the parts of the tokens (spec A-22); None: each has all.
+    context     name of the process group whose ranks have the parts of the tokens (spec A-24); None: each has all.
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
@@ -206,7 +206,7 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
-    part      (r, n): the tokens are the r-th of n equal parts of each sequence, whose others are on other ranks (spec A-22).
+    part      (r, n): the tokens are the r-th of n equal parts of each sequence, whose others are on other ranks (spec A-24).
     Order:    spec M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
     (spec M-2).

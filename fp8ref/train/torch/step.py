@@ -309,7 +309,7 @@ class Step:
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
         """This rank's rows of a batch [B, T + 1] (spec P-10); under parallel.context of them its part of the tokens, with the one after
-        it (A-22)."""
+        it (A-24)."""
         if self.mesh is None:
             return tokens
         keys = self.config.parallel
