@@ -50,6 +50,19 @@ def test_under_simulated_hardware_fa3_has_the_simulators_gradients():  # A-25, B
         assert np.linalg.norm(mine - right) < 2**-11 * np.linalg.norm(right)
 
 
+def test_sinks_and_a_softcap_are_differentiated_in_bfloat16_too():  # A-22, A-23, A-25
+    """As close as without them: orders of sums differ, and roundings to bfloat16, at most 2^-9 of an element, where they decide a tie."""
+    variant, (q, k, v, do) = differentiated("fa4", "bf16"), given()
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    attention.apply(*leaves[:3], variant=variant, mask=MASK, arithmetic="stated", softcap=4.0, sinks=leaves[3]).backward(do)
+    arrays = [x.float().numpy() for x in (q, k, v, do)]
+    how = {"variant": variant, "mask": MASK, "softcap": 4.0, "sinks": sinks.numpy()}
+    right = attention_gradients.backward(arrays[3], *arrays[:3], simulator.forward(*arrays[:3], **how), **how)
+    for leaf, other in zip(leaves, (right.dq, right.dk, right.dv, right.dsinks), strict=True):
+        assert np.linalg.norm(leaf.grad.float().numpy() - other) < 2**-11 * np.linalg.norm(other)
+
+
 def test_explicit_passes_have_the_bits_of_autograd():
     variant = differentiated("fa3", "bf16")
     q, k, v, do = given()
