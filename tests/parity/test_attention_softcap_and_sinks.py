@@ -58,6 +58,11 @@ def numbers(x) -> np.ndarray:
     return np.asarray(x, np.float32) if not isinstance(x, torch.Tensor) else x.detach().float().numpy()
 
 
+def bound_of(variant, q, k, v, tensors):
+    how: dict = {"mask": cases.MASKS["causal"], "scale": None, "documents": None, "exponential_error": H}
+    return cases.bound(variant, q, k, v, tensors, **how, softcap=CAP, sinks=SINKS)
+
+
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("name", [name for name in NAMES if VARIANTS[name].fmt.bits == 8 and name != "fa3_paper"])
 def test_stated_probabilities_are_the_simulators_bits(name, backend):  # A-22, A-23
@@ -69,7 +74,7 @@ def test_stated_probabilities_are_the_simulators_bits(name, backend):  # A-22, A
     np.testing.assert_array_equal(numbers(found.lse), right.lse)
     np.testing.assert_array_equal(numbers(found.amaxes["s"]), right.amaxes["s"])
     assert len(np.unique(right.p_codes)) > 10
-    assert not right.o[:, 3].any()  # its sink lies far above
+    assert not numbers(found.o)[:, 3].any()  # its sink lies far above
 
 
 @pytest.mark.grid(1)
@@ -80,20 +85,18 @@ def test_fast_outputs_are_within_the_bound(name, backend):  # A-18, A-22, A-23
     how = {"variant": variant, "mask": cases.MASKS["causal"], "softcap": CAP, "sinks": SINKS}
     wanted = sim.forward(q, k, v, keep_p=low, **how)
     found = backend.forward(q, k, v, keep_p=low, arithmetic="fast", **how)
-    bound = cases.bound(variant, q, k, v, wanted.tensors, mask=how["mask"], scale=None, documents=None, exponential_error=H)
-    bound = bound._replace(exponent=bound.exponent + 2 * CAP * (H + 2.0**-22))  # A-18's term of a softcap
+    bound = bound_of(variant, q, k, v, wanted.tensors)
     differing = np.full(bound.weights.shape, 2.0**-4)
     if low:
         differing = np.asarray(found.p_codes) != wanted.p_codes
         assert differing.sum() <= bound.differing()
-    # The weights of the bound are those without cap and sink. With them no weight is above e^(2 cap) times that of uniform keys.
-    seen = (bound.weights > 0).sum(axis=-1, keepdims=True)
-    bound = bound._replace(weights=np.where(bound.weights > 0, np.exp(2 * CAP) / np.maximum(seen, 1), 0))
     error = np.abs(numbers(found.lse).astype(float) - wanted.lse)
     assert (error <= 2 * bound.exponent[..., 0] + cases.gamma(3 * 150 + 8) + 2.0**-22 * np.abs(wanted.lse)).all()
     error = np.abs(numbers(found.o).astype(float) - wanted.o)
     smallest = float(wanted.tensors["o"].scale_inv) * 2.0**-9 if "o" in wanted.tensors else 0
-    assert (error <= bound.output(wanted.o, differing, VARIANTS[name].out.mantissa_bits) + smallest).all()
+    allowed = bound.output(wanted.o, differing, VARIANTS[name].out.mantissa_bits) + smallest
+    assert (error <= allowed).all()
+    assert np.median(allowed[:, :3]) < np.median(np.abs(wanted.o[:, :3])) / 4  # the last head is all its sink's
 
 
 @pytest.mark.grid(1)
@@ -109,8 +112,7 @@ def test_gradients_are_the_simulators(name, arithmetic, backend):  # A-14 to A-1
     found = backend.backward(do, q, k, v, backend.forward(q, k, v, arithmetic=arithmetic, **how), arithmetic=arithmetic, **how)
     tolerance = 2.0**-22  # exact: of numbers that are rounded once
     if name != "exact":
-        bound = cases.bound(how["variant"], q, k, v, result.tensors, mask=how["mask"], scale=None, documents=None, exponential_error=H)
-        exponent = float(bound.exponent.max()) + 2 * CAP * (H + 2.0**-22)
+        exponent = float(bound_of(how["variant"], q, k, v, result.tensors).exponent.max())
         tolerance = 3 * 2.0**-3 * np.sqrt(32 * exponent) + 4 * exponent
     for role in ("dq", "dk", "dv", "dsinks"):
         mine, right = numbers(getattr(found, role)), getattr(wanted, role)
