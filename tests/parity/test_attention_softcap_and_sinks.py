@@ -124,8 +124,31 @@ def test_gradients_are_the_simulators(name, arithmetic, backend):  # A-14 to A-1
 
 def test_what_is_refused(backend):
     q, k, v, _ = cases.normal(b=1, tq=4, tk=8)
-    for cap in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="a softcap is"):
+    for cap in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a softcap is positive"):
             backend.forward(q, k, v, variant="cudnn", softcap=cap, sinks=SINKS)
     with pytest.raises(ValueError, match="sinks are of float32, float16 or bfloat16, one for each of 4 query heads"):
         backend.forward(q, k, v, variant="cudnn", sinks=SINKS[:2])
+
+
+@pytest.mark.parametrize(("cap", "scale"), [(1e-39, 0.125), (3e38, 0.125), (2e38, 0.125), (1e10, 1e-30), (1e-10, 1e30), (1e39, 1e30)])
+def test_softcaps_without_normal_factors_are_refused(cap, scale):  # A-22
+    """A cap that is subnormal, one whose product with log2(e) overflows, and some under which scale / cap is subnormal or overflows."""
+    q, k, v, do = cases.normal(b=1, tq=4, tk=8)
+    how = {"softcap": cap, "scale": scale, "sinks": SINKS}
+    for name in ("exact", "cudnn", "fa3"):
+        for forward in (sim.forward, Torch.forward, Jax.forward):
+            with pytest.raises(ValueError, match=r"normal float32 numbers scale / cap and cap log2\(e\) \(A-22\); got "):
+                forward(q, k, v, variant=name, **how)
+    for backend in BACKENDS.values():
+        with pytest.raises(ValueError, match="a softcap is positive, with normal float32"):
+            backend.by_autodiff(q, k, v, do, SINKS, variant="cudnn", softcap=cap, scale=scale)
+
+
+def test_extreme_softcaps_that_are_taken_give_numbers(backend):  # A-22
+    q, k, v, _ = cases.normal(b=1, tq=4, tk=8)
+    for cap in (1e-37, 1e37):
+        for name in ("bf16", "cudnn", "fa4"):
+            found = backend.forward(q, k, v, variant=name, softcap=cap, sinks=SINKS)
+            assert np.isfinite(numbers(found.o)).all()
+            assert np.isfinite(numbers(found.lse)).all()
