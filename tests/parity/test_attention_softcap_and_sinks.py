@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS
+from fp8ref.attention import VARIANTS, Mask
 from fp8ref.jax import attention as jax_attention
+from fp8ref.jax import attention_inputs, attention_sinks
 from fp8ref.sim import attention as sim
 from fp8ref.sim import attention_gradients as sim_gradients
+from fp8ref.sim import attention_sinks as sim_sinks
 from fp8ref.torch import attention as torch_attention
+from fp8ref.torch import attention_sinks as torch_sinks
+from fp8ref.torch.attention_inputs import Spec
 
 F = np.float32
 NAMES = [name for name in VARIANTS if name != "exact"]
@@ -120,6 +124,33 @@ def test_gradients_are_the_simulators(name, arithmetic, backend):  # A-14 to A-1
     by_autodiff = backend.by_autodiff(q, k, v, do, SINKS, arithmetic=arithmetic, **{key: x for key, x in how.items() if key != "sinks"})
     for mine, right in zip(by_autodiff, (*found[:3], found.dsinks), strict=True):
         np.testing.assert_array_equal(numbers(mine), numbers(right))
+
+
+def of_sinks(d, lse, sinks):
+    """The gradient of sinks in the stated form, in PyTorch and in JAX."""
+    use = attention_inputs.Use(variant=VARIANTS["cudnn"], mask=Mask(), scale=0.125, seed=0, arithmetic="stated", over=())
+    spec = Spec(variant=VARIANTS["cudnn"], arithmetic="stated")
+    return numbers(torch_sinks.gradient(*map(torch.from_numpy, (d, lse, sinks)), spec)), np.asarray(
+        attention_sinks.gradient(d, lse, sinks, use)
+    )
+
+
+def test_stated_gradients_of_sinks_are_the_simulators_where_float64_holds_their_sums():  # A-23
+    """Products lie from 2^-13 to below 2^10, with 24 bits: 2^7 of them are multiples of 2^-36 below 2^17, of 53 bits."""
+    rng = np.random.default_rng(0)
+    d = (rng.choice([-1, 1], (2, 3, 64)) * np.exp2(rng.uniform(-10, 10, (2, 3, 64)))).astype(F)
+    lse, sinks = rng.uniform(0, 2, (2, 3, 64)).astype(F), np.zeros(3, F)
+    right = sim_sinks.gradient(d, lse, sinks)
+    for found in of_sinks(d, lse, sinks):
+        np.testing.assert_array_equal(found, right)
+
+
+def test_stated_gradients_of_sinks_otherwise_err_by_their_orders_roundings():  # A-23
+    """Beside 2^60 float64 loses a 1, which the exact sum keeps."""
+    d, zeros = np.array([[[2.0**60, 1, -(2.0**60)]]], F), np.zeros((1, 1, 3), F)
+    assert sim_sinks.gradient(d, zeros, zeros[0, 0, :1]) == -1
+    for found in of_sinks(d, zeros, zeros[0, 0, :1]):
+        assert abs(found[0] + 1) <= 3 * 2.0**-53 / (1 - 3 * 2.0**-53) * 2.0**61
 
 
 def test_what_is_refused(backend):
