@@ -44,7 +44,7 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     decisions = {d.path: d for d in config.decisions()}
     in_codes = keys.reduce_dtype == "float8_e4m3fn"  # of linears' weights, all else in float32 (P-25)
     wide = 2 if keys.reduce_dtype == "bfloat16" else 4
-    gathered, copies = (keys.fsdp - 1) / keys.fsdp, (keys.data - 1) / keys.data
+    gathered, copies = (keys.shards - 1) / keys.shards, (keys.data - 1) / keys.data
     for name, shape in llama.parameter_shapes(config.model).items():
         linear = name.removesuffix(".weight")
         piece = math.prod(at_rest(name, shape, config, backend))
@@ -70,8 +70,10 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
             else:
                 yield "gradients, summed over data", 2 * copies * piece, summed
         else:  # JAX replicates norms
-            parts = keys.fsdp * keys.data * (keys.tensor if keys.sequence else 1)
+            parts = keys.shards * keys.data * (keys.tensor if keys.sequence else 1)
             yield "gradients, summed over data", 2 * (parts - 1) / parts * whole, 4
+    if keys.context > 1:
+        yield from _context(config)
     if keys.tensor > 1:
         yield from _tensor(config, backend)
 
@@ -81,8 +83,20 @@ def _exchanged(linear: str, whole: float, piece: float, config: Config, backend:
     gathered along the axes that do not cut the weight (P-25)."""
     keys = config.parallel
     copies = keys.data * (keys.tensor if backend == "jax" and keys.sequence and linear == "lm_head" else 1)
-    yield "gradients in FP8, exchanged", (1 - 1 / (copies * keys.fsdp)) * whole, 1
+    yield "gradients in FP8, exchanged", (1 - 1 / (copies * keys.shards)) * whole, 1
     yield "sums of gradients, gathered", (1 - 1 / copies) * piece, 4
+
+
+def _context(config: Config) -> Iterator[tuple[str, float, float]]:
+    """Context parallelism of attention (A-21): codes of keys and values are gathered in each pass, and once more where the forward
+    pass runs again; their gradients are summed over the devices in float32."""
+    keys, model, variant = config.parallel, config.model, config.attention_variant
+    assert variant is not None
+    heads = model.num_key_value_heads // keys.tensor
+    both = 2 * tokens(config) * (keys.context - 1) * heads * model.head_dim * model.num_hidden_layers
+    passes = 2 if keys.checkpointing == "none" else 3
+    yield "keys and values, gathered over context", passes * both, variant.fmt.bits // 8
+    yield "gradients of keys and values, summed over context", both, 4
 
 
 def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:

@@ -22,6 +22,7 @@ from jax import lax
 
 from fp8ref import attention as data
 from fp8ref.attention import FULL, Arithmetic, Mask, Variant
+from fp8ref.formats import BFLOAT16
 from fp8ref.hardware import Multiply
 from fp8ref.jax import (
     attention_context,
@@ -35,6 +36,7 @@ from fp8ref.jax import (
     sharding,
 )
 from fp8ref.jax import attention_gradients as gradients
+from fp8ref.jax import attention_gradients_bf16 as gradients_bf16
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_real as real
@@ -139,7 +141,7 @@ def apply_with_stats(
     if tokens:
         use = dataclasses.replace(use, tokens=tokens)
         attention_context.check(use, given)
-    known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
+    known = inputs.check_scales(scales, use.variant, use.variant.roles)
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
     tensors = [None if x is None else derivatives.reverse_only(x, use.name, "attention") for x in (*given[:3], given.sinks)]
     if seen is not None:
@@ -211,7 +213,7 @@ def backward(
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
     keep         return the matrices of the pass, which are not linear in the lengths (``Gradients.matrices``).
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    stated: A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
+    Order:    stated: A-14 to A-16, A-25; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another
               shape.
@@ -224,7 +226,7 @@ def backward(
     do = inputs.checked("do", do)
     if do.shape != given.q.shape:
         raise ValueError(f"do has the shape of o, {given.q.shape}; got {do.shape}.")
-    known = inputs.check_scales(scales, use.variant, ("s", *data.GRADIENT_ROLES))
+    known = inputs.check_scales(scales, use.variant, ("s", *use.variant.roles[len(data.ROLES) :]))
     return _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
 
 
@@ -265,9 +267,13 @@ def _saved(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict
     variant, kept = use.variant, result._replace(o=o)
     if not variant.real:
         kept = result._replace(o=jnp.zeros((), jnp.float32) if variant.out.bits == 8 else head_scaling.to_hp(result.o, variant.out))
-    if variant.granularity == "mx_1x32":
+    if variant.backward == "bf16":
+        kept = kept._replace(tensors={}, o=head_scaling.to_hp(result.o, BFLOAT16))
+        q, k, v = (head_scaling.to_hp(x, BFLOAT16) for x in (q, k, v))
+    elif variant.granularity == "mx_1x32":
         kept = kept._replace(tensors={"v": result.tensors["v"]})
-    whole = (q, k, v) if variant.real or variant.granularity == "mx_1x32" else None
+    keeps = variant.real or variant.backward == "bf16" or variant.granularity == "mx_1x32"
+    whole = (q, k, v) if keeps else None
     out = o, _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
     return out, (whole, documents, sinks, kept._replace(amaxes={}), scales, seen)
 
@@ -285,7 +291,7 @@ def _gradients(use: Use, saved, cotangents):
     found = _backward(do, given, result, known, use, keep=use.watcher is not None)
     if use.watcher is not None:
         attention_observer.show(use, "backward", attention_observer.of_backward(do, found, _scale_of_p(result, use)))
-    if tap is not None:
+    if tap is not None and use.variant.backward == "cast":
         tap = tap + attention_stats.rows(attention_stats.of_backward(do, given, found.tensors["do"], use))
     dsinks = None if sinks is None or found.dsinks is None else found.dsinks.astype(sinks.dtype)
     return (
@@ -314,6 +320,8 @@ def _check_simulated(use: Use, given: Inputs) -> None:
 
 def _scale_of_p(result: Result, use: Use) -> jax.Array:
     """What the backward pass multiplies probabilities by."""
+    if use.variant.backward == "bf16":
+        return jnp.ones((), jnp.float32)
     return jnp.float32(gradients_mx.P_SCALE) if use.variant.granularity == "mx_1x32" else result.scale_p
 
 
@@ -324,7 +332,9 @@ def _of_roles(scales: dict, roles: tuple[str, ...]) -> dict:
 def _check_differentiable(use: Use) -> None:
     if use.variant.backward is None:
         known = ", ".join(name for name, variant in data.VARIANTS.items() if variant.backward is not None)
-        raise ValueError(f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}.")
+        raise ValueError(
+            f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}, or attention.differentiated(variant, 'bf16') of fp8ref."
+        )
 
 
 def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
@@ -339,6 +349,8 @@ def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
 def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use, *, keep: bool = False) -> Gradients:
     if use.variant.backward == "exact":
         return real.backward(do, given, use)
+    if use.variant.backward == "bf16":
+        return gradients_bf16.backward(do, given, result, use, keep=keep)
     if use.variant.granularity == "mx_1x32":
         return gradients_mx.backward(do, given, result, use, keep=keep)
     return gradients.backward(do, given, result, scales, use, keep=keep)

@@ -16,6 +16,7 @@ from fp8ref.attention import FULL, Mask, Variant
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
 from fp8ref.sim import attention, attention_sinks, cast, elementary, head_scaling
+from fp8ref.sim import attention_gradients_bf16 as bf16
 from fp8ref.sim import attention_gradients_mx as mx
 from fp8ref.sim import attention_inputs as inputs
 from fp8ref.sim import attention_operands as operands
@@ -80,7 +81,7 @@ def backward(
                  the tensors themselves.
     keep         return the matrices of an FP8 variant without MX blocks.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    A-15, for MX A-16, with A-22 and A-23; sums over the heads of a group ascending.
+    Order:    A-15, for MX A-16, in bfloat16 A-25, with A-22 and A-23; sums over the heads of a group ascending.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of
               another shape.
@@ -96,11 +97,14 @@ def backward(
     do = inputs.checked_tensor("do", do)
     if do.shape != problem.q.shape:
         raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")
-    given = inputs.check_scales(scales, variant, ("s", *data.GRADIENT_ROLES))
+    given = inputs.check_scales(scales, variant, ("s", *variant.roles[len(data.ROLES) :]))
     if variant.backward == "exact":
         return _real(problem, do)
-    if keep and (variant.fmt.bits != 8 or variant.granularity == "mx_1x32"):
+    if keep and (variant.backward == "bf16" or variant.fmt.bits != 8 or variant.granularity == "mx_1x32"):
         raise ValueError(f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave it out.")
+    if variant.backward == "bf16":
+        wide, kept = bf16.saved(problem, result)
+        return _cast(wide, do, kept, {})
     return _cast_mx(problem, do, result) if variant.granularity == "mx_1x32" else _cast(problem, do, result, given, keep=keep)
 
 

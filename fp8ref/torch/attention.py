@@ -35,6 +35,7 @@ from fp8ref.torch import (
     attention_forward,
     attention_function,
     attention_gradients,
+    attention_gradients_bf16,
     attention_gradients_mx,
     attention_inputs,
     attention_real,
@@ -66,6 +67,7 @@ def apply(
     seed: int = 0,
     arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
+    context: str | None = None,
     seen: dict[str, Tensor] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -73,6 +75,8 @@ def apply(
     """softmax(q k^T scale) v by a variant, differentiable in q, k, v and sinks.
 
     scales        as in ``forward``; and of roles do, ds, dq, dk, dv, for the backward pass.
+    context       name of the process group whose ranks have the parts of the tokens, in their order: codes of k and v are gathered (A-21).
+                  The amax_group of whole tensors is then this one, or a larger one.
     seen          {role: observation}, ``delayed.RoleState.seen`` of roles whose scale is one number: the passes merge
                   their amaxes into these (H-4), the forward pass those of q, k, v, s and o.
     sinks         [H], as in ``forward``; their gradient is that of this rank's rows.
@@ -90,7 +94,9 @@ def apply(
         check_gradients(variant)
     given, observed = scales or {}, seen or {}
     roles = tuple(given), tuple(observed)
-    function = attention_function.function(variant, values(variant), values(mask), scale, seed, arithmetic, amax_group, roles, softcap)
+    function = attention_function.function(
+        variant, values(variant), values(mask), scale, seed, arithmetic, (amax_group, context), roles, softcap
+    )
     of_q, of_k = documents if isinstance(documents, tuple) else (documents, documents)
     return function.apply(q, k, v, of_q, of_k, sinks, *given.values(), *observed.values())
 
@@ -100,7 +106,10 @@ def check_gradients(variant: str | Variant) -> None:
     variant = data.by_name(variant)
     if variant.backward is None:
         names = ", ".join(name for name, one in data.VARIANTS.items() if one.backward is not None)
-        raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, or call under torch.no_grad().")
+        raise ValueError(
+            f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, attention.differentiated(variant, 'bf16') of fp8ref, or call "
+            "under torch.no_grad()."
+        )
 
 
 @torch.no_grad()
@@ -190,14 +199,14 @@ def backward(
     keep          the matrices to return, of p_codes, ds and ds_codes, whose memory is quadratic; of MX blocks dS has no one
                   code.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in ``forward``. See ``Gradients``.
-    Order:    stated: A-14 to A-16; sums over keys are added tile by tile, in float32; over the heads of a group
+    Order:    stated: A-14 to A-16, A-25; sums over keys are added tile by tile, in float32; over the heads of a group
               ascending. fast: A-18.
     Specials: a row that sees no key has no gradient. NaN and infinities as in ``forward``.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape.
     Source:   spec A-14 to A-16.
     """
     check_gradients(variant)
-    roles = ("s", *data.GRADIENT_ROLES)
+    roles = ("s", *data.by_name(variant).roles[len(data.ROLES) :])
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, 0, arithmetic, amax_group, roles, softcap)
     attention_inputs.check_sinks(sinks, shape, q.device)
     if not isinstance(result, Result) or result.o.shape != q.shape:
@@ -209,6 +218,9 @@ def backward(
     with _full_precision(q):
         if spec.variant.real:
             return _real_gradients(do, q, k, v, spec, shape, at, sinks)
+        if spec.variant.backward == "bf16":
+            how: dict = {"report": "all", "keep": keep, "sinks": sinks}
+            return attention_gradients_bf16.gradients(do, (q, k, v), result.o, result.lse, spec, shape, at, **how)
         scale_p, scale_inv_p = (result.scale_p, result.scale_inv_p)
         if "s" in given:
             scale_p, scale_inv_p = operands.probability_scale(spec.variant, given, q.device)

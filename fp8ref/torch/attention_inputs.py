@@ -187,7 +187,7 @@ def kept_of(variant: Variant) -> list[str]:
     """The matrices that a backward pass of a variant can keep."""
     if variant.real:
         return []
-    if variant.fmt.bits != 8:
+    if variant.fmt.bits != 8 or variant.backward == "bf16":
         return ["ds"]
     return ["p_codes", "ds"] if variant.granularity == "mx_1x32" else ["p_codes", "ds", "ds_codes"]
 

@@ -83,6 +83,8 @@ class Config:
             self._check_kernel()
         if self.numerics.attention_operands is not None:
             self._check_attention_operands(self.numerics.attention_operands)
+        if self.parallel.context > 1:
+            self._check_context()
         require(
             self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
@@ -135,6 +137,28 @@ class Config:
             )
             if not taken
         ]
+
+    def uncut_sequences(self) -> list[str]:
+        """The error messages for a length of sequences that context and sequence parallelism do not divide (P-10, A-24)."""
+        keys, length = self.parallel, self.data.sequence_length
+        parts = keys.context * (keys.tensor if keys.sequence else 1)
+        what = "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence if keys.context > 1 else "tensor"
+        under = "under parallel.sequence " * (keys.context == 1)
+        return [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."] if length % parts else []
+
+    def _check_context(self) -> None:
+        """ValueError for attention that parts of the tokens do not compute (A-21, A-24)."""
+        variant, keys = self.attention_variant, self.parallel
+        require(
+            variant is not None and not variant.real and variant.granularity in ("tensor", None),
+            "parallel.context cuts sequences, and takes attention with one scale for a tensor, or none; got numerics.attention "
+            f"{self.numerics.attention!r}. Use cudnn or bf16, or leave parallel.context out.",
+        )
+        require(
+            keys.compile == "none",
+            f"parallel.context gathers keys and values within attention, which is traced eagerly alone; got parallel.compile {keys.compile!r}. Set it "
+            "to none.",
+        )
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -191,11 +215,21 @@ class Config:
     def _check_kernel(self) -> None:
         """ValueError for a config that no library's FP8 kernel trains."""
         keys, tiles = self.numerics, "Use parallel.attention 'tiles'."
+        by_flash = keys.attention in ("fa3", "fa3_promoted")  # which has gradients by attention_backward 'bf16' alone
         require(
-            keys.attention == "cudnn" and keys.attention_scaling == "delayed",
+            by_flash or (keys.attention == "cudnn" and keys.attention_scaling == "delayed" and keys.attention_backward == "own"),
             "parallel.attention 'kernel' is cuDNN's FP8 attention, which casts with scales that are given: numerics.attention 'cudnn' with "
-            f"numerics.attention_scaling 'delayed'; got {keys.attention!r} with {keys.attention_scaling!r}. {tiles}",
+            "numerics.attention_scaling 'delayed' and its own backward pass; or in PyTorch FlashAttention-3: 'fa3' or 'fa3_promoted' with "
+            f"numerics.attention_backward 'bf16'; got {keys.attention!r} with {keys.attention_scaling!r} and {keys.attention_backward!r}. {tiles}",
         )
+        if by_flash:
+            require(
+                self.model.head_dim % 16 == 0 and self.parallel.compile == "none" and not keys.simulates and not self.statistics.every,
+                "parallel.attention 'kernel' of FlashAttention-3 takes heads of multiples of 16, in eager mode, without numerics.accumulate and "
+                f"statistics.every, which look into the tiles; got {self.model.head_dim}, {self.parallel.compile!r}, {keys.accumulate!r} and "
+                f"{self.statistics.every}. {tiles}",
+            )
+            return
         length = self.data.sequence_length
         require(
             self.model.head_dim == 128 and length % 128 == 0,
@@ -244,8 +278,9 @@ class Config:
 
     @property
     def attention_variant(self) -> Variant | None:
-        """The variant of numerics.attention; None for the framework's own attention."""
-        return None if self.numerics.attention is None else attention.by_name(self.numerics.attention)
+        """The variant of numerics.attention, with its backward pass; None for the framework's own attention."""
+        keys = self.numerics
+        return None if keys.attention is None else attention.differentiated(keys.attention, keys.attention_backward)
 
     @property
     def attention_casts(self) -> dict[str, attention_delayed.Casts]:

@@ -12,6 +12,7 @@ import tyro
 
 from fp8ref import attention, attention_casts, attention_delayed, gradient_reduction, layout_parts, states
 from fp8ref import recipe as recipes
+from fp8ref.attention import Backward
 from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
 
@@ -137,8 +138,11 @@ class NumericsConfig:
     """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe says), exact, f32, hopper_fast, hopper_slow,
     ada, blackwell, or a .json file of ``fp8ref probe``. native, the default: the framework's own GEMMs."""
     attention: str | None = None
-    """Attention, a tile of keys after another, by one of the variants that have gradients: cudnn or mxfp8 in FP8; bf16, or exact (spec A-1).
-    Default: the framework's own, in bfloat16."""
+    """Attention, a tile of keys after another, by a variant (spec A-1): in FP8 cudnn or mxfp8, or with numerics.attention_backward bf16 also fa3,
+    fa3_promoted, fa4, fa4_threshold4 and fa3_paper; bf16, or exact. Default: the framework's own, in bfloat16."""
+    attention_backward: Backward = "own"
+    """The backward pass of numerics.attention in FP8: the variant's own, or bf16, of q, k and v in bfloat16 with the log-sum-exp of the FP8 pass (spec
+    A-25). FlashAttention's kernels in FP8 have none of their own."""
     attention_arithmetic: Literal["fast", "stated"] = "fast"
     """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
     stated order, rounded once, several times slower."""
@@ -187,18 +191,36 @@ class NumericsConfig:
         )
         if self.attention_operands is not None:
             require(
-                self.attention in attention.VARIANTS and self.attention_scaling == "current" and not self.simulates,
-                "numerics.attention_operands are of numerics.attention, with scales of the tensors themselves and the framework's own GEMMs; got "
-                f"{self.attention!r}, {self.attention_scaling!r} and numerics.accumulate {self.accumulate!r}. Leave them out, or set attention to cudnn.",
+                self.attention in attention.VARIANTS
+                and (self.attention_scaling, self.attention_backward) == ("current", "own")
+                and not self.simulates,
+                "numerics.attention_operands are of numerics.attention, with its own backward pass, scales of the tensors themselves and the "
+                f"framework's own GEMMs; got {self.attention!r}, {self.attention_backward!r}, {self.attention_scaling!r} and numerics.accumulate "
+                f"{self.accumulate!r}. Leave them out, or set attention to cudnn.",
             )
             roles = frozenset(operand.rpartition("/")[2] for operand in self.attention_operands)
             attention_casts.Casts(attention.by_name(str(self.attention)), roles)  # type: ignore[arg-type]  # refuses unknown ones
-        if self.attention is not None:
-            trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
+        require(
+            self.attention_backward in get_args(Backward),
+            f"numerics.attention_backward is own or bf16; got {self.attention_backward!r}.",
+        )
+        if self.attention is None:
             require(
-                self.attention in trained,
-                f"numerics.attention is one of {', '.join(trained)}, which have gradients; got {self.attention!r}. Leave it out for the "
-                "framework's own attention.",
+                self.attention_backward == "own",
+                f"numerics.attention_backward is of numerics.attention, which is left out; got {self.attention_backward!r}. Leave both out, or name "
+                "a variant.",
+            )
+        else:
+            trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
+            forward = [name for name in attention.VARIANTS if name not in trained]
+            require(
+                self.attention in trained or (self.attention in forward and self.attention_backward == "bf16"),
+                f"numerics.attention is one of {', '.join(trained)}, which have gradients, or with numerics.attention_backward 'bf16' of "
+                f"{', '.join(forward)}; got {self.attention!r}. Leave it out for the framework's own attention.",
+            )
+            require(
+                self.attention_backward == "own" or attention.by_name(self.attention).fmt.bits == 8,
+                f"numerics.attention_backward 'bf16' is of a forward pass in FP8; got numerics.attention {self.attention!r}. Leave it out.",
             )
             require(
                 not self.simulates or attention.by_name(self.attention).granularity != "mx_1x32",
@@ -233,13 +255,16 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """A mesh of data x fsdp x tensor devices, and how it shards the model (spec P)."""
+    """A mesh of data x fsdp x context x tensor devices, and how it shards the model (spec P)."""
 
     data: int = 1
     """Data-parallel devices: each has a part of the batch and a copy of the weights."""
     fsdp: int = 1
     """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8; in PyTorch those
     with one scale."""
+    context: int = 1
+    """Context-parallel devices: each has a part of every sequence, and together with fsdp a shard of every matrix. Of numerics.attention bf16 or cudnn,
+    which gathers keys and values (spec A-24)."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False
@@ -286,8 +311,12 @@ class ParallelConfig:
     """PyTorch: seconds that a rank waits for another before the run ends."""
 
     def __post_init__(self) -> None:
-        for key in ("data", "fsdp", "tensor", "timeout_s"):
+        for key in ("data", "fsdp", "context", "tensor", "timeout_s"):
             require(getattr(self, key) >= 1, f"parallel.{key} is at least 1; got {getattr(self, key)}.")
+        require(
+            self.context == 1 or self.through == "shard_map",
+            "parallel.context needs visible devices, and plain jit shows none. Use parallel.through 'shard_map'.",
+        )
         require(not self.sequence or self.tensor > 1, f"parallel.sequence needs parallel.tensor above 1; got {self.tensor}.")
         require(
             self.amax_scope == "global" or self.through == "shard_map",
@@ -345,7 +374,18 @@ class ParallelConfig:
     @property
     def devices(self) -> int:
         """Number of devices in the mesh; PyTorch has a process for each."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.shards * self.tensor
+
+    @property
+    def mesh(self) -> str:
+        """The axes and their sizes, as text."""
+        axes = ["data", "fsdp", *(["context"] if self.context > 1 else []), "tensor"]
+        return f"{' x '.join(axes)} = {' x '.join(str(getattr(self, axis)) for axis in axes)}"
+
+    @property
+    def shards(self) -> int:
+        """Number of pieces that fsdp and context cut every matrix into."""
+        return self.fsdp * self.context
 
     def unattended(self, head_dim: int) -> list[str]:
         """The error messages for heads of this size under ``attention``; empty if they fit."""
@@ -356,9 +396,9 @@ class ParallelConfig:
         """The error messages for gradients that this backend cannot sum as asked (P-25)."""
         if self.reduce_dtype != "float8_e4m3fn":
             return []
-        if self.data * self.fsdp == 1:
+        if self.data * self.shards == 1:
             return [
-                "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data and fsdp, of which there is one device. Leave it out."
+                "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data, fsdp and context, of which there is one device. Leave it out."
             ]
         if backend == "torch" and self.data > 1:
             return [

@@ -198,3 +198,28 @@ def test_rules_are_read_trained_and_recorded(small, tmp_path, backend):  # R-8
     assert manifest["proof"]["missing"] == []
     gemm = next(one for one in manifest["proof"]["gemms"] if one["gemm"].endswith("down_proj/grad_weight"))
     assert gemm["a"] == "f8e4m3fn"
+
+
+IN_A_LAYER = (Rule(layers=("layers.0",), roles=("grad_output",), format="e4m3fn", policy="unscaled"),)
+"""The gradients of layer 0 in e4m3 without a scale, which rounds nearly all of them to zero."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_a_planted_cast_of_a_transformer_layer_is_rank_1_at_the_run_s_peak_rate(two, tmp_path, backend):
+    config = two.replace(
+        data={"batch_size": 16, "sequence_length": 64},
+        numerics={"recipe": "tensorwise", "rules": IN_A_LAYER},
+        optimizer={
+            "learning_rate": 1e-2,
+            "min_learning_rate": 0.0,
+            "warmup_steps": 1,
+        },  # at the checkpoint the rate is 0: nothing would show
+        run={"steps": 10, "eval_every": 10},
+    )
+    loop.train(config, backend, tmp_path / "run")
+    found = ablate.ablate(tmp_path / "run", gemms=["grad_weight"], roles=["grad_output"], steps=25, seeds=4, batches=2)
+    assert [row.operand.group for row in found.rows] == ["layers.0", "layers.1"]
+    assert found.rows[0].low > 0
+    assert found.rows[0].underflow > 0.9
+    assert abs(found.rows[1].cost) < found.rows[0].cost / 10

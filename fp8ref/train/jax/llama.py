@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
-from fp8ref.attention import Arithmetic, Mask, by_name
+from fp8ref.attention import Arithmetic, Mask, Variant
 from fp8ref.attention_casts import Casts
 from fp8ref.hardware import Multiply
 from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, grouped, linear
@@ -69,7 +69,7 @@ class Pass:
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
     attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
-    variant: str | None = None
+    variant: Variant | None = None
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
@@ -93,7 +93,8 @@ class Pass:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
-            how["multiply"] = self.multiply if by_name(self.variant).fmt.bits == 8 else None
+            how["tokens"] = self.layout.context if self.layout else ""
+            how["multiply"] = self.multiply if self.variant.fmt.bits == 8 else None
             if (state := self.state.get(name)) is not None:
                 how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
             y, seen, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
@@ -323,7 +324,9 @@ class Llama(nnx.Module):
         Under sequence parallelism the logits are of a device's part of each sequence.
         """
         run = run or Pass()
-        cos, sin = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1]))
+        parts = run.layout.config.context if run.layout else 1
+        tables = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1] * parts))
+        cos, sin = (run.layout.own_context(table, axis=0) if run.layout else table for table in tables)
         h = self.embedded(tokens, run)
         if self.model.stacked:
             graph, params = nnx.split(self.model.layers, nnx.Param)

@@ -5,10 +5,11 @@ import pytest
 
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import Rule
-from fp8ref.train import loop
+from fp8ref.train import loop, state_conversion
 from fp8ref.train.config import Config
 from fp8ref.train.jax.custom_trainer import Trainer
 from fp8ref.train.sections import ArchitectureConfig, DataConfig, RunConfig
+from fp8ref.train.state_conversion import Source
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 4, 17))
 
@@ -123,3 +124,20 @@ def test_rules_change_single_casts(of):  # R-8
     measured = trainer.statistics(TOKENS[0])
     assert {"down/output/input", "up/output/weight"} <= measured.keys()
     assert "up/grad_weight/grad_output" not in measured
+
+
+def test_a_state_is_adopted_under_another_layout(of):  # E-8
+    first, second = (
+        Trainer(of(numerics={"recipe": "delayed"})),
+        Trainer(of(numerics={"recipe": "delayed"}, optimizer={"kind": "adamw_states", "layout": "te"})),
+    )
+    first.step(TOKENS[0])
+    source = Source(weights=first.weights(), moments=first.moments(), delayed=first.fp8_states(), step=1)
+    second.adopt(state_conversion.converted(source, second.config, "jax"), 1)
+    for name, value in first.weights().items():
+        np.testing.assert_array_equal(value, second.weights()[name])
+    for name, state in first.fp8_states().items():
+        for mine, theirs in zip(state, second.fp8_states()[name], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert first.evaluate(TOKENS[1]) == second.evaluate(TOKENS[1])
+    assert np.isfinite(second.step(TOKENS[1])["loss"])
