@@ -1,4 +1,4 @@
-"""What XLA compiles the training step to for an H200, on a machine without one: make aot, or python benchmarks/aot.py [--show] [--parts states]
+"""What XLA compiles the training step to for an H200, on a machine without one: make aot, or python benchmarks/aot.py [--show] [--parts rows --cases rowwise]
 
 Two blocks of an 8-billion-parameter Llama with a small vocabulary, lowered from shapes alone and compiled ahead of time for one device and
 for eight. Counted are kernels and bytes of the compiled program; nothing runs, so that nothing here is a time. An autotuner has no GPU
@@ -32,6 +32,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import aot_attention
+import aot_kernels
 import fp8ref.jax as fj
 from fp8ref.jax import grouped_operands, proof, states
 from fp8ref.jax.proof import hlo
@@ -78,7 +79,8 @@ Two `nn.Dense` layers of linen, 4096 to 14336 to 4096 features with a GELU betwe
 own, in bfloat16 and with its `Fp8DirectDotGeneralOp`, and with fp8ref's hooks. Four sequences of 1024 tokens a device; on eight, parameters and
 batch are cut along one axis, and XLA inserts the collectives. Must move is the least on one device, if no kernel keeps a tensor for the next: a
 tensor is read for its amax, read again to be cast, and its codes are written once for each order in which a GEMM reads them. By XLA is that of
-kernels as XLA fuses them: GELU's tanh is kept, a kernel takes maxima along one axis, and one that transposes takes none.
+kernels as XLA fuses them: GELU's tanh is kept, a kernel takes maxima along one axis, and one that transposes takes none. The last two rows quantize
+by two kernels of Pallas what has codes by rows and by columns (benchmarks/aot_kernels.py); turned: GELU's output in the order of its columns.
 
 | layers | H200s | GEMMs write | outside GEMMs, GB in kernels | must move, GB | by XLA, GB | between devices, MiB | temporary, MiB |
 |---|---|---|---|---|---|---|---|"""
@@ -131,6 +133,7 @@ CASES = [
 HOOKS = {"Flax, bfloat16": None, "Flax, FP8": fp8_ops.Fp8DirectDotGeneralOp} | {
     recipe: fj.flax.linen_dot_general(recipe) for recipe in ("bf16", "tensorwise", "rowwise", "delayed")
 }
+BY_KERNELS = {"rowwise, kernels": aot_kernels.dot_general(False), "rowwise, kernels, turned": aot_kernels.dot_general(True)}
 # model, layers, devices, recipe, checkpointing
 LARGE = [
     ("llama-8b", 8, 8, "bf16", "full"),
@@ -292,7 +295,7 @@ def flax_layers(name: str, devices: int, target: str) -> dict:
         placed = NamedSharding(mesh, P(*spec)) if devices > 1 else SingleDeviceSharding(h200s[0])
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
 
-    model, x = MLP(HOOKS[name]), jax.ShapeDtypeStruct((SEQUENCES * devices, LENGTH, MODEL.hidden_size), jnp.bfloat16)
+    model, x = MLP((HOOKS | BY_KERNELS)[name]), jax.ShapeDtypeStruct((SEQUENCES * devices, LENGTH, MODEL.hidden_size), jnp.bfloat16)
     variables = jax.tree.map(shape, jax.eval_shape(model.init, jax.random.key(0), x))
     variables |= {"params": jax.tree.map(lambda weight: shape(weight, "fsdp"), variables["params"])}
 
@@ -517,6 +520,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=HERE / "results" / "aot.json", help="the results; the table is written next to them")
     parser.add_argument("--show", action="store_true", help="compile nothing: only print the table of the results that are there")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="compile these; the others stay as they are")
+    parser.add_argument("--cases", nargs="+", metavar="WORD", default=[], help="of the parts only cases with all these words, as printed")
     arguments = parser.parse_args()
     if set(arguments.parts) != set(PARTS) and not arguments.json.exists():
         parser.error(f"--parts adds to results that are there; {arguments.json} is not. Leave it out.")
@@ -524,7 +528,10 @@ def main() -> None:
         target = (HERE / "h200_target.txtpb").read_text()
         cases: dict[str, tuple[Callable, list]] = {
             "rows": (measure, CASES),
-            "layers": (flax_layers, [(name, devices) for devices, name in itertools.product((1, 8), HOOKS)]),
+            "layers": (
+                flax_layers,
+                [*((name, devices) for devices, name in itertools.product((1, 8), HOOKS)), *((name, 1) for name in BY_KERNELS)],
+            ),
             "models": (large, LARGE),
             "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS, *WITH_MASTERS)]),
             "experts": (of_experts, [(name,) for name in (RAGGED, "rowwise", "tensorwise", "blockwise", "mxfp8")]),
@@ -533,10 +540,12 @@ def main() -> None:
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         for part in arguments.parts:
             count, of_part = cases[part]
-            found[part] = []
+            rows = dict(zip(map(str, of_part), found.get(part, []), strict=False)) if arguments.cases else {}  # new cases are last
             for case in of_part:
-                found[part].append(count(*case, target))
-                print(found[part][-1], flush=True)
+                if str(case) not in rows or all(word in str(case) for word in arguments.cases):
+                    rows[str(case)] = count(*case, target)
+                    print(rows[str(case)], flush=True)
+            found[part] = [rows[str(case)] for case in of_part]
         found["versions"] = {"jax": jax.__version__, "python": platform.python_version()}
         found["model"] = {**vars(MODEL), "sequence_length": LENGTH, "sequences_per_device": SEQUENCES}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

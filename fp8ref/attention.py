@@ -42,7 +42,7 @@ ARITHMETIC: tuple[Arithmetic, ...] = get_args(Arithmetic)
 """The values of ``Arithmetic``; the first is the default."""
 
 Backward = Literal["own", "bf16"]
-"""Whose backward pass gives a variant's gradients: its ``own``; or that of the variant ``bf16``, of q, k and v themselves (A-23)."""
+"""Whose backward pass gives a variant's gradients: its ``own``; or that of the variant ``bf16``, of q, k and v themselves (A-25)."""
 
 LogSum = Literal["fused", "log2", "sum"]
 """How the log-sum-exp is made of the maximum and the sum (A-11)."""
@@ -130,7 +130,7 @@ class Variant:
     finish        ``reciprocal``: multiplied by (1 / sum) * scale; ``divide``: divided by max(sum, 1).
     lse           ``fused``, ``log2`` or ``sum``.
     out           format of the output.
-    backward      its gradients: ``exact``, ``cast``, or those of ``bf16`` (A-14, A-15, A-23); None: it has none.
+    backward      its gradients: ``exact``, ``cast``, or those of ``bf16`` (A-14, A-15, A-25); None: it has none.
     gradient_fmt  of do and ds; None: fmt.
     source        where it comes from.
 
@@ -378,6 +378,6 @@ def by_name(variant: "str | Variant") -> Variant:
 
 
 def differentiated(variant: "str | Variant", backward: Backward) -> Variant:
-    """The variant with the gradients of a backward pass: its own, or ``bf16``'s (A-23)."""
+    """The variant with the gradients of a backward pass: its own, or ``bf16``'s (A-25)."""
     known = by_name(variant)
     return known if backward == "own" else dataclasses.replace(known, backward=backward)

@@ -85,7 +85,7 @@ def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, 
 
 
 def products(variant: Variant) -> tuple[Product, ...]:
-    """The products of a step in the variant's format: without a backward pass, or with one in bfloat16 (A-23), two."""
+    """The products of a step in the variant's format: without a backward pass, or with one in bfloat16 (A-25), two."""
     return PRODUCTS if variant.backward in ("exact", "cast") else PRODUCTS[:2]
 
 

@@ -40,8 +40,13 @@ def moved(config: Config, backend: str) -> dict[str, float]:
         "embedding and loss": 12 * count * model.hidden_size + 2 * LOGITS[backend] * logits,
         # bytes an element: gradient read for the norm and again for the update; master and moments
         # read and written; bf16 copy made of the master
-        "AdamW": sum((4 + 4) * piece + 2 * states(piece, whole, config) for piece, whole in held.values()) + (master + 2) * copied,
+        "AdamW": sum(
+            2 * _gradient(name, config, backend) * piece + 2 * states(piece, whole, config) for name, (piece, whole) in held.items()
+        )
+        + (master + 2) * copied,
     }
+    if arranged := parts * _arranged(config, backend):
+        found["pieces of sequences, put in order"] = arranged
     if parts > 1:
         found["sums of gradients over parts"] = parts * (4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held))
     rounded = keys.reduce == "rounded" and keys.through == "shard_map"
@@ -51,6 +56,35 @@ def moved(config: Config, backend: str) -> dict[str, float]:
             parts * (2 + 4) * sum(min(keys.fsdp * piece, whole) for piece, whole in held.values())
         )
     return found
+
+
+def _gradient(name: str, config: Config, backend: str) -> int:
+    """Bytes an element of a gradient that AdamW reads: of a linear's weight by XLA as its GEMM has written it, unless it was summed."""
+    keys = config.parallel
+    summed = keys.fsdp * keys.data > 1 or config.data.microbatches > 1 or keys.reduce != "rounded"
+    return 4 if backend == "torch" or summed or not name.endswith("proj.weight") else 2
+
+
+def _arranged(config: Config, backend: str) -> float:
+    """Bytes of kernels that put pieces of several sequences in order, where JAX cuts each over tensor (benchmarks/results/aot.md): after a
+    gather, of bfloat16 alone, as FP8's are among those that quantize; and an operand's rows before its products are scattered."""
+    keys, model = config.parallel, config.model
+    if backend == "torch" or not keys.sequence or keys.tensor == 1 or tokens(config) == config.data.sequence_length:
+        return 0
+    again = keys.checkpointing == "full"
+    heads, of_keys = (n * model.head_dim / keys.tensor for n in (model.num_attention_heads, model.num_key_value_heads))
+    of_mlp = model.intermediate_size / keys.tensor
+    scattered = {"q_proj": heads, "k_proj": of_keys, "v_proj": of_keys, "gate_proj": of_mlp, "up_proj": of_mlp, "o_proj": heads}
+    elements = 0.0
+    for decision in config.decisions():
+        last, gemms = decision.path.split(".")[-1], decision.recipe.gemms
+        of_output, of_input, of_weight = (1 if gemms[which].fp8 else 2 for which in kernels.GEMMS)
+        if last in ("q_proj", "gate_proj"):
+            elements += model.hidden_size * (2 * (1 + again) * (of_output == 2) + 2 * (of_weight == 2))
+        if last in ("o_proj", "down_proj"):
+            elements += model.hidden_size * 2 * (2 in (of_input, of_weight))
+        elements += scattered.get(last, 0) * (of_output * (1 + again) if last == "o_proj" else of_input)
+    return 2 * tokens(config) * elements
 
 
 def _elementwise(config: Config, backend: str) -> float:

@@ -1,4 +1,4 @@
-"""The backward pass in bfloat16 of an attention whose forward pass is in FP8 (spec A-23).
+"""The backward pass in bfloat16 of an attention whose forward pass is in FP8 (spec A-25).
 
 It is that of the variant ``bf16``, of q, k and v themselves, with o and the log-sum-exp of the FP8 pass.
 """

@@ -1,4 +1,4 @@
-"""The backward pass in bfloat16 of an attention whose forward pass is in FP8 (spec A-23).
+"""The backward pass in bfloat16 of an attention whose forward pass is in FP8 (spec A-25).
 
 It is that of the variant ``bf16``, of q, k and v themselves, with o and the log-sum-exp of the FP8 pass.
 """
@@ -34,6 +34,7 @@ def gradients(
     *,
     report: Report,
     keep: Collection[Matrix] = (),
+    sinks: Tensor | None = None,
 ) -> Gradients:
     """The gradients of q, k and v.
 
@@ -45,4 +46,4 @@ def gradients(
     of_inputs = attention_context.gathered(operands.quantize(*tensors, wide, {}, report="nothing"), wide)
     saved = Saved(of_inputs, rounded(o), None, lse, one, one)
     of_pass = attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients
-    return of_pass.gradients(do, saved, wide, shape, documents, {}, report=report, keep=keep)
+    return of_pass.gradients(do, saved, wide, shape, documents, {}, report=report, keep=keep, sinks=sinks)

@@ -1,4 +1,4 @@
-"""Attention in FP8 by FlashAttention-3's own kernel, forward (spec A-20); its gradients are tiles in bfloat16 (A-23).
+"""Attention in FP8 by FlashAttention-3's own kernel, forward (spec A-20); its gradients are tiles in bfloat16 (A-25).
 
     o, lse = attention_kernel.forward(q, k, v, mask=Mask(causal=True))
     o = attention_kernel.apply(q, k, v, variant=differentiated("fa3", "bf16"), mask=Mask(causal=True))   # differentiable
@@ -38,14 +38,14 @@ def apply(
     scale: float | None = None,
     arithmetic: Arithmetic = "fast",
 ) -> Tensor:
-    """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass is A-23's, of the kernel's o and
+    """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass is A-25's, of the kernel's o and
     log-sum-exp.
 
     variant       ``attention.differentiated("fa3", "bf16")`` of fp8ref, or of fa3_promoted.
     arithmetic    of the backward pass (A-18).
     Shapes:   as ``forward``; o of q's dtype.
     Raises:   as ``forward``; ValueError: a variant without that backward pass, for tensors that require gradients.
-    Source:   spec A-20, A-23.
+    Source:   spec A-20, A-25.
     """
     known = data.by_name(variant)
     if known.backward != "bf16" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

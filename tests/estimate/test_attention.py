@@ -128,7 +128,7 @@ def context(**parallel):
     return config("cudnn", 1024).replace(parallel={"context": 2} | parallel)
 
 
-def test_parts_of_the_tokens_gather_keys_and_values():  # A-21, A-22
+def test_parts_of_the_tokens_gather_keys_and_values():  # A-21, A-24
     """Two layers of 2 heads of keys of 32 features, 2 sequences of 1,024 tokens: half of k and v come from the other device, as codes in both passes;
     their gradients in float32."""
     found, half = traffic.flows(context(), "torch"), 2 * 2 * 2 * 2 * 32 * 512

@@ -32,9 +32,8 @@ def compiled(row: dict) -> Config:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of all kernels but GEMMs and collectives: within 10 %. The estimate counts a norm, a cast or an update as a kernel of its own, and XLA
-    joins some of them, so that it is above where FP8 adds kernels. With tensor parallelism it is below by up to 12 %: XLA moves pieces of heads
-    and of sequences around its collectives (1.5 GB of 26.4 in bfloat16), which the estimate does not count."""
+    """Of all kernels but GEMMs and collectives: at most 5 % below and 7 % above. The estimate counts a norm, a cast or an update as a kernel of
+    its own, and XLA joins some of them, most under a scale of a whole tensor (tensorwise 3 to 7 % above)."""
     config = compiled(row)
     made = sum(outside_linears.moved(config, "jax").values())
     for decision in config.decisions():
@@ -43,8 +42,7 @@ def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
             made += sum(
                 kernel.bytes for kernel in roofline.quantizing(decision.recipe, gemms, "xla", **roofline.in_place(decision, config, "jax"))
             )
-    low, high = (0.88, 1.05) if config.parallel.tensor > 1 else (0.9, 1.1)
-    assert low <= made / 1e9 / row["outside_gemms"]["gb"] <= high
+    assert 0.95 <= made / 1e9 / row["outside_gemms"]["gb"] <= 1.07
 
 
 def test_gradients_are_widened_where_devices_sum_them_in_float32():
@@ -54,6 +52,18 @@ def test_gradients_are_widened_where_devices_sum_them_in_float32():
     assert of["fsdp"][widened] == of["data"][widened] == 6 * 106816
     assert all(widened not in of[name] for name in ("one", "bfloat16", "accumulators", "jit"))
     assert widened not in outside_linears.moved(sizes.config(recipe="tensorwise", **MESHES["fsdp"]), "torch")
+
+
+def test_pieces_of_several_sequences_are_put_in_order():
+    """Read and written, of 128 tokens in 4 sequences and 2 layers, H = A = 64, KV 32, F 128, halves of A, KV and F on a device. In bfloat16 six
+    gathers of a layer, and rows of what q, k, v, gate and up's grad_inputs and o's output are made of; in FP8 these alone, in codes."""
+    put, keys = "pieces of sequences, put in order", {"data": 2, "tensor": 2, "sequence": True}
+    rows = 32 + 16 + 16 + 64 + 64 + 32
+    of = {name: outside_linears.moved(sizes.config(recipe=name, **keys), "jax") for name in ("bf16", "rowwise", "rowwise_with_gw_hp")}
+    assert [found[put] for found in of.values()] == [128 * 2 * 2 * n for n in (2 * (6 * 64 + rows), rows, rows + 4 * 2 * 64)]
+    one = sizes.config(recipe="bf16", **keys).replace(data={"batch_size": 2})
+    assert put not in outside_linears.moved(one, "jax")
+    assert put not in outside_linears.moved(sizes.config(recipe="bf16", **keys), "torch")
 
 
 def test_the_rest_by_hand():

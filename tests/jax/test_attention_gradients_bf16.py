@@ -1,4 +1,4 @@
-"""The backward pass in bfloat16 of a forward pass in FP8, next to the simulator (spec A-23)."""
+"""The backward pass in bfloat16 of a forward pass in FP8, next to the simulator (spec A-25)."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def given():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fa4", "cudnn", "mxfp8"])
-def test_gradients_are_the_simulators(name):  # A-23
+def test_gradients_are_the_simulators(name):  # A-25
     """Sums are the library's, and so are exponentials: a rounding to bfloat16 in a hundred falls the other way."""
     variant, (q, k, v, do) = differentiated(name, "bf16"), given()
 

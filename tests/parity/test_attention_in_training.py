@@ -57,7 +57,7 @@ FORWARD_ALONE = [name for name, variant in VARIANTS.items() if variant.backward 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 @pytest.mark.parametrize("variant", [*FORWARD_ALONE, "cudnn"])
-def test_each_variant_trains_with_a_backward_pass_in_bf16(backend, variant, config):  # A-23, B-15
+def test_each_variant_trains_with_a_backward_pass_in_bf16(backend, variant, config):  # A-25, B-15
     """The proof has two products in FP8; gradients are near those of real arithmetic."""
     numerics = {"attention": variant, "attention_backward": "bf16", "attention_arithmetic": "stated"}
     trainer, exact = (loop.trainer(backend, config.replace(numerics=keys)) for keys in (numerics, {"attention": "exact"}))
@@ -75,7 +75,7 @@ def test_each_variant_trains_with_a_backward_pass_in_bf16(backend, variant, conf
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_fa3_trains(backend, config):  # A-23
+def test_fa3_trains(backend, config):  # A-25
     config = config.replace(numerics={"attention": "fa3", "attention_backward": "bf16"})
     trainer, tokens = loop.trainer(backend, config), loader.open_batches(config).step(0)
     found = trainer.statistics(tokens)
@@ -85,7 +85,7 @@ def test_fa3_trains(backend, config):  # A-23
 
 
 @pytest.mark.slow
-def test_a_cross_check_holds_with_a_backward_pass_in_bf16(config):  # B-2, B-3, A-23
+def test_a_cross_check_holds_with_a_backward_pass_in_bf16(config):  # B-2, B-3, A-25
     report = one_device.crosscheck(config.replace(numerics={"attention": "fa4", "attention_backward": "bf16"}), steps=1)
     assert [name for name, check in report.checks.items() if not check.ok] == []
     assert any("self_attn/q/codes" in name for name in report.checks)
@@ -227,7 +227,7 @@ def stand_in(q, k, v, *, softmax_scale, causal, window_size, return_attn_probs, 
     return torch.ops.flash_attn_3.fwd(q, k, v, [q_descale, k_descale, v_descale], softmax_scale)
 
 
-def test_flash_attention_trains_by_its_kernel(config, monkeypatch):  # A-20, A-23, B-15
+def test_flash_attention_trains_by_its_kernel(config, monkeypatch):  # A-20, A-25, B-15
     """The manifest names the operator of each layer; losses are those of tiles, but for ties of o (see tests/torch/test_attention_kernel)."""
     config = config.replace(numerics={"attention": "fa3", "attention_backward": "bf16"})
     by_kernel = config.replace(**KERNEL)

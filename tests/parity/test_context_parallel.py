@@ -1,4 +1,4 @@
-"""Context parallelism in the trainers, parallel.context (spec A-21, A-22), next to one device."""
+"""Context parallelism in the trainers, parallel.context (spec A-21, A-24), next to one device."""
 
 import numpy as np
 import pytest
@@ -63,14 +63,14 @@ def compare(found: dict, right: dict, *, cut: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"context": 2}, {"data": 2, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=str)
-def test_a_jax_mesh_has_one_devices_logits_and_loss(parallel, config):  # A-21, A-22
+def test_a_jax_mesh_has_one_devices_logits_and_loss(parallel, config):  # A-21, A-24
     tokens, batches = loader.open_batches(config).step(0), [loader.open_batches(config).step(step) for step in range(2)]
     one, mesh = (found_by(loop.trainer("jax", config.replace(parallel=keys)), tokens, batches) for keys in ({}, parallel))
     compare(mesh, one, cut="tensor" in parallel)
 
 
 @pytest.mark.slow
-def test_a_scan_and_microbatches_take_parts_in_jax(config):  # A-22, T-7
+def test_a_scan_and_microbatches_take_parts_in_jax(config):  # A-24, T-7
     config = config.replace(model={"num_hidden_layers": 2}, data={"microbatches": 2})
     tokens = loader.open_batches(config).step(0)
     keys = {"context": 2, "scan": True, "checkpointing": "full"}
@@ -83,7 +83,7 @@ def test_a_scan_and_microbatches_take_parts_in_jax(config):  # A-22, T-7
 @pytest.mark.parametrize(
     "parallel", [{"context": 2}, {"context": 2, "checkpointing": "selective"}, {"context": 2, "tensor": 2, "sequence": True}], ids=str
 )
-def test_ranks_have_one_processes_logits_and_loss_in_pytorch(parallel, config):  # A-21, A-22
+def test_ranks_have_one_processes_logits_and_loss_in_pytorch(parallel, config):  # A-21, A-24
     tokens, batches = loader.open_batches(config).step(0), [loader.open_batches(config).step(step) for step in range(2)]
     config = config.replace(parallel=parallel)
     parts = ranks.run(config.parallel.devices, of_ranks, config, tokens, batches)
@@ -97,7 +97,7 @@ def test_ranks_have_one_processes_logits_and_loss_in_pytorch(parallel, config): 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_parts_of_the_tokens_share_delayed_states(backend, config):  # A-19, A-22, H-4
+def test_parts_of_the_tokens_share_delayed_states(backend, config):  # A-19, A-24, H-4
     """Amaxes of q, k, v and o are of the same numbers, so the states are one device's bits after the first step; a rank's loss is the mean of
     its own tokens in PyTorch, so that dO is twice as large."""
     config = config.replace(numerics={"attention_scaling": "delayed", "recipe": "delayed"})
@@ -150,13 +150,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "said"), REFUSED)
-def test_what_cannot_be_cut_is_refused(change, said, config):  # A-22
+def test_what_cannot_be_cut_is_refused(change, said, config):  # A-24
     with pytest.raises(ValueError, match=said):
         config.replace(**({"parallel": {"context": 2}} | change))
 
 
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_sequences_that_do_not_divide_are_refused(backend, config):  # A-22
+def test_sequences_that_do_not_divide_are_refused(backend, config):  # A-24
     uneven = config.replace(data={"sequence_length": 15}, parallel={"context": 2})
     with pytest.raises(ValueError, match=r"data.sequence_length is divisible by parallel.context = 2; got 15") as caught:
         device_shapes.check(uneven, backend)

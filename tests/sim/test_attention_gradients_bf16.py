@@ -1,4 +1,4 @@
-"""The backward pass in bfloat16 of a forward pass in FP8, next to its formulas in float64 (spec A-23)."""
+"""The backward pass in bfloat16 of a forward pass in FP8, next to its formulas in float64 (spec A-25)."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def given(tokens: int = 150, features: int = 32):
 
 
 def formulas(do, q, k, v, o, lse):
-    """A-23 in float64, of operands rounded to bfloat16: (dq, dk, dv), and a bound on what casts and float32 change of each sum.
+    """A-25 in float64, of operands rounded to bfloat16: (dq, dk, dv), and a bound on what casts and float32 change of each sum.
 
     P and dS are rounded to bfloat16, whose unit is 2^-8, and made of an exponential of a float32 exponent: 2^-16 more of each. dP and D are float32 sums of
     32 products: gamma(32) < 2^-18 of the magnitudes that they add, which cancel in dS.
@@ -42,7 +42,7 @@ def formulas(do, q, k, v, o, lse):
 
 
 @pytest.mark.parametrize("name", FP8)
-def test_gradients_are_those_of_the_formulas(name):  # A-23
+def test_gradients_are_those_of_the_formulas(name):  # A-25
     """A result is rounded to bfloat16, 2^-8 of it. A hundredth of the bound is for 2^-16 of P and of sums over tokens."""
     do, *inputs = given()[::-1][:1] + given()[:3]
     variant = differentiated(name, "bf16")
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_the_formulas(name):  # A-23
     assert found.scale_ds.scale == 1
 
 
-def test_of_the_variants_own_statistics_they_are_those_of_bf16():  # A-23, A-15: bit for bit
+def test_of_the_variants_own_statistics_they_are_those_of_bf16():  # A-25, A-15: bit for bit
     do, *inputs = given()[::-1][:1] + given()[:3]
     of_bf16 = attention.forward(*inputs, variant="bf16", mask=MASK)
     right = attention_gradients.backward(do, *inputs, of_bf16, variant="bf16", mask=MASK)

@@ -1,4 +1,4 @@
-"""The backward pass in bfloat16 of a forward pass in FP8, next to the simulator (spec A-23)."""
+"""The backward pass in bfloat16 of a forward pass in FP8, next to the simulator (spec A-25)."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def right_of(variant) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["fa4", "cudnn", "mxfp8"])
-def test_stated_gradients_are_the_simulators(name):  # A-23
+def test_stated_gradients_are_the_simulators(name):  # A-25
     """Sums in bfloat16 are the library's, of one order each; the forward pass's bits are the simulator's but for ties."""
     variant = differentiated(name, "bf16")
     for mine, right in zip(gradients(variant, "stated"), right_of(variant), strict=True):
@@ -42,12 +42,25 @@ def test_stated_gradients_are_the_simulators(name):  # A-23
         assert np.linalg.norm(mine - right) < 2**-11 * np.linalg.norm(right)
 
 
-def test_under_simulated_hardware_fa3_has_the_simulators_gradients():  # A-23, B-12
+def test_under_simulated_hardware_fa3_has_the_simulators_gradients():  # A-25, B-12
     """Its forward pass has the simulator's bits then; the backward pass is in bfloat16, which the hardware does not multiply."""
     variant = differentiated("fa3_promoted", "bf16")
     for mine, right in zip(gradients(variant, "stated", HARDWARE["hopper_fast"]), right_of(variant), strict=True):
         assert (mine == right).mean() > 0.99
         assert np.linalg.norm(mine - right) < 2**-11 * np.linalg.norm(right)
+
+
+def test_sinks_and_a_softcap_are_differentiated_in_bfloat16_too():  # A-22, A-23, A-25
+    """As close as without them: orders of sums differ, and roundings to bfloat16, at most 2^-9 of an element, where they decide a tie."""
+    variant, (q, k, v, do) = differentiated("fa4", "bf16"), given()
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    attention.apply(*leaves[:3], variant=variant, mask=MASK, arithmetic="stated", softcap=4.0, sinks=leaves[3]).backward(do)
+    arrays = [x.float().numpy() for x in (q, k, v, do)]
+    how = {"variant": variant, "mask": MASK, "softcap": 4.0, "sinks": sinks.numpy()}
+    right = attention_gradients.backward(arrays[3], *arrays[:3], simulator.forward(*arrays[:3], **how), **how)
+    for leaf, other in zip(leaves, (right.dq, right.dk, right.dv, right.dsinks), strict=True):
+        assert np.linalg.norm(leaf.grad.float().numpy() - other) < 2**-11 * np.linalg.norm(other)
 
 
 def test_explicit_passes_have_the_bits_of_autograd():

@@ -90,7 +90,7 @@ def test_on_a_hopper_gpu_it_is_imported_or_its_lack_is_named(monkeypatch):  # A-
 
 
 @pytest.mark.parametrize("mask", [Mask(causal=True), Mask()], ids=str)
-def test_gradients_are_of_its_own_output_and_log_sum_exp(mask, monkeypatch):  # A-20, A-23
+def test_gradients_are_of_its_own_output_and_log_sum_exp(mask, monkeypatch):  # A-20, A-25
     """By tiles o is the same but for ties (see above), and so are gradients: a tie moves o by 2^-8, and D of its row by less than 2^-8 of |do| |o|."""
     monkeypatch.setattr(attention_kernel, "library", lambda device: flash_attn_func)
     variant, do = differentiated("fa3", "bf16"), torch.randn(2, 4, 70, 64, generator=torch.Generator().manual_seed(1)).bfloat16()

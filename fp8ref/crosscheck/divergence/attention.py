@@ -40,7 +40,7 @@ def explain(
     choices = [(one.attention, one.attention_scaling, one.attention_backward) for one in numerics]
     if choices[0] != choices[1]:
         a_has, b_has = (f"{variant!r} with {scaling} scales and the backward pass {backward!r}" for variant, scaling, backward in choices)
-        return Reason(("A-1", "A-12", "A-23"), f"numerics.attention, its scaling or backward pass differ: {a_has}, and {b_has}")
+        return Reason(("A-1", "A-12", "A-25"), f"numerics.attention, its scaling or backward pass differ: {a_has}, and {b_has}")
     assert numerics[0].attention is not None
     variant = differentiated(numerics[0].attention, numerics[0].attention_backward)
     if a.part == "value" and what in ("q", "k", "v", "do"):

@@ -1,4 +1,4 @@
-"""The JAX trainer's device mesh: shardings of parameters, tokens and linears (spec P, A-22).
+"""The JAX trainer's device mesh: shardings of parameters, tokens and linears (spec P, A-24).
 
 Tensor parallelism cuts attention by heads and the MLP by inner features: q, k, v, gate and up are
 column-parallel, o and down row-parallel. fsdp cuts every matrix along its first dim, and gathers it
@@ -200,7 +200,7 @@ class Layout:
         return _gathered_rounded(table, jnp.dtype(dtype), self._fsdp, others)
 
     def own_context(self, value: jax.Array, axis: int = 1) -> jax.Array:
-        """Under context parallelism, a device's part of tokens [B, T] along T, or of another array along another axis (A-22)."""
+        """Under context parallelism, a device's part of tokens [B, T] along T, or of another array along another axis (A-24)."""
         if not self._context:
             return value
         length = value.shape[axis] // self.config.context

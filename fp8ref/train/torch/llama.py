@@ -7,8 +7,9 @@ from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask, Variant
+from fp8ref.attention_casts import Casts
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import attention, attention_delayed, attention_kernel
+from fp8ref.torch import attention, attention_casts, attention_delayed, attention_kernel
 from fp8ref.torch.tensor_parallel import TensorPlan
 from fp8ref.train.torch import experts
 from fp8ref.train.torch.experts import MixtureMLP
@@ -93,14 +94,16 @@ class Attention(nn.Module):
     variant     of ``fp8ref.attention``; None: torch's own attention.
     arithmetic  of the variant.
     amax_group  name of the process group whose ranks share the batch, tokens and heads.
+    casts       of single operands, in place of the whole variant's (E-9).
     by_kernel   computed by FlashAttention-3's kernel, and not by tiles (spec A-20).
-    context     name of the process group whose ranks have the parts of the tokens (spec A-22); None: each has all.
+    context     name of the process group whose ranks have the parts of the tokens (spec A-24); None: each has all.
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
     variant: Variant | None = None
     arithmetic: Arithmetic = "fast"
     amax_group: str | None = None
+    casts: Casts | None = None
     context: str | None = None
     by_kernel: bool = False
 
@@ -140,7 +143,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        if self.variant is None:
+        if self.casts is not None:
+            y = attention_casts.apply(q, k, v, self.casts)
+        elif self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         elif self.by_kernel:
             y = attention_kernel.apply(q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic)
@@ -206,7 +211,7 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
-    part      (r, n): the tokens are the r-th of n equal parts of each sequence, whose others are on other ranks (spec A-22).
+    part      (r, n): the tokens are the r-th of n equal parts of each sequence, whose others are on other ranks (spec A-24).
     Order:    spec M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
     (spec M-2).

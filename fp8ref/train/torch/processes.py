@@ -167,7 +167,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
 
 
 def context_of(config: Config) -> ProcessGroup | None:
-    """The ranks that have the parts of this rank's sequences, in the order of the tokens (spec A-22); None: it has all of each."""
+    """The ranks that have the parts of this rank's sequences, in the order of the tokens (spec A-24); None: it has all of each."""
     keys = config.parallel
     if keys.context == 1:
         return None

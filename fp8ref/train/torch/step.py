@@ -115,9 +115,9 @@ class Step:
         if context is not None:
             model.part = context.rank(), context.size()
         group = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
-        for module in model.modules():
+        for layer, module in model.named_modules():
             if isinstance(module, Attention):
-                keys = self.config.numerics
+                keys, module.casts = self.config.numerics, self.config.attention_operands(layer)
                 name = None if group is None else group.group_name
                 parts = None if context is None else context.group_name
                 how: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
@@ -309,7 +309,7 @@ class Step:
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
         """This rank's rows of a batch [B, T + 1] (spec P-10); under parallel.context of them its part of the tokens, with the one after
-        it (A-22)."""
+        it (A-24)."""
         if self.mesh is None:
             return tokens
         keys = self.config.parallel

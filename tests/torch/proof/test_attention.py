@@ -53,7 +53,7 @@ def test_a_cpu_multiplies_codes_in_the_stated_form_alone(variant, arithmetic, co
         assert multiplies_codes(CUDNN, "fast", torch.device("cpu"))
 
 
-def test_only_the_forward_products_are_planned_under_a_backward_pass_in_bf16():
+def test_only_the_forward_products_are_planned_under_a_backward_pass_in_bf16():
     variant, forward = differentiated("cudnn", "bf16"), PRODUCTS[:2]
     assert missing_products(trace(leave_out=PRODUCTS[2:]), ["layer"], variant, codes=True) == []
     assert len(missing_products(trace(leave_out=PRODUCTS), ["layer"], variant, codes=True)) == len(forward)

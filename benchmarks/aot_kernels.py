@@ -1,0 +1,187 @@
+"""Two kernels by Pallas that make both sets of codes of a bfloat16 matrix, by rows and by columns, and a linear that uses them under ``rowwise``.
+
+Part of benchmarks/aot.py, which compiles the linear for an H200 beside XLA's own kernels. No GPU has run it; tests run both kernels by XLA, and
+compare every code and scale with ``scaling.quantize``.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from fp8ref.jax import cast, division, gemm, scales, scaling
+from fp8ref.jax.scaling import Quantized
+from fp8ref.recipe import RECIPES
+
+RECIPE = RECIPES["rowwise"]
+CAST = RECIPE.output.a
+FMT, POLICY = CAST.fmt, CAST.policy
+ROWS = 32  # of a program of the first kernel
+HELD = 2**16  # elements that a program holds in registers, two bytes each
+
+
+def rows_and_maxima(x: jax.Array, *, interpret: bool = False) -> tuple[Quantized, Quantized]:
+    """Codes by rows and the columns' maxima by a kernel that reads x [M, N] once; codes by columns are left to XLA, which reads it again."""
+    (m, n), held = x.shape, _held(x.shape, ROWS)
+    row = pl.BlockSpec((ROWS,), lambda i: (i,))
+    codes, scale, scale_inv, largest = pl.pallas_call(
+        functools.partial(_first, held=held),
+        grid=(m // ROWS,),
+        in_specs=[_TABLE, pl.BlockSpec((ROWS, n), lambda i: (i, 0))],
+        out_specs=[pl.BlockSpec((ROWS, n), lambda i: (i, 0)), row, row, pl.BlockSpec((1, n), lambda i: (i, 0))],
+        out_shape=[*_of_rows(m, n), jax.ShapeDtypeStruct((m // ROWS, n), jnp.int16)],
+        compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
+        interpret=interpret,
+        name="fp8ref_rows_and_maxima",
+    )(jnp.asarray(scales._steps(FMT, POLICY)), x)
+    of_columns = scales.scale_from_amax(cast.from_magnitude_bits(largest.max(0, keepdims=True), x.dtype), FMT, POLICY)
+    return _quantized(codes, scale, scale_inv), scaling.quantize_with(x, of_columns, FMT, granularity="rowwise", axis=0)
+
+
+def both(x: jax.Array, *, interpret: bool = False) -> tuple[Quantized, Quantized]:
+    """Both sets of codes by a kernel that reads x [M, N] once, after XLA has taken the columns' maxima, at best in the kernel that makes x."""
+    (m, n), rows = x.shape, _held(x.shape, x.shape[0])
+    of_columns = scales.scales_from_amax(scaling.amax(x, "rowwise", axis=0, with_producer=True), FMT, POLICY)
+    row = pl.BlockSpec((rows,), lambda i: (i,))
+    codes, scale, scale_inv, turned = pl.pallas_call(
+        _second,
+        grid=(m // rows,),
+        in_specs=[_TABLE, pl.BlockSpec((n,), lambda i: (0,)), pl.BlockSpec((rows, n), lambda i: (i, 0))],
+        out_specs=[pl.BlockSpec((rows, n), lambda i: (i, 0)), row, row, pl.BlockSpec((n, rows), lambda i: (0, i))],
+        out_shape=[*_of_rows(m, n), jax.ShapeDtypeStruct((n, m), cast.DTYPES[FMT.name])],
+        compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
+        interpret=interpret,
+        name="fp8ref_both",
+    )(jnp.asarray(scales._steps(FMT, POLICY)), of_columns.scale.reshape(-1), x)
+    columns = Quantized(codes=turned.T, scale=of_columns.scale, scale_inv=of_columns.scale_inv, fmt=FMT, granularity="rowwise", axis=0)
+    return _quantized(codes, scale, scale_inv), columns
+
+
+def dot_general(turned: bool):
+    """What ``dot_general_cls`` of a Flax layer takes: the linear under ``rowwise``, by these kernels. turned: an input of more features than
+    tokens is quantized as [K, M], the order in which XLA then writes it."""
+    return lambda: functools.partial(_dot_general, turned=turned)
+
+
+def _dot_general(x, w, dimension_numbers, precision=None, *, turned: bool, **_):
+    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ()))
+    return _linear(x.reshape(-1, x.shape[-1]), w, turned).reshape(*x.shape[:-1], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _linear(x: jax.Array, w: jax.Array, turned: bool) -> jax.Array:
+    return _forward(x, w, turned)[0]
+
+
+def _forward(x, w, turned):
+    """x [M, K] x w [K, N], as ``linear`` has it; a weight that no grad_input reads later, of fewer inputs than outputs here, by XLA alone."""
+    if turned and x.shape[1] > x.shape[0]:
+        columns, rows = (_transposed(q) for q in rows_and_maxima(x.T))
+    else:
+        rows, columns = rows_and_maxima(x)
+    if w.shape[0] < w.shape[1]:
+        of_n, of_k = (scaling.quantize(w, FMT, granularity="rowwise", policy=POLICY, axis=axis) for axis in (-1, 0))
+    else:
+        of_n, of_k = both(w)
+    return _matmul("output", rows, of_k, x.dtype), (columns, of_n)
+
+
+def _backward(turned, residuals, g):
+    columns, of_n = residuals
+    if g.shape[1] > g.shape[0]:
+        how = {"granularity": "rowwise", "policy": POLICY, "with_producer": True}
+        of_rows, of_columns = (scaling.quantize(g, FMT, axis=axis, **how) for axis in (-1, 0))
+    else:
+        of_rows, of_columns = both(g)
+    return _matmul("grad_input", of_rows, of_n, g.dtype), _matmul("grad_weight", of_columns, columns, g.dtype)
+
+
+_linear.defvjp(_forward, _backward)
+
+
+def _matmul(which, a: Quantized, b: Quantized, dtype) -> jax.Array:
+    spec = RECIPE.gemms[which]
+    how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": jnp.bfloat16}
+    with jax.named_scope(f"line/{which}"):
+        return gemm.matmul(a, b, **how, turned=which == "grad_weight", dequantized=which == "output").astype(dtype)
+
+
+def _transposed(q: Quantized) -> Quantized:
+    how = {"fmt": FMT, "granularity": "rowwise", "axis": 0 if q.axis in (-1, 1) else -1}
+    return Quantized(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, **how)
+
+
+def _quantized(codes, scale, scale_inv) -> Quantized:
+    lines = {"scale": scale[:, None], "scale_inv": scale_inv[:, None]}
+    return Quantized(codes=codes, **lines, fmt=FMT, granularity="rowwise", axis=-1)
+
+
+def _of_rows(m: int, n: int) -> list[jax.ShapeDtypeStruct]:
+    row = jax.ShapeDtypeStruct((m,), jnp.float32)
+    return [jax.ShapeDtypeStruct((m, n), cast.DTYPES[FMT.name]), row, row]
+
+
+_TABLE = pl.BlockSpec((256,), lambda i: (0,))
+
+
+def _held(shape: tuple[int, int], most: int) -> int:
+    """Rows that a program holds at a time: a power of two that divides their number."""
+    rows = max(1, min(16, HELD // shape[1], most))
+    return 1 << (rows.bit_length() - 1)
+
+
+def _chunks(n: int) -> list[slice]:
+    """Of a row, as long as a power of two that divides it, 2048 at most: what Triton takes."""
+    length = min(n & -n, 2048)
+    return [slice(i, i + length) for i in range(0, n, length)]
+
+
+def _scale_of(largest: jax.Array, table) -> tuple[jax.Array, jax.Array]:
+    """scale and scale_inv of magnitude bits of bfloat16 numbers, int32 [rows]: what ``scales`` makes of an amax for a power of two."""
+    bits = largest << 16
+    amax = lax.bitcast_convert_type(bits, jnp.float32)
+    inverse = lax.bitcast_convert_type(((bits + table[lax.shift_right_logical(bits, jnp.int32(23))]) >> 23) << 23, jnp.float32)
+    scale = division.divide(1, jnp.where(jnp.isnan(amax), amax, inverse))
+    inverse = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)
+    return scale, jnp.where(scale > 0, inverse, jnp.inf - scale)
+
+
+def _magnitudes(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32) & 0x7FFF
+
+
+def _codes(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.clip(x.astype(jnp.float32) * scale, -FMT.max, FMT.max).astype(cast.DTYPES[FMT.name])
+
+
+def _first(table, x, codes, scale_of, scale_inv_of, largest, *, held: int):
+    chunks = _chunks(x.shape[1])
+
+    def some_rows(i, found):
+        rows = pl.ds(i * held, held)
+        parts = [x[rows, chunk] for chunk in chunks]
+        magnitudes = list(map(_magnitudes, parts))
+        scale, scale_inv = _scale_of(functools.reduce(jnp.maximum, [part.max(axis=1) for part in magnitudes]), table)
+        for chunk, part in zip(chunks, parts, strict=True):
+            codes[rows, chunk] = _codes(part, scale[:, None])
+        scale_of[rows], scale_inv_of[rows] = scale, scale_inv
+        return tuple(jnp.maximum(one, part.max(axis=0)) for one, part in zip(found, magnitudes, strict=True))
+
+    with division.in_kernel():
+        nothing = tuple(jnp.zeros((chunk.stop - chunk.start,), jnp.int32) for chunk in chunks)
+        for chunk, part in zip(chunks, lax.fori_loop(0, ROWS // held, some_rows, nothing), strict=True):
+            largest[0, chunk] = part.astype(jnp.int16)
+
+
+def _second(table, scale_of_columns, x, codes, scale_of, scale_inv_of, turned):
+    chunks = _chunks(x.shape[1])
+    with division.in_kernel():
+        parts = [x[:, chunk] for chunk in chunks]
+        scale, scale_inv = _scale_of(functools.reduce(jnp.maximum, [_magnitudes(part).max(axis=1) for part in parts]), table)
+        for chunk, part in zip(chunks, parts, strict=True):
+            codes[:, chunk] = _codes(part, scale[:, None])
+            turned[chunk, :] = _codes(part, scale_of_columns[chunk][None, :]).T
+        scale_of[:], scale_inv_of[:] = scale, scale_inv

@@ -1,0 +1,51 @@
+"""The kernels of benchmarks/aot_kernels.py, run by XLA: every code and scale is that of ``scaling.quantize`` and of the simulator."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8ref.formats import BFLOAT16
+from fp8ref.jax import cast, scaling
+from fp8ref.sim import cast as sim_cast
+from fp8ref.sim import scaling as sim_scaling
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import aot_kernels
+
+HOW = {"granularity": "rowwise", "policy": aot_kernels.POLICY}
+
+
+@pytest.fixture(scope="module")
+def x():
+    """[64, 96] in bfloat16: lines of magnitudes up to 2^40 apart; a NaN, infinities, zeros of both signs, a line of subnormals."""
+    rng = np.random.default_rng(5)
+    values = rng.standard_normal((64, 96)) * np.exp2(rng.integers(-20, 21, (64, 1)) + rng.integers(-20, 21, (1, 96)))
+    values[3, 5], values[9, 7], values[20, 50], values[11], values[:, 13], values[40] = np.nan, np.inf, -np.inf, 0, -0.0, 2.0**-130
+    return sim_cast.round_to(values.astype(np.float32), BFLOAT16)
+
+
+@pytest.mark.parametrize("kernel", [aot_kernels.rows_and_maxima, aot_kernels.both], ids=lambda kernel: kernel.__name__)
+def test_codes_and_scales_are_those_of_the_library_and_of_the_simulator(kernel, x, monkeypatch):  # S-4, S-5
+    monkeypatch.setattr(aot_kernels, "HELD", 4 * 96)  # 4 rows at a time, so that a program of the first kernel loops
+    given = jnp.asarray(x, jnp.bfloat16)
+    found = jax.jit(lambda v: kernel(v, interpret=True))(given)
+    for axis, q in zip((-1, 0), found, strict=True):
+        library = jax.jit(lambda v, axis=axis: scaling.quantize(v, aot_kernels.FMT, axis=axis, **HOW))(given)
+        simulated = sim_scaling.quantize(x, aot_kernels.FMT, axis=axis, **HOW)
+        assert q.axis in (axis, axis % 2)
+        for other, codes in ((library, np.asarray(cast.decode(library.codes, aot_kernels.FMT))), (simulated, None)):
+            expected = sim_cast.decode(np.asarray(other.codes), aot_kernels.FMT) if codes is None else codes
+            mine = np.asarray(cast.decode(q.codes, aot_kernels.FMT))
+            np.testing.assert_array_equal(np.signbit(mine)[~np.isnan(mine)], np.signbit(expected)[~np.isnan(mine)])
+            np.testing.assert_array_equal(mine, expected)
+            np.testing.assert_array_equal(np.asarray(q.scale), np.asarray(other.scale))
+            np.testing.assert_array_equal(np.asarray(q.scale_inv), np.asarray(other.scale_inv))
+
+
+def test_a_program_holds_a_power_of_two_of_rows_in_its_registers():
+    assert [aot_kernels._held((4096, n), aot_kernels.ROWS) for n in (4096, 14336, 65536, 2**17)] == [16, 4, 1, 1]
+    assert [(chunk.start, chunk.stop) for chunk in aot_kernels._chunks(3 * 128)] == [(0, 128), (128, 256), (256, 384)]
