@@ -105,6 +105,7 @@ bench-losses: setup
 bench-attention-losses: setup
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --json benchmarks/results/attention_losses.json
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 40 --batch-size 1 --sequence-length 1024 --json benchmarks/results/attention_losses_long.json
+	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --variants "cudnn, delayed" --json benchmarks/results/attention_losses_delayed.json
 
 bench-attention-speed: setup
 	$(BIN)/python benchmarks/attention_speed.py --json benchmarks/results/attention_speed.json

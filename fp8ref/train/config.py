@@ -90,11 +90,6 @@ class Config:
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
             f"{self.parallel.compile!r}. Set it to none, or the arithmetic to fast.",
         )
-        require(
-            self.numerics.attention_scaling == "current" or self.parallel.compile == "none",
-            "numerics.attention_scaling 'delayed' observes amaxes inside attention, which is traced eagerly alone; got parallel.compile "
-            f"{self.parallel.compile!r}. Set it to none.",
-        )
         size = self.model.vocab_size
         require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
         schedules.starts(self.phases, self.optimizer, self.run.steps)
