@@ -55,10 +55,19 @@ def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, in
     return torch.where(groups.group < experts, segment, count), first, count
 
 
-def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, amax: Amax, scale: torch.Tensor | None = None) -> Quantized:
+def quantize_rows(
+    x: torch.Tensor,
+    spec: CastSpec,
+    axis: int,
+    groups: Groups,
+    amax: Amax,
+    scale: torch.Tensor | None = None,
+    shared: str | None = None,
+) -> Quantized:
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2.
 
     scale     of a delayed state; None: by x's amaxes.
+    shared    name of the process group whose ranks have rows of the same groups: a scale of all of a group's rows is of all of them.
     Raises:   ValueError: as ``scaling.quantize``.
     """
     kind = by_name(spec.granularity)
@@ -76,7 +85,10 @@ def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, am
     # One line more, of rows of no group.
     largest = magnitudes.new_zeros(count + 1, magnitudes.shape[1])
     largest = largest.scatter_reduce(0, segment[:, None].expand_as(magnitudes), magnitudes, "amax")
-    table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
+    largest = largest.float()
+    if shared is not None and kind.reduced is None:
+        largest = scaling.merge_amax(largest, shared)
+    table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
     codes = scaling.scaled_codes(x, table.scale[segment], spec.fmt)
     scale, scale_inv = (v[:count, 0] if spec.granularity == "tensorwise" else v[:count] for v in table)
     return Quantized(codes, scale, scale_inv, spec.fmt, spec.granularity, axis)

@@ -16,14 +16,14 @@ from fp8ref.train.config import Config
 
 def tokens(config: Config) -> int:
     """Tokens of one microbatch on a device, before tensor parallelism cuts any."""
-    shared = config.parallel.data * config.parallel.fsdp * config.data.microbatches
+    shared = config.parallel.sharing * config.data.microbatches
     return config.data.batch_size // shared * config.data.sequence_length
 
 
 def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]:
     """[N, K] of a linear's weight in a device's GEMMs.
 
-    Cut by tensor parallelism, gathered over fsdp.
+    Cut by tensor parallelism, gathered over fsdp and expert; of experts that of each.
     """
     (n, k), last, tensor = shape, linear.split(".")[-1], config.parallel.tensor
     return (n // tensor if last in llama.COLUMN else n), (k // tensor if last in llama.ROW else k)
@@ -32,23 +32,26 @@ def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]
 def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str) -> tuple[int, ...]:
     """Shape of the largest piece of a parameter that a device stores.
 
-    JAX cuts matrices over fsdp, evenly. FSDP2 cuts every parameter, and its last pieces may be
-    shorter.
+    JAX cuts matrices over fsdp and expert, evenly, but for routers. FSDP2 cuts every parameter, and its last
+    pieces may be shorter. Experts are cut by their number, over fsdp and expert.
     """
     cut = used(parameter.removesuffix(".weight"), shape, config) if len(shape) == 2 else shape
-    if backend == "jax" and len(shape) < 2:
+    if backend == "jax" and (len(shape) < 2 or llama.is_router(parameter)):
         return cut
-    return (-(-cut[0] // config.parallel.fsdp), *cut[1:])
+    if len(shape) > 2:  # each device's own experts first
+        cut = (cut[0] // config.parallel.expert, *cut[1:])
+        return (-(-cut[0] // config.parallel.fsdp), *cut[1:])
+    return (-(-cut[0] // config.parallel.shards), *cut[1:])
 
 
 def sharded(config: Config, backend: str) -> bool:
     """Whether parameters are all-gathered for use, and gradients reduce-scattered."""
-    return config.parallel.fsdp > 1 or (backend == "torch" and config.parallel.data > 1)
+    return config.parallel.shards > 1 or (backend == "torch" and config.parallel.data > 1)
 
 
 def ranks_share_amaxes(config: Config) -> bool:
     """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own, which pad and gather by themselves."""
-    return config.parallel.data * config.parallel.fsdp > 1 and config.parallel.amax_scope == "global"
+    return config.parallel.sharing > 1 and config.parallel.amax_scope == "global"
 
 
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
@@ -134,8 +137,8 @@ def _foreign(config: Config, backend: str) -> list[str]:
 def _cut(config: Config) -> list[str]:
     """Faults of batches, sequences and heads that the mesh does not divide."""
     keys, model, data, faults = config.parallel, config.model, config.data, []
-    if data.batch_size % (keys.data * keys.fsdp * data.microbatches):
-        faults.append(data.indivisible(keys.data * keys.fsdp, "devices"))
+    if data.batch_size % (keys.sharing * data.microbatches):
+        faults.append(data.indivisible(keys.sharing, "devices"))
     if keys.sequence and data.sequence_length % keys.tensor:
         faults.append(f"under parallel.sequence data.sequence_length is divisible by tensor = {keys.tensor}; got {data.sequence_length}.")
     faults += [
@@ -155,10 +158,14 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
             config.program_linears()
         except ConfigError as error:
             faults.append(str(error))
-    if config.model.vocab_size % keys.fsdp:
-        faults.append(f"model.vocab_size is divisible by parallel.fsdp = {keys.fsdp}; got {config.model.vocab_size}.")
+    if config.model.vocab_size % keys.shards:
+        faults.append(f"model.vocab_size is divisible by parallel.{keys.of_shards}; got {config.model.vocab_size}.")
+    if config.model.num_experts % keys.shards:
+        faults.append(f"model.num_experts is divisible by parallel.{keys.of_shards}; got {config.model.num_experts}.")
     for d in decisions:
-        parts = keys.fsdp * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
+        if d.experts is not None:
+            continue
+        parts = keys.shards * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
         if d.shape[0] % parts:
             faults.append(f"{d.path}: its {d.shape[0]} rows must be divisible by the {parts} pieces that parallel cuts them into.")
         elif d.fp8 and keys.devices > 1 and keys.through == "shard_map":
@@ -171,12 +178,12 @@ def _blocks(decision: Decision, config: Config) -> list[str]:
     keys, last, faults = config.parallel, decision.path.split(".")[-1], []
     n, k = used(decision.path, decision.shape, config)
     # whether the mesh cuts rows (fsdp always, tensor for column-parallel) and columns (row-parallel)
-    cuts = (keys.fsdp > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
+    cuts = (keys.shards > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
     for which, spec in decision.recipe.gemms.items():
         if spec.b is None or "weight" not in OPERANDS[which] or granularity.by_name(spec.b.granularity).reduced is None:
             continue
         sizes = granularity.blocks(spec.b.granularity, decision.shape, REDUCED_AXES[which][1])
-        for what, length, size, cut in zip(("rows", "columns"), (n // keys.fsdp, k), sizes, cuts, strict=True):
+        for what, length, size, cut in zip(("rows", "columns"), (n // keys.shards, k), sizes, cuts, strict=True):
             if cut and length % size:
                 faults.append(
                     f"{decision.path}: no layout cuts a block (P-5), so its pieces hold a multiple of {size} {what}; they hold {length}."
@@ -205,7 +212,7 @@ def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
 def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     """PyTorch's faults: the limits of FSDP2 and tensor parallelism (P-13, P-14)."""
     keys, faults = config.parallel, []
-    shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
+    shared, recipe = keys.sharing, recipes.by_name(config.numerics.recipe)
     if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
         faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
     if keys.reduction == "ordered" and keys.data > 2:

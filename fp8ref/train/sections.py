@@ -221,13 +221,16 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """A mesh of data x fsdp x tensor devices, and how it shards the model (spec P)."""
+    """A mesh of data x fsdp x expert x tensor devices, and how it shards the model (spec P)."""
 
     data: int = 1
     """Data-parallel devices: each has a part of the batch and a copy of the weights."""
     fsdp: int = 1
     """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8; in PyTorch those
     with one scale."""
+    expert: int = 1
+    """Expert-parallel devices of a model with experts: each has a part of the batch and experts of its own, to which all send their rows. All other
+    matrices are sharded over them as over fsdp."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False
@@ -274,7 +277,7 @@ class ParallelConfig:
     """PyTorch: seconds that a rank waits for another before the run ends."""
 
     def __post_init__(self) -> None:
-        for key in ("data", "fsdp", "tensor", "timeout_s"):
+        for key in ("data", "fsdp", "expert", "tensor", "timeout_s"):
             require(getattr(self, key) >= 1, f"parallel.{key} is at least 1; got {getattr(self, key)}.")
         require(not self.sequence or self.tensor > 1, f"parallel.sequence needs parallel.tensor above 1; got {self.tensor}.")
         require(
@@ -333,7 +336,22 @@ class ParallelConfig:
     @property
     def devices(self) -> int:
         """Number of devices in the mesh; PyTorch has a process for each."""
-        return self.data * self.fsdp * self.tensor
+        return self.sharing * self.tensor
+
+    @property
+    def sharing(self) -> int:
+        """Number of devices, or groups of tensor-parallel ones, that share the batch: each has a part of it."""
+        return self.data * self.shards
+
+    @property
+    def shards(self) -> int:
+        """Number of pieces that each matrix is stored in, of those that tensor parallelism cuts; experts aside."""
+        return self.fsdp * self.expert
+
+    @property
+    def of_shards(self) -> str:
+        """The keys of ``shards`` and their product, for messages."""
+        return f"fsdp = {self.fsdp}" if self.expert == 1 else f"fsdp x expert = {self.shards}"
 
     def unattended(self, head_dim: int) -> list[str]:
         """The error messages for heads of this size under ``attention``; empty if they fit."""
@@ -344,7 +362,7 @@ class ParallelConfig:
         """The error messages for gradients that this backend cannot sum as asked (P-25)."""
         if self.reduce_dtype != "float8_e4m3fn":
             return []
-        if self.data * self.fsdp == 1:
+        if self.sharing == 1:
             return [
                 "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data and fsdp, of which there is one device. Leave it out."
             ]

@@ -142,7 +142,8 @@ def leave(code: int) -> NoReturn:
 
 
 def mesh_of(config: Config) -> DeviceMesh | None:
-    """The device mesh data x fsdp x tensor of the processes that ``join`` connected.
+    """The device mesh data x fsdp x tensor of the processes that ``join`` connected, with expert before tensor if
+    it is above 1.
 
     None for one process.
 
@@ -150,16 +151,18 @@ def mesh_of(config: Config) -> DeviceMesh | None:
               the batch evenly.
     """
     keys = config.parallel
+    axes = tuple(axis for axis in AXES if axis != "expert" or keys.expert > 1)
+    sizes = tuple(getattr(keys, axis) for axis in axes)
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
     if keys.devices != ranks:
         raise ConfigError(
-            f"parallel asks for data x fsdp x tensor = {keys.data} x {keys.fsdp} x {keys.tensor} = {keys.devices} processes; there are {ranks}. "
+            f"parallel asks for {' x '.join(axes)} = {' x '.join(map(str, sizes))} = {keys.devices} processes; there are {ranks}. "
             f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
         )
-    shared = keys.data * keys.fsdp
+    shared = keys.sharing
     if config.data.batch_size % (shared * config.data.microbatches):
         raise ConfigError(config.data.indivisible(shared, "processes"))
     if ranks == 1:
         return None
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(kind, (keys.data, keys.fsdp, keys.tensor), mesh_dim_names=AXES)
+    return init_device_mesh(kind, sizes, mesh_dim_names=axes)

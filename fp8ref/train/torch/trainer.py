@@ -250,6 +250,7 @@ class Trainer:
         keys = self.config.parallel
         if isinstance(operand, AttentionOperand):
             return np.arange(keys.devices)
+        of_experts = f"{llama.EXPERTS}." in operand.layer
         gathered = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
         style = Llama.tensor_plan.styles.get(operand.layer.rpartition(".")[2])
         whole = "input" if style == "colwise" else "grad_output"  # along tensor
@@ -258,9 +259,10 @@ class Trainer:
         cut = {
             "data": operand.role != "weight",
             "fsdp": operand.role != "weight" or gathered,
+            "expert": operand.role != "weight" or gathered or of_experts,
             "tensor": style is not None and operand.role != whole,
         }
-        ranks = np.arange(keys.devices).reshape(keys.data, keys.fsdp, keys.tensor)
+        ranks = np.arange(keys.devices).reshape(*(getattr(keys, axis) for axis in AXES))
         return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
