@@ -254,10 +254,11 @@ def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
         raise ValueError(
             f"mesh has dims named {', '.join(AXES)}, in this order, data and expert only with fsdp; got {names}. Name them in init_device_mesh."
         )
-    if "expert" in names:  # weights other than experts' are sharded over both
-        mesh[("fsdp", "expert")]._flatten("shards")
-    shared = tuple("shards" if axis == "fsdp" and "expert" in names else axis for axis in ("data", "fsdp") if axis in names)
+    shared = tuple(axis for axis in ("data", "fsdp") if axis in names)
     batch = mesh[shared] if shared else None
+    if "expert" in names:  # weights other than experts' are sharded over both
+        shards = mesh[("fsdp", "expert")]._flatten("shards")
+        batch = DeviceMesh._concatenate([mesh["data"], shards]) if "data" in names else shards
     by_tensor = mesh["tensor"] if "tensor" in names else None
     return (batch if batch is not None and batch.size() > 1 else None), (
         by_tensor if by_tensor is not None and by_tensor.size() > 1 else None
@@ -293,7 +294,8 @@ def _shard_experts(experts: Sequence[nn.Module], mesh: DeviceMesh, param_dtype: 
     for module in experts:
         unit = fully_shard(module, mesh=same, mp_policy=policy, reshard_after_forward=True)
         unit.set_gradient_divide_factor(float(ranks))
-        unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that divides first
+        # gloo has no sum that divides first; of one shard FSDP2 (torch 2.13) divides before any sum, and would divide again.
+        unit.set_force_sum_reduction_for_comms(same.size(-1) > 1)
 
 
 def amax_group(mesh: DeviceMesh | None, amax_scope: Scope) -> ProcessGroup | None:

@@ -89,6 +89,14 @@ def kinds(config: Config) -> dict[str, int]:
     return found | {"all": sum(found.values())}
 
 
+def active(config: Config) -> int:
+    """Number of parameters that take part in a token's forward pass: of experts those of its own."""
+    found, model = kinds(config), config.model
+    if not model.num_experts:
+        return found["all"]
+    return found["all"] - found["experts"] + found["experts"] * model.num_experts_per_tok // model.num_experts
+
+
 def check(config: Config, backend: str) -> None:
     """ConfigError, a line for each fault, if the backend would refuse this config on any devices."""
     faults = [

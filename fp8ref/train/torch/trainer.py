@@ -283,7 +283,8 @@ class Trainer:
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(traced, planned, plan)
         if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
-            missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
+            of_linears = [d for d in self.decisions if d.fp8 and d.experts is None]  # experts' weights are gathered in the compute dtype
+            missing += proof.missing_gathers(self.model, [d.path for d in of_linears if d.recipe.serves_both("weight")])
         with hardware.simulating(self._multiply):
             codes = variant is not None and proof.multiplies_codes(variant, self.config.numerics.attention_arithmetic, self._device)
         layers = self.config.attention_in_fp8
