@@ -21,7 +21,7 @@ EXPLANATION = """\
 One layer of Qwen3-30B-A3B, its 128 experts of which 8 take each token, a vocabulary of 1,024, four sequences of 1,024 tokens a device;
 `fp8ref train`'s step. On several H200s `parallel.expert` holds experts apart. Grouped GEMMs are one dot in a loop over blocks of rows, with a
 block's expert's weight: those of the three projections, three each, and what they write. Bytes outside GEMMs are as above, those of a loop's
-body times the loop's rounds; rounds are those of all grouped GEMMs. XLA never gets `lax.ragged_dot` from the trainer: it would make one
+body times the loop's rounds, each of one block, weight or sum of what the loop's arrays hold; rounds are those of all grouped GEMMs. XLA never gets `lax.ragged_dot` from the trainer: it would make one
 product of all rows with all weights of it, in bfloat16.
 
 | recipe | H200s | grouped GEMMs take | linears' GEMMs take | rounds | outside GEMMs, GB in kernels | between devices, MiB | ratio to bf16 | temporary, MiB |
@@ -49,11 +49,12 @@ def of_step(recipe: str, mesh: dict, target: str, tools: SimpleNamespace) -> dic
             operands = " x ".join(types[name] for name in one.operands[:2])
             taken[of][f"{operands} -> {one.types[0][0]}"] += 1
             looped += rounds.get(one.computation, 1) * (of == "grouped")
-    moved = [
-        rounds.get(one.computation, 1) * sum(map(tools.bytes, (*one.types, *read)))
-        for one, read in tools.kernels(text)
-        if not tools.collective(one)
-    ]
+    moved = []
+    for one, read in (kernel for kernel in tools.kernels(text) if not tools.collective(kernel[0])):
+        arrays, count = [*one.types, *read], rounds.get(one.computation)
+        if count is not None:  # a round takes and writes one of the blocks, weights or sums that a loop's arrays hold
+            arrays = [(dtype, shape[1:] if len(shape) == 3 else shape) for dtype, shape in arrays]
+        moved.append((count or 1) * sum(map(tools.bytes, arrays)))
     return {
         "recipe": recipe,
         "mesh": mesh or {"data": 1},
