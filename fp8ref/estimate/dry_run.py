@@ -62,7 +62,11 @@ def _sizes(config: Config, backend: str) -> Table:
         table.add_row(f"parameters: {kind}", f"{count:,}", share)
     if config.model.num_experts:
         active = device_shapes.active(config)
-        table.add_row("parameters: active", f"{active:,}", f"{active / 1e9:.2f} billion: those that take a token, of its {config.model.num_experts_per_tok} experts")
+        table.add_row(
+            "parameters: active",
+            f"{active:,}",
+            f"{active / 1e9:.2f} billion: those that take a token, of its {config.model.num_experts_per_tok} experts",
+        )
     mesh = " x ".join(f"{axis} {getattr(keys, axis)}" for axis in ("data", "fsdp", *(["expert"] if keys.expert > 1 else []), "tensor"))
     mesh += ", sequences cut over tensor" * keys.sequence
     table.add_row("devices", f"{keys.devices:,}", mesh)

@@ -143,7 +143,11 @@ def _compute(config: Config, backend: str, kept: Collection[str]) -> tuple[int, 
     elements: dict[str, int] = {}
     for decision in config.decisions():
         block = ".".join(decision.path.split(".")[:3])
-        size = math.prod(used(decision.path, decision.shape, config)) * (decision.experts or 1) // (config.parallel.expert if decision.experts else 1)
+        size = (
+            math.prod(used(decision.path, decision.shape, config))
+            * (decision.experts or 1)
+            // (config.parallel.expert if decision.experts else 1)
+        )
         codes = decision.experts is None and in_fp8(decision.recipe, config, backend)
         elements[block] = elements.get(block, 0) + size
         blocks[block] = blocks.get(block, 0) + size * (1 if codes else 2)

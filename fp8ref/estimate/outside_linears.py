@@ -63,7 +63,9 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     if backend == "jax" and rounded and keys.reduce_dtype == "float32" and keys.sharing > 1:
         # GEMMs write bfloat16, which a kernel of its own widens before devices sum it (P-9)
         found["gradients in float32, for their sums"] = (
-            parts * (2 + 4) * sum(min(keys.shards * piece, whole // (1 if "experts" not in name else keys.expert)) for name, (piece, whole) in held.items())
+            parts
+            * (2 + 4)
+            * sum(min(keys.shards * piece, whole // (1 if "experts" not in name else keys.expert)) for name, (piece, whole) in held.items())
         )
     return found
 

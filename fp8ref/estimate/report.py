@@ -136,7 +136,17 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     fused = backend == "jax" or config.parallel.compile != "none"
     lost = {row.linear for row in rows if row.loses}
     named = any(d.reason.startswith("named by fp8_fqns") and d.path.split(".")[-1] in lost for d in config.decisions())
-    return Forecast(backend, config.numerics.recipe, ceilings, rows, roofline.of_step(config, backend, ceilings), fused, named, device_shapes.kinds(config)["all"], device_shapes.active(config))
+    return Forecast(
+        backend,
+        config.numerics.recipe,
+        ceilings,
+        rows,
+        roofline.of_step(config, backend, ceilings),
+        fused,
+        named,
+        device_shapes.kinds(config)["all"],
+        device_shapes.active(config),
+    )
 
 
 def _us(seconds: float) -> str:

@@ -278,13 +278,20 @@ def of_groups(recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, 
     backend = "jax" if how == "xla" else "torch"
     wide = 4 if backend == "jax" else 2  # JAX's loop writes accumulators
     bf16, multiplied, count, plain = 0.0, 0.0, 0, 0
-    made = quantizing(recipe, [(which, m, n, k) for which, m, n, k in sizes], how) if any(recipe.gemms[which].fp8 for which, *_ in sizes) else []
+    made = (
+        quantizing(recipe, [(which, m, n, k) for which, m, n, k in sizes], how)
+        if any(recipe.gemms[which].fp8 for which, *_ in sizes)
+        else []
+    )
     made = [Kernel(kernel.part, kernel.bytes * experts) for kernel in made if kernel.part != "rescale"]
     for which, m, n, k in sizes:
         spec, size = recipe.gemms[which], (m, n, k)
         of_bf16 = grouped.by(RECIPES["bf16"].gemms[which], backend)
         laid = sum(kernel.bytes for kernel in grouped.around(which, size, experts, of_bf16, how, 2))
-        bf16 += grouped.seconds(which, size, experts, of_bf16, ceilings.bf16, (2, wide), ceilings, gemm_seconds, TILES) + laid / ceilings.bandwidth
+        bf16 += (
+            grouped.seconds(which, size, experts, of_bf16, ceilings.bf16, (2, wide), ceilings, gemm_seconds, TILES)
+            + laid / ceilings.bandwidth
+        )
         plain += grouped.launches(which, size, experts, of_bf16)
         by, fp8 = grouped.by(spec, backend), grouped.in_fp8(spec, backend)
         rate = ceilings.bf16 if not fp8 else ceilings.fp8_rowwise if spec.rowwise and backend == "torch" else ceilings.fp8

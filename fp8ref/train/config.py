@@ -110,11 +110,17 @@ class Config:
         """The error messages for keys that a model with experts does not take (M-8)."""
         keys, experts = self.parallel, self.model.num_experts
         if not experts:
-            return [] if keys.expert == 1 else [f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, or use fsdp."]
+            return (
+                [] if keys.expert == 1 else [f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, or use fsdp."]
+            )
         return [
             f"model.num_experts is for {what}. {remedy}"
             for taken, what, remedy in (
-                (keys.tensor == 1, f"devices that share the batch; got parallel.tensor {keys.tensor}", "Set it to 1, and use parallel.expert."),
+                (
+                    keys.tensor == 1,
+                    f"devices that share the batch; got parallel.tensor {keys.tensor}",
+                    "Set it to 1, and use parallel.expert.",
+                ),
                 (
                     experts % keys.expert == 0,
                     f"equal numbers of experts on each of parallel.expert {keys.expert}; got {experts}",

@@ -60,7 +60,9 @@ def test_parameters_that_take_a_token():
     for name, all_, active in (("tiny-moe", None, None), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704)):
         config = configs.load(name)
         kinds = device_shapes.kinds(config)
-        assert device_shapes.active(config) == kinds["all"] - kinds["experts"] * (1 - config.model.num_experts_per_tok / config.model.num_experts)
+        assert device_shapes.active(config) == kinds["all"] - kinds["experts"] * (
+            1 - config.model.num_experts_per_tok / config.model.num_experts
+        )
         assert all_ in (None, kinds["all"])
         assert active in (None, device_shapes.active(config))
     assert device_shapes.active(configs.load("tiny")) == device_shapes.kinds(configs.load("tiny"))["all"]

@@ -61,7 +61,11 @@ def trained(backend, config, save=None, load=None):
 
 
 def on_ranks(config, n, **files):
-    found = run(n, trained, "torch", configs.to_dict(config), *files.values()) if n > 1 else [trained("torch", configs.to_dict(config), *files.values())]
+    found = (
+        run(n, trained, "torch", configs.to_dict(config), *files.values())
+        if n > 1
+        else [trained("torch", configs.to_dict(config), *files.values())]
+    )
     for one in found[1:]:  # every rank reports the same
         assert one["steps"] == found[0]["steps"]
     return found[0]
@@ -156,5 +160,5 @@ def test_a_model_without_experts_holds_none_apart(small):
 
 
 def test_jax_cuts_experts_evenly(mixture):
-    with pytest.raises(ConfigError, match="model.num_experts is divisible by parallel.fsdp x expert = 8; got 4"):
+    with pytest.raises(ConfigError, match=r"model\.num_experts is divisible by parallel\.fsdp x expert = 8; got 4"):
         device_shapes.check(mixture("rowwise", {"fsdp": 4, "expert": 2}).replace(data={"batch_size": 8}), "jax")

@@ -254,10 +254,8 @@ class Layout:
         if not self.mapped:
             return of_devices
         placement = self.placement(linear)
-        if placement is None:  # of experts, whose weights are measured once they are gathered
-            cutting = set(self._apart if role == "weight" else self._batch)
-        else:
-            cutting = {axis for axes in placement.at_rest(role) for axis in axes}
+        of_experts = self._apart if role == "weight" else self._batch  # whose weights are measured once they are gathered
+        cutting = set(of_experts) if placement is None else {axis for axes in placement.at_rest(role) for axis in axes}
         sizes = [getattr(self.config, axis) for axis in self.axes]
         found = of_devices.reshape(*sizes, *of_devices.shape[1:])
         found = found[tuple(slice(None) if axis in cutting else slice(1) for axis in self.axes)]
@@ -319,7 +317,9 @@ def _gathered_experts_forward(w: jax.Array, over: tuple[str, ...], copies: tuple
     return _gathered_experts(w, over, copies, reduce_dtype), None
 
 
-def _gathered_experts_backward(over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array) -> tuple[jax.Array]:
+def _gathered_experts_backward(
+    over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array
+) -> tuple[jax.Array]:
     """P-9's sum of what devices have rounded: reduce-scatter over fsdp, then the sum over data; rounded."""
     total = g.astype(reduce_dtype)
     if over:
