@@ -55,6 +55,18 @@ def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, in
     return torch.where(groups.group < experts, segment, count), first, count
 
 
+def padded_rows(groups: Groups, rows: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where each row goes if groups are padded to multiples of alignment: int64 [M], with rows of no group past the end; the padded ends, int32
+    [E]; and the number of rows that always suffices."""
+    experts = len(groups.sizes)
+    total = (rows // alignment + experts) * alignment
+    padded = (groups.sizes + alignment - 1) // alignment * alignment
+    ends = padded.cumsum(0)
+    further = (ends - padded) - (groups.ends.long() - groups.sizes)  # by how much each group moves
+    to = torch.arange(rows, device=ends.device) + further[groups.group.clamp(max=experts - 1)]
+    return torch.where(groups.group < experts, to, total), ends.to(torch.int32), total
+
+
 def quantize_rows(
     x: torch.Tensor,
     spec: CastSpec,
