@@ -75,8 +75,8 @@ wheels: setup
 	-c constraints.txt -d wheels -r launch/gpu-wheels.txt
 
 # Each extra alone in a new environment: make extras EXTRAS='jax torch'; all without, or every fourth where TURN is given.
-extras: setup
-	$(BIN)/python tests/install/extras.py $(EXTRAS) $(if $(filter command,$(firstword $(origin TURN))),--turn $(TURN))
+extras:
+	$(PYTHON) tests/install/extras.py $(EXTRAS) $(if $(filter command,$(firstword $(origin TURN))),--turn $(TURN))
 
 exhaustive: setup
 	$(BIN)/python -m pytest -m exhaustive $(TESTS)

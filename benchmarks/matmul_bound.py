@@ -1,15 +1,12 @@
 """How near a simulated tensor core is to what its arithmetic allows: python benchmarks/matmul_bound.py [--size 1024]
 
-A step cuts off each of its products. That takes two products, a conversion and an addition of floating point for each, where a float32 GEMM takes
-one fused multiply-add. Ratios are of medians of interleaved repetitions in this one run, on two threads.
+A step cuts off each of its products. One by one, that takes two products, a conversion and an addition of floating point each; the kernel takes two
+multiply-adds, rounded toward zero. A float32 GEMM takes one. Seconds are of one thread's processor time, the least of interleaved repetitions in this
+one run: other processes only add to them.
 """
 
 import argparse
-import os
-import statistics
 import time
-
-os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch is imported
 
 import numpy as np
 import torch
@@ -18,19 +15,24 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import gemm, scaling, threads
+from fp8ref.sim import accumulate, cast, gemm, scaling, threads
+from fp8ref.sim.accumulate import ACCUMULATIONS
 from fp8ref.sim.kernels.bits import truncate
+from fp8ref.sim.kernels.chain_steps import LANES, TO_NEAREST, TOWARD_ZERO, set_rounding, step
+from fp8ref.sim.kernels.chains import aligned
 
 f32, i32 = np.float32, np.int32
-REPETITIONS = 9
+REPETITIONS = 15
+ROWS = 256  # of a tile in cache
 
 
 @njit(nogil=True, error_model="numpy")
-def four_operations(a, b, unit, sums):
+def one_by_one(a, b, unit, sums, repeats):
     """For each row of a, and each product of a step: two products, a conversion and an addition, of numbers in cache."""
-    for i in range(a.shape[0]):
+    for i in range(a.shape[0] * repeats):
+        row = a[i % a.shape[0]]
         for k in range(0, b.shape[0], 4):
-            a0, a1, a2, a3 = a[i, k], a[i, k + 1], a[i, k + 2], a[i, k + 3]
+            a0, a1, a2, a3 = row[k], row[k + 1], row[k + 2], row[k + 3]
             b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
             for j in range(sums.size):
                 s = unit[j]
@@ -39,34 +41,50 @@ def four_operations(a, b, unit, sums):
                 sums[j] = i32(sums[j] + i32(x + y))
 
 
+@njit(nogil=True, error_model="numpy")
+def whole_steps(a, of_a, signs, parts, of_b, acc, rows, repeats):
+    """The kernel's steps, of numbers in cache."""
+    for _ in range(repeats):
+        set_rounding(i32(TOWARD_ZERO))
+        step(a, of_a, signs, parts, of_b, acc, 0, rows, 32, i32(13), i32(13))
+        set_rounding(i32(TO_NEAREST))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=1024, help="M, N and K, a multiple of 32")
     size = parser.parse_args().size
     rng = np.random.default_rng(2)
-    a, b = (scaling.quantize(rng.standard_normal((size, size)).astype(f32), E4M3FN) for _ in range(2))
-    wide = [torch.from_numpy(q.codes).view(torch.float8_e4m3fn).float() for q in (a, b)]
-    lanes = min(512, size)
-    steps = size // 32 * (size // lanes)  # of all rows and these columns
-    step = wide[0].numpy()[:, :32].copy(), wide[1].numpy()[:lanes, :32].T.copy(), np.ones(lanes, f32)
-
-    def bound() -> None:
-        half = steps // 2
-        threads.run(lambda x, y: [four_operations(*step, np.zeros(lanes, i32)) for _ in range(x, y)], steps, unit=half, grain=half)
-
-    torch.set_num_threads(2)
-    taken: dict[str, list[float]] = {"torch float32": [], "four operations a product": [], "hopper_fast": []}
-    runs = (lambda: wide[0] @ wide[1].T, bound, lambda: gemm.matmul(a, b, accumulate="hopper_fast"))
-    for i in range(REPETITIONS + 1):  # the first one warms up
-        for name, run in zip(taken, runs, strict=True):
-            begun = time.perf_counter()
-            run()
-            taken[name] += [time.perf_counter() - begun] if i else []
-    median = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    table = Table(f"{size}^3", "GMAC/s", "of torch float32", "of four operations")
-    for name, seconds in median.items():
-        ratios = (median[peer] / seconds for peer in ("torch float32", "four operations a product"))
-        table.add_row(name, f"{size**3 / seconds / 1e9:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
+    q = [scaling.quantize(rng.standard_normal((size, size)).astype(f32), E4M3FN) for _ in range(2)]
+    a, b = (cast.decode(x.codes, E4M3FN) for x in q)
+    wide = torch.from_numpy(a), torch.from_numpy(b)
+    repeats = max(1, size**3 // (ROWS * 32 * LANES))
+    rows = np.resize(a, (ROWS, 32))
+    tile = np.resize(b, (32, LANES)).astype(f32)
+    room = [aligned(n, kind) for n, kind in ((64 * LANES, f32), (8 * LANES, np.uint32), (ROWS * LANES, f32))]
+    for array, value in zip(room, (np.repeat(tile, 2, 0).reshape(-1), 0x7F7F7F7F, 0), strict=True):
+        array[:] = value
+    signs = rng.integers(0, 1 << 32, ROWS, dtype=np.uint32)
+    of_cache = rows.reshape(-1), np.full(ROWS * 32, 5, np.uint8), signs, *room
+    plan = ACCUMULATIONS["hopper_fast"]
+    runs = {
+        "torch float32": lambda: wide[0] @ wide[1].T,
+        "four operations a product, in cache": lambda: one_by_one(rows, tile, np.ones(LANES, f32), np.zeros(LANES, i32), repeats),
+        "the kernel's steps, in cache": lambda: whole_steps(*of_cache, ROWS, repeats),
+        "hopper_fast, sums": lambda: accumulate.chains(a, b, E4M3FN, E4M3FN, plan),
+        "hopper_fast, from codes to outputs": lambda: gemm.matmul(*q, accumulate=plan),
+    }
+    torch.set_num_threads(1)
+    seconds = dict.fromkeys(runs, np.inf)
+    with threads.using(1):
+        for i in range(REPETITIONS + 1):  # the first one warms up
+            for name, run in runs.items():
+                begun = time.process_time()
+                run()
+                seconds[name] = min(seconds[name], time.process_time() - begun) if i else np.inf
+    table = Table(f"{size}^3, 1 thread", "GMAC/s", "of torch float32")
+    for name, taken in seconds.items():
+        table.add_row(name, f"{size**3 / taken / 1e9:.1f}", f"{seconds['torch float32'] / taken:.2f}")
     Console(width=100).print(table)
 
 

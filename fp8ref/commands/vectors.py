@@ -23,10 +23,14 @@ order.
 """The text format of vectors, for --help."""
 
 # What is asked of each operation: (option, type, help)
-_FORMAT = ("--format", str, "the FP8 format, such as e4m3fn")
+_FORMAT = ("--format", str, "the format, such as e4m3fn; e2m1fn too, but not for a GEMM")
 _SOURCE = ("--source", str, "the dtype of the inputs: float32 (the default), bfloat16, float16; for a cast also float64")
-_POLICY = ("--policy", str, "the scale policy: torchao (the default), or another of spec S-9 and S-14")
-_GRANULARITY = ("--granularity", str, "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32")
+_POLICY = ("--policy", str, "the scale policy: torchao (the default), or another of spec S-9, S-14, S-20 and S-22")
+_GRANULARITY = (
+    "--granularity",
+    str,
+    "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32; of e2m1fn also nvfp4_1x16",
+)
 _SHAPE = ("--shape", str, "the shape of the tensor, such as 4,128 (the default); for a GEMM M,N,K (default 4,4,256)")
 _SEED = ("--seed", int, "the seed of the random inputs (default 0)")
 _COUNT = ("--count", int, "the number of random inputs, tensors or GEMMs")

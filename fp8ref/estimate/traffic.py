@@ -24,7 +24,7 @@ class Flow:
     elements: float = 0.0
     bytes: float = 0.0
 
-    def add(self, elements: float, size: int) -> None:
+    def add(self, elements: float, size: float) -> None:
         """Add elements of ``size`` bytes each."""
         self.elements += elements
         self.bytes += elements * size
@@ -38,7 +38,7 @@ def flows(config: Config, backend: str) -> dict[str, Flow]:
     return {purpose: flow for purpose, flow in found.items() if flow.elements}
 
 
-def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """(purpose, elements, bytes of each) of one microbatch."""
     keys = config.parallel
     decisions = {d.path: d for d in config.decisions()}
@@ -94,7 +94,7 @@ def _rows(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
     yield "rows, sent back", model.num_hidden_layers * passes * rows, 2
 
 
-def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """A weight's gradient in FP8: codes by one all-to-all of all devices that sum it, and float32 sums
     gathered along the axes that do not cut the weight (P-25)."""
     keys = config.parallel
@@ -103,7 +103,7 @@ def _exchanged(linear: str, whole: float, piece: float, config: Config, backend:
     yield "sums of gradients, gathered", (1 - 1 / copies) * piece, 4
 
 
-def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """Tensor parallelism of attention and MLP.
 
     Inputs of q, k, v, gate and up are gathered, outputs of o and down summed.
@@ -120,15 +120,21 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         # unless accumulators are summed.
         again = _runs_again(decision.path, config, backend)
         if last in ("q_proj", "gate_proj") and keys.sequence:
-            yield "inputs, gathered over tensor", (2 + again) * parts, _gathered(decision.recipe.output, config, backend)  # both passes
+            forward, backward = (_gathered(spec, config, backend) for spec in (decision.recipe.output, decision.recipe.grad_weight))
+            yield "inputs, gathered over tensor", (1 + again) * parts, forward
+            yield "inputs, gathered over tensor", parts, backward
         if last in (llama.COLUMN if keys.reduce == "accumulators" else ("q_proj", "gate_proj")):
             yield "grad_inputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
         if last in ("o_proj", "down_proj"):
             yield "outputs, summed over tensor", (1 if keys.sequence else 2) * (1 + again) * parts, outputs
             if keys.sequence:
-                # each GEMM needs its own codes, unless one scale serves both
-                times = 1 if backend == "torch" or decision.recipe.serves_both("grad_output") else 2
-                yield "grad_outputs, gathered over tensor", times * parts, _gathered(decision.recipe.grad_input, config, backend)
+                recipe, size = decision.recipe, float(_gathered(decision.recipe.grad_input, config, backend))
+                if backend == "jax" and not recipe.serves_both("grad_output"):
+                    # each GEMM needs its own codes: of one format, a bit an element beside the others'
+                    cast = recipe.grad_input.a
+                    one = cast is not None and cast == recipe.grad_weight.a and cast.policy.power_of_two and keys.through == "shard_map"
+                    size = 9 / 8 if one else size + _gathered(recipe.grad_weight, config, backend)
+                yield "grad_outputs, gathered over tensor", parts, size
 
 
 def _runs_again(linear: str, config: Config, backend: str) -> bool:

@@ -7,7 +7,7 @@ tensor core's plan (G-12).
 
 All take finite values; ``with_specials`` puts infinities and NaNs back (G-6). Scales come later, in
 ``gemm``. ``chains_plain`` and ``f32_plain`` are the definitions; their compiled twins are in
-``kernels.gemm``. ``exact_sum`` has none: a float64 matrix product does its work.
+``kernels``. ``exact_sum`` has none: a float64 matrix product does its work.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ import numpy as np
 from fp8ref import registry
 from fp8ref.formats import Format
 from fp8ref.sim import threads
+from fp8ref.sim.kernels import chains as chain_kernels
 from fp8ref.sim.kernels import gemm as kernels
 from fp8ref.sim.kernels.compiled import PRODUCTS, worth
 from fp8ref.sim.tensor_core import K_STEP, UNITS, TensorCore, chain_plain, is_int
@@ -132,7 +133,7 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
     unit, k = plan.unit, a.shape[1]
     if k == 0:
         return np.zeros((len(a), len(b)), np.float32)
-    if not unit.compiled or not worth(kernels.chains, len(a) * len(b) * k, PRODUCTS):
+    if not unit.compiled or not worth(chain_kernels.chains, len(a) * len(b) * k, PRODUCTS):
         return chains_plain(a, b, fmt_a, fmt_b, plan)
     if len(a) > len(b):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
         return chains(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
@@ -141,21 +142,17 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
     start = 0
     for part in of_parts:
         for _, end in _chains(len(part), plan):
-            ends[(start + end) // unit.fused_width - 1] = kernels.CHAIN_END
+            ends[(start + end) // unit.fused_width - 1] = chain_kernels.CHAIN_END
         start += len(part)
-        ends[start // unit.fused_width - 1] |= kernels.SPLIT_END
+        ends[start // unit.fused_width - 1] |= chain_kernels.SPLIT_END
     if plan.split_order == "interleaved":
         order = np.concatenate(of_parts)
         a, b = a[:, order], b[:, order]
-    a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b, np.float32)
-    out = np.empty((len(a), len(b)), np.float32)
-    numbers = unit.fused_width, unit.fraction_bits, unit.output_bits
-
-    def columns(begin: int, end: int) -> None:
-        for j in range(begin, end, kernels.COLUMNS):
-            kernels.chains(a, fmt_a.emin, b, fmt_b.emin, ends, out, j, min(j + kernels.COLUMNS, end), *numbers)
-
-    threads.run(columns, len(b), unit=32)
+    rows = chain_kernels.pack(a.astype(np.float32, copy=False), fmt_a.emin, unit.fused_width, unit.fraction_bits, unit.output_bits)
+    out, b = np.empty((len(a), len(b)), np.float32), chain_kernels.padded(b.astype(np.float32, copy=False))
+    threads.run(
+        lambda begin, end: chain_kernels.columns(rows, b, fmt_b.emin, ends, out, begin, end), out.shape[1], unit=chain_kernels.LANES
+    )
     return out
 
 
@@ -271,9 +268,9 @@ def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarra
     NaN where a term is NaN, an infinity meets a zero factor, or infinities of both signs meet; else
     the infinity.
     """
-    c = np.zeros(finite.shape, np.float32) if c is None else c
-    if np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all():
+    if np.isfinite(a).all() and np.isfinite(b).all() and (c is None or np.isfinite(c).all()):
         return finite
+    c = np.zeros(finite.shape, np.float32) if c is None else c
 
     def count(left: np.ndarray, right: np.ndarray) -> np.ndarray:  # how many k have both: [M, K] x [N, K] -> [M, N], exact
         return left.astype(np.float32) @ right.astype(np.float32).T

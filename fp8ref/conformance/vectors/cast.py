@@ -18,8 +18,8 @@ from fp8ref.formats import FORMATS, Format
 from fp8ref.sim import cast
 
 FIELDS, ANSWERS = ("value",), ("code",)
-NAMES = tuple(f.name for f in FORMATS.values() if f.bits == 8)
-"""The names of the formats of 8 bits."""
+NAMES = tuple(f.name for f in FORMATS.values() if f.bits <= 8)
+"""The names of the formats of 8 bits, and of 4."""
 
 ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
 """The roundings that give each input one code: all of C-2 but ``stochastic``."""
@@ -88,7 +88,7 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
     answered: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in text.batches(vectors):
         bits = np.array([v.number(0, source.bits, f"a {source.name}") for v in batch], np.uint64)
-        found = np.array([v.number(1, 8, f"a code of {fmt}") for v in batch], np.uint8)
+        found = np.array([v.number(1, fmt.bits, f"a code of {fmt}") for v in batch], np.uint8)
         x = dtypes.values(bits, source)
         expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
         differ = cast.canonical_nans(found, fmt) != expected

@@ -41,8 +41,8 @@ class Vector(NamedTuple):
         return self._number(self.fields[field], bits, name)
 
     def numbers(self, field: int, bits: int, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """A field as numbers of so many bits, unsigned integers of a shape; MalformedError if it is
-        not that.
+        """A field as numbers of so many bits, unsigned integers of a shape, of 8 bits at least; MalformedError if it
+        is not that.
         """
         parts = self.fields[field].split(",")
         if len(parts) != math.prod(shape):
@@ -50,7 +50,7 @@ class Vector(NamedTuple):
                 self.line,
                 f"{name} need {math.prod(shape):,} numbers, separated by commas; got {len(parts):,}. Write all, the last axis fastest.",
             )
-        return np.array([self._number(part, bits, f"each of {name}") for part in parts], f"uint{bits}").reshape(shape)
+        return np.array([self._number(part, bits, f"each of {name}") for part in parts], f"uint{max(bits, 8)}").reshape(shape)
 
     def shape(self, field: int, axes: str = "") -> tuple[int, ...]:
         """A field as a shape; MalformedError if it is not one."""
@@ -71,7 +71,7 @@ class Vector(NamedTuple):
             digits = bits // 4
             raise MalformedError(
                 self.line,
-                f"{name} is {bits} bits in hexadecimal, at most {digits} digits; got {short(text)!r}. Write them as %0{digits}X does.",
+                f"{name} is {bits} bits in hexadecimal, at most {digits} digit{'s' * (digits > 1)}; got {short(text)!r}. Write them as %0{digits}X does.",
             )
         return value
 

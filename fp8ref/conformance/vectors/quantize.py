@@ -14,8 +14,8 @@ from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import scale
 from fp8ref.conformance.vectors.scale import Rules as Rules
 from fp8ref.conformance.vectors.verdict import Verdict
-from fp8ref.formats import FLOAT32, FP8_FORMATS, Format
-from fp8ref.sim import cast, scaling
+from fp8ref.formats import FLOAT32, FP4_FORMATS, FP8_FORMATS, QUANTIZED_FORMATS, Format
+from fp8ref.sim import cast, scaling, two_level
 from fp8ref.sim.scales import Scales, scales_from_amax
 
 FIELDS, ANSWERS = ("shape", "values"), ("codes", "scales")
@@ -41,7 +41,11 @@ class Quantize:
     count: int = 30
 
     def __post_init__(self) -> None:
-        scale.Scale(format=self.format, policy=self.policy, seed=self.seed, count=self.count)
+        if self.format not in QUANTIZED_FORMATS:
+            raise ValueError(f"a quantizer's format is one of {', '.join(QUANTIZED_FORMATS)}; got {self.format!r}.")
+        if policies.by_name(self.policy).two_level is not None and self.format not in FP4_FORMATS:
+            raise ValueError(f"policy {self.policy!r} is of {', '.join(FP4_FORMATS)}; got {self.format!r}. Use another policy.")
+        dtypes.check_random(self.seed, self.count)
         if self.source not in SOURCES:
             raise ValueError(f"a tensor's source is one of {', '.join(SOURCES)}; got {self.source!r}.")
         granularities.blocks(self.granularity, self.dims, self.axis)
@@ -49,7 +53,7 @@ class Quantize:
     @property
     def fmt(self) -> Format:
         """The format itself."""
-        return FP8_FORMATS[self.format]
+        return QUANTIZED_FORMATS[self.format]
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -81,21 +85,28 @@ def dims(shape: str, axes: str = "") -> tuple[int, ...]:
 
 
 def verify(question: Quantize, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector, and record it in the verdict. Lines may differ in shape."""
+    """Judge every vector, and record it in the verdict. Lines may differ in shape. ValueError as ``scale.check_made``, or
+    for another ``made`` than scale_inv under a policy of two levels."""
     scale.check_made(question.policy, rules.made)
+    levels, tensor = policies.by_name(question.policy).two_level, _has_tensor_scale(question.policy)
+    if levels is not None and rules.made != "scale_inv":
+        raise ValueError(f"scales of policy {question.policy!r} are compared as scale_inv (S-22); got {rules.made!r}. Use made scale_inv.")
     source, fmt = dtypes.by_name(question.source), question.fmt
     for vector in vectors:
         shape = vector.shape(0)
         with vector.named():
             scales_shape = granularities.scale_shape(question.granularity, shape, question.axis)
         bits = vector.numbers(1, source.bits, shape, f"the values, {source.name}, of shape {list(shape)}")
-        codes = vector.numbers(2, 8, shape, f"the codes of shape {list(shape)}")
-        name = f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},"
-        made = vector.numbers(3, scale.MADE[rules.made], scales_shape, name)
-        why = difference(
-            dtypes.values(bits, source),
+        codes = vector.numbers(2, fmt.bits, shape, f"the codes of shape {list(shape)}")
+        name, count = f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},", (math.prod(scales_shape),)
+        if tensor:
+            name, count = f"{name} then the tensor's,", (count[0] + 1,)
+        made, x = vector.numbers(3, scale.MADE[rules.made], count, name), dtypes.values(bits, source)
+        why = tensor_difference(x, made[-1], fmt, question.policy) if tensor else None
+        why = why or difference(
+            x,
             codes,
-            made.ravel(),
+            made[:-1] if tensor else made,
             fmt,
             made=rules.made,
             policy=question.policy,
@@ -154,6 +165,20 @@ def difference(
     }
 
 
+def tensor_difference(x: np.ndarray, found: np.uint32, fmt: Format, policy: str) -> dict[str, str] | None:
+    """Describe how the bits of the tensor's scale_inv differ, of a policy that makes one (S-22); None where they agree."""
+    amax = scaling.amax(x)
+    expected = np.float32(two_level.scales_from_amaxes(amax, amax, fmt, policy).tensor_scale_inv).view(np.uint32)
+    if scale.same(np.atleast_1d(found), np.atleast_1d(expected), "scale_inv")[0]:
+        return None
+    return {
+        "vector": f"scale_inv of the tensor, of amax {explain.decimal(amax)}",
+        "expected": scale.shown(int(expected), "scale_inv"),
+        "got": scale.shown(int(found), "scale_inv"),
+        "rule": f"{explain.scale_rule('in range', policy)}. The scales of blocks follow from it.",
+    }
+
+
 def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axis: int) -> scaling.Quantized:
     """``scaling.quantize``; of few elements by its definitions, which compile nothing: tests that
     draw many examples have deadlines.
@@ -164,6 +189,12 @@ def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axi
     value = x if compute == FLOAT32 else cast.round_to(x, compute)
     pair = scales_from_amax(scaling.amax_plain(value, granularity, axis=axis), fmt, policy)
     return scaling.quantize_plain(value, pair, fmt, granularity=granularity, policy=policy, axis=axis)
+
+
+def _has_tensor_scale(policy: str) -> bool:
+    """Whether a policy's quantizer returns a scale of the tensor too."""
+    rule = policies.by_name(policy).two_level
+    return rule is not None and rule.tensor != "none"
 
 
 def at(index: int, shape: tuple[int, ...]) -> str:

@@ -16,7 +16,7 @@ from fp8ref.conformance import explain
 from fp8ref.conformance.inputs import dtypes, kinds, quantizer_inputs
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
-from fp8ref.formats import E8M0FNU, FP8_FORMATS, Format
+from fp8ref.formats import E8M0FNU, QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES
 from fp8ref.sim import cast, scales
 
@@ -40,15 +40,18 @@ class Scale:
     count: int = 5_000
 
     def __post_init__(self) -> None:
-        if self.format not in FP8_FORMATS:
-            raise ValueError(f"a scale's format is one of {', '.join(FP8_FORMATS)}; got {self.format!r}.")
-        policies.by_name(self.policy)
+        if self.format not in QUANTIZED_FORMATS:
+            raise ValueError(f"a scale's format is one of {', '.join(QUANTIZED_FORMATS)}; got {self.format!r}.")
+        if policies.by_name(self.policy).two_level is not None:
+            raise ValueError(
+                f"policy {self.policy!r} makes scales from a block's amax and the tensor's (S-22). Ask for quantize in place of scale."
+            )
         dtypes.check_random(self.seed, self.count)
 
     @property
     def fmt(self) -> Format:
         """The format itself."""
-        return FP8_FORMATS[self.format]
+        return QUANTIZED_FORMATS[self.format]
 
     def inputs(self) -> np.ndarray:
         """The float32 bits of all amaxes, each once; uint64."""

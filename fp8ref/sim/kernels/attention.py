@@ -12,9 +12,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from fp8ref.sim.kernels.aligned_step import GROUP, exponents, narrow_step, wide_step
 from fp8ref.sim.kernels.bits import as_bits, as_float
 from fp8ref.sim.kernels.compiled import compiled
-from fp8ref.sim.kernels.gemm import _GROUP, _exponents, _narrow, _wide
 
 u32, i32, i8, f32, f64 = np.uint32, np.int32, np.int8, np.float32, np.float64
 
@@ -251,7 +251,7 @@ def chain(a, emin_a, b, emin_b, acc, width, fraction_bits, output_bits):
     """Steps over all of K, each from the result of the one before, from acc [M, N] to acc: a [M, K], b [K, N].
 
     acc is any finite float32, so that a step without a product may have an accumulator below every unit of
-    ``gemm.chains``: it is cut off by itself.
+    ``chains``: it is cut off by itself.
     """
     m, n = acc.shape
     ea, eb = np.empty(width, np.int8), np.empty((width, n), np.int8)
@@ -261,18 +261,18 @@ def chain(a, emin_a, b, emin_b, acc, width, fraction_bits, output_bits):
     mask = u32(u32(0xFFFFFFFF) << u32(23 - min(fraction_bits, output_bits)))
     for k in range(0, a.shape[1], width):
         bk = b[k : k + width]
-        _exponents(bk.reshape(-1), emin_b, eb.reshape(-1))
+        exponents(bk.reshape(-1), emin_b, eb.reshape(-1))
         for i in range(m):
             row, line = a[i, k : k + width], acc[i]
-            _exponents(row, emin_a, ea)
+            exponents(row, emin_a, ea)
             alone = _largest(ea, eb, line, exponent) == i8(_NO_PRODUCT)
             if alone:
                 for j in range(n):
                     kept[j] = f32(as_float(u32(as_bits(line[j]) & mask)) + f32(0))
             if narrow:
-                _narrow(row, bk, line, exponent, unit, sums, fraction_bits, output_bits)
+                narrow_step(row, bk, line, exponent, unit, sums, fraction_bits, output_bits)
             else:
-                _wide(row, bk, line, exponent, unit, sums, wide, fraction_bits, output_bits)
+                wide_step(row, bk, line, exponent, unit, sums, wide, fraction_bits, output_bits)
             if alone:
                 for j in range(n):
                     line[j] = kept[j] if exponent[j] == i8(_NO_PRODUCT) else line[j]
@@ -285,7 +285,7 @@ def _largest(ea, eb, acc, exponent):
     n = acc.size
     for j in range(n):
         exponent[j] = i8(-128)
-    for k in range(0, ea.size, _GROUP):
+    for k in range(0, ea.size, GROUP):
         e0, e1, e2, e3 = ea[k], ea[k + 1], ea[k + 2], ea[k + 3]
         b0, b1, b2, b3 = eb[k], eb[k + 1], eb[k + 2], eb[k + 3]
         for j in range(n):

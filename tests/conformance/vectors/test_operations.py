@@ -11,7 +11,7 @@ from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.conformance.vectors.format import join
 from fp8ref.conformance.vectors.operations import OPERATIONS, generate, judge, needed_setting
 from fp8ref.conformance.vectors.quantize import Quantize
-from fp8ref.formats import BFLOAT16, E4M3FN, FORMATS, FP8_FORMATS
+from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN, E8M0FNU, FORMATS, FP8_FORMATS
 from fp8ref.sim import cast, gemm, scales, scaling
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -117,6 +117,37 @@ def test_a_wrong_cast_is_named(wrong, says):
     assert judged("cast", {"format": "e5m2", "count": 50}, answer, **wrong).ok
 
 
+def test_a_cast_to_e2m1fn():  # C-9
+    """ml_dtypes' cast, saturating; a NaN becomes the largest number."""
+
+    def answer(text: str) -> str:
+        x = values(text, np.float32)
+        code = np.nan_to_num(x, nan=6.0, posinf=6, neginf=-6).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)[0] & 15
+        return f"{code:X}"
+
+    settings = {"format": "e2m1fn", "count": 200}
+    verdict = judged("cast", settings, answer)
+    assert verdict.ok
+    assert {"tie", "next to a tie", "number", "NaN", "infinite", "above max", "zero", "subnormal"} <= set(verdict.compared)
+    away = judged("cast", settings, lambda text: f"{cast.encode(values(text, np.float32), E2M1FN, rounding='nearest_away')[0]:X}")
+    assert set(away.differ) == {"tie"}
+    assert away.notes == ["All codes are what rounding nearest_away gives."]
+    with pytest.raises(ValueError, match="is 4 bits in hexadecimal, at most 1 digit; got '10'"):
+        judged("cast", settings, lambda text: "10")
+
+
+def test_scales_of_e2m1fn():  # S-14, S-22
+    def answer(text: str) -> str:  # the power of two of floor(log2(amax)) - 2
+        amax = values(text, np.float32)[0]
+        if np.isnan(amax):
+            return "FF"
+        return f"{max(int(amax.view(np.uint32) >> np.uint32(23)) - 2, 0):02X}"
+
+    assert judged("scale", {"format": "e2m1fn", "policy": "mx_floor", "count": 50}, answer, made="e8m0").ok
+    with pytest.raises(ValueError, match=r"makes scales from a block's amax and the tensor's .* Ask for quantize"):
+        judged("scale", {"format": "e2m1fn", "policy": "te_nvfp4"}, answer)
+
+
 def test_the_scales_of_torchao_agree():  # S-3
     import torch
     from torchao.float8.float8_utils import amax_to_scale
@@ -188,6 +219,50 @@ def test_quantizers(settings):  # S-5, S-6
         }  # fmt: skip
     verdict = judged("quantize", settings, quantized(question, scale=lambda s: s * np.float32(2)))
     assert "of amax" in verdict.first[0]["vector"]
+
+
+def nvfp4(shape: str, numbers: str, *, tensor=lambda t: t, block=lambda s: s, code=lambda c: c) -> str:
+    """Transformer Engine's NVFP4 of a row of blocks of 16, each operation written out (S-22)."""
+    x = values(numbers, np.float32).reshape(-1, 16)
+    one, largest = np.float32(1), np.finfo(np.float32).max
+    with np.errstate(all="ignore"):
+        amax = np.abs(x).max(axis=1, keepdims=True)
+        encode = np.minimum(np.float32(2688) / amax.max(), largest)
+        encode = one if encode == 0 or amax.max() == 0 else encode
+        scales = np.minimum(amax * (encode * (one / np.float32(6))), np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        factor = np.minimum(one / (scales * (one / encode)), largest)
+        scaled = np.nan_to_num(np.clip(x * factor, -6, 6), nan=6.0)
+    codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    made = np.append(block(scales.ravel()), tensor(np.float32(one / encode))).astype(np.float32)
+    return f"{','.join(f'{c:X}' for c in code(codes.ravel()))} {join(made.view(np.uint32), 32)}"
+
+
+def test_a_quantizer_to_nvfp4():  # S-22
+    settings = {"format": "e2m1fn", "policy": "te_nvfp4", "granularity": "nvfp4_1x16", "shape": "1,64"}
+    assert judged("quantize", settings, nvfp4, made="scale_inv").ok
+    for planted, vector in (
+        ({"tensor": lambda t: 2 * t}, "scale_inv of the tensor, of amax"),
+        ({"block": lambda s: np.append(s[:-1], 2 * s[-1])}, "scale_inv [0, 3], of amax"),
+        ({"code": lambda c: c ^ 8}, "element [0, "),
+    ):
+        verdict = judged("quantize", settings, lambda *fields, planted=planted: nvfp4(*fields, **planted), made="scale_inv")
+        assert not verdict.ok
+        assert vector in verdict.first[0]["vector"]
+        assert "S-22" in verdict.first[0]["rule"] or "S-5" in verdict.first[0]["rule"]
+    with pytest.raises(ValueError, match="are compared as scale_inv"):
+        judged("quantize", settings, nvfp4)
+    with pytest.raises(ValueError, match="policy 'te_nvfp4' is of e2m1fn; got 'e4m3fn'"):
+        Quantize(**settings | {"format": "e4m3fn"})
+
+
+def test_a_quantizer_to_mxfp4():  # S-14
+    settings = {"format": "e2m1fn", "policy": "mx_rceil", "granularity": "mx_1x32", "shape": "3,64", "count": 10}
+
+    def answer(shape: str, numbers: str) -> str:
+        q = scaling.quantize(values(numbers, np.float32).reshape(dims(shape)), E2M1FN, granularity="mx_1x32", policy="mx_rceil")
+        return f"{join(q.codes, 4)} {join(cast.encode(q.scale_inv, E8M0FNU), 8)}"
+
+    assert judged("quantize", settings, answer, made="e8m0").ok
 
 
 def test_a_set_that_repeats_itself_is_asked_as_often():

@@ -1,7 +1,6 @@
 """The compiled GEMMs against the plain ones, bit for bit."""
 
 import importlib.util
-from itertools import product
 
 import numpy as np
 import pytest
@@ -12,11 +11,7 @@ from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.sim import accumulate, cast, gemm
 from fp8ref.sim import threads as parallel
-from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.kernels import gemm as kernels
-from fp8ref.sim.tensor_core import UNITS, TensorCore
-
-PAIRS = list(product((E4M3FN, E5M2), repeat=2))
 
 
 def bits(values):
@@ -31,80 +26,11 @@ def values(rng, shape, fmt, zeros=0.1):
     return np.where(rng.random((shape[0], 1)) < 0.5, drawn, np.abs(drawn))
 
 
-def units():
-    """Units of every width, at and next to the numbers at which the kernel changes its arithmetic."""
-    return st.builds(
-        TensorCore,
-        name=st.just("any"),
-        fused_width=st.sampled_from([4, 8, 16, 32]),
-        fraction_bits=st.sampled_from([1, 2, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22, 23, 24, 25]),
-        output_bits=st.sampled_from([1, 2, 12, 13, 14, 22, 23]),
-        evidence=st.just("none"),
-    )
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    unit=st.one_of(st.sampled_from(list(UNITS.values())), units()),
-    shape=st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 17)),
-    promotion=st.sampled_from([None, 32, 64, 96, 128, 160]),
-    split_k=st.integers(1, 6),
-    split_order=st.sampled_from(["contiguous", "interleaved"]),
-    split_tile=st.sampled_from([32, 64, 128]),
-    pair=st.sampled_from(PAIRS),
-    zeros=st.sampled_from([0.1, 0.9]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_chains_are_the_plain_ones(unit, shape, promotion, split_k, split_order, split_tile, pair, zeros, seed):  # G-10, G-11, G-12
-    m, n, steps = shape
-    rng = np.random.default_rng(seed)
-    a, b = (values(rng, (rows, 32 * steps), fmt, zeros) for rows, fmt in zip((m, n), pair, strict=True))
-    plan = Accumulation(name="any", unit=unit, promotion=promotion, split_k=split_k, split_order=split_order, split_tile=split_tile)
-    np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
-
-
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 32), (2, 255, 64), (1, 256, 32), (3, 257, 96), (2, 700, 160)])
-@pytest.mark.parametrize("plan", ACCUMULATIONS)
-def test_chains_of_several_tiles_of_columns(plan, m, n, k, rng):
-    a, b = values(rng, (m, k), E5M2), values(rng, (n, k), E4M3FN)
-    plan = ACCUMULATIONS[plan]
-    np.testing.assert_array_equal(
-        bits(accumulate.chains(a, b, E5M2, E4M3FN, plan)), bits(accumulate.chains_plain(a, b, E5M2, E4M3FN, plan))
-    )
-
-
-def test_chains_of_the_largest_sums(rng):
-    """Maxima only: the sums that come nearest to the limits of the kernel's integers, in every unit."""
-    for pair, unit in product(PAIRS, UNITS.values()):
-        a, b = (np.full((2, 4096), fmt.max, np.float32) for fmt in pair)
-        b[1] = -b[1]
-        plan = Accumulation(name="own", unit=unit)
-        np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
-
-
-def test_chains_of_the_smallest_sums():
-    """Subnormals only: multiples of the smallest unit that an accumulator can have."""
-    for pair, unit in product(PAIRS, UNITS.values()):
-        a, b = (np.full((1, 96), fmt.smallest_subnormal, np.float32) for fmt in pair)
-        b[0, ::3] *= -2
-        plan = Accumulation(name="own", unit=unit, promotion=32)
-        np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
-
-
-def test_chains_over_no_k_are_zero():
-    assert not bits(
-        accumulate.chains(np.zeros((2, 0), np.float32), np.zeros((3, 0), np.float32), E4M3FN, E4M3FN, ACCUMULATIONS["ada"])
-    ).any()
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("plan", ["hopper_slow", "blackwell"])
-def test_the_number_of_threads_changes_nothing(plan, threads, rng):
+def test_the_number_of_threads_changes_nothing(threads, rng):
     a, b = values(rng, (5, 288), E4M3FN), values(rng, (333, 288), E4M3FN)
     with parallel.using(threads):
-        chains = accumulate.chains(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])
         in_order = accumulate.f32(b, a)
-    np.testing.assert_array_equal(bits(chains), bits(accumulate.chains_plain(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])))
     np.testing.assert_array_equal(bits(in_order), bits(accumulate.f32_plain(b, a)))
 
 
@@ -131,11 +57,9 @@ def test_f32_of_infinities_and_nans_is_the_plain_one(rng):  # G-6
 
 def test_operands_are_read_in_any_memory_order_and_not_changed(rng):
     a, b = values(rng, (6, 64), E4M3FN), values(rng, (7, 64), E4M3FN)
-    plan = ACCUMULATIONS["hopper_fast"]
-    expected = accumulate.chains(a, b, E4M3FN, E4M3FN, plan), accumulate.f32(a, b)
+    expected = accumulate.f32(a, b)
     for x, y in ((np.asfortranarray(a), np.asfortranarray(b)), (np.repeat(a, 2, 1)[:, ::2], np.repeat(b, 2, 0)[::2])):
-        np.testing.assert_array_equal(accumulate.chains(x, y, E4M3FN, E4M3FN, plan), expected[0])
-        np.testing.assert_array_equal(accumulate.f32(x, y), expected[1])
+        np.testing.assert_array_equal(accumulate.f32(x, y), expected)
         np.testing.assert_array_equal(x, a)
         np.testing.assert_array_equal(y, b)
 
@@ -147,11 +71,9 @@ def test_kernels_are_compiled_once_and_cached_on_disk():
     for _ in range(2):
         fresh = importlib.util.module_from_spec(kernels.__spec__)
         kernels.__spec__.loader.exec_module(fresh)
-        fresh.chains(ones, -6, ones, -6, np.full(1, 3, np.uint8), out, 0, 3, 32, 13, 13)
         fresh.in_order(ones, ones.T.copy(), out, 0, 3)
-    for kernel in (fresh.chains, fresh.in_order):
-        assert sum(kernel.stats.cache_hits.values()) == 1
-        assert not kernel.stats.cache_misses
+    assert sum(fresh.in_order.stats.cache_hits.values()) == 1
+    assert not fresh.in_order.stats.cache_misses
 
 
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3.4e38, 1.00390625, 1.01171875], np.float32)  # the last two are ties
