@@ -1,6 +1,8 @@
 """Grouped GEMMs and experts in the estimate, counted by hand."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from fp8ref.recipe import RECIPES
 from fp8ref.train import config as configs
 from fp8ref.train import device_shapes
 
+COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())["moe"]
 H200 = PUBLISHED["h200"]
 ONE, EACH, BLOCKS = "one kernel", "a GEMM for each expert", "a GEMM for each block of rows"
 
@@ -79,6 +82,34 @@ def test_rows_are_sent_to_their_experts_and_back():  # X-13
     assert "rows, sent back" not in traffic.flows(tiny(fsdp=4), "jax")
     again = traffic.flows(tiny(expert=4, checkpointing="full"), "torch")
     assert again["rows, sent back"].elements == torch["rows, sent back"].elements * 3 / 2
+
+
+@pytest.mark.parametrize("row", [row for row in COMPILED if "expert" in row["mesh"]], ids=lambda row: row["recipe"])
+def test_collectives_are_those_that_xla_compiles_for_h200s(row):  # X-13, P-10
+    """One layer of Qwen3-30B-A3B, four sequences of 1,024 tokens a device (benchmarks/aot_moe.py). The larger of what goes into a collective
+    and what comes out is n / (n - 1) of what a device receives of n, half of that of an all-reduce; amaxes and sizes are below a MiB."""
+    n, config = row["mesh"]["expert"], configs.load("qwen3-30b-a3b")
+    config = config.replace(
+        model={"num_hidden_layers": 1, "vocab_size": 1024},
+        numerics={"recipe": row["recipe"]},
+        parallel={**vars(type(config.parallel)()), **row["mesh"]},
+        data={"sequence_length": 1024, "batch_size": 4 * n, "microbatches": 1},
+    )
+    expected = {"all-to-all": 0.0, "all-gather": 0.0, "all-reduce": 0.0, "reduce-scatter": 0.0}
+    for purpose, flow in traffic.flows(config, "jax").items():
+        kind = {"rows": "all-to-all", "weights": "all-gather"}.get(
+            purpose.split(",")[0], "all-reduce" if "summed" in purpose else "reduce-scatter"
+        )
+        expected[kind] += flow.bytes * n / (n - 1) / (2 if kind == "all-reduce" else 1) / 2**20
+    for kind, size in expected.items():
+        assert sum(moved for what, moved in row["collectives_mib"].items() if what.startswith(kind)) == pytest.approx(size, abs=1), kind
+
+
+@pytest.mark.parametrize("row", COMPILED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
+def test_grouped_gemms_multiply_codes_on_an_h200(row):  # X-10
+    operands = "bf16" if row["recipe"] == "bf16" else "f8e4m3fn"
+    assert row["taken"]["grouped"] == {f"{operands} x {operands} -> f32": 9}  # three projections, three GEMMs
+    assert not row["lost"]
 
 
 def test_experts_are_gathered_over_fsdp_in_the_compute_dtype():  # P-10
