@@ -59,6 +59,8 @@ def apply(
     name: str = "",
     multiply: Multiply | None = None,
     tokens: str = "",
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
 
@@ -79,17 +81,20 @@ def apply(
     multiply     simulated hardware, which multiplies codes in place of XLA's dots (spec G-19).
     tokens       the mesh axis, inside shard_map and among ``over``, that cuts the tokens of q, k and v: codes of k and v are
                  gathered (spec A-21).
+    softcap      scores become softcap tanh(score / softcap), before the mask; a number, rounded to float32.
+    sinks        [H] of float32, float16 or bfloat16: a logit of each query head, which joins the sum of a row and has no value.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
               bfloat16. The output has q's shape and dtype.
     Order:    as ``forward``; of gradients A-14 to A-16.
-    Specials: a row that sees no key is 0, and so are its gradients. NaN or infinities in q, k or v make NaN
+    Specials: a row that sees no key is 0, and so are its gradients of q, k and v. NaN or infinities in q, k or v make NaN
               of the outputs that their scale reaches.
-    Gradient: by q, k and v, in reverse mode, once; scales are constants.
+    Gradient: by q, k, v and sinks, in reverse mode, once; scales are constants.
     Raises:   ValueError: as ``forward``; where gradients are taken, a variant without a backward pass, forward
               mode, a second derivative, shard_map without check_vma; a name with '/', '(' or ')'.
     """
     how: dict = {"variant": variant, "mask": mask, "scale": scale, "documents": documents, "scales": scales, "seed": seed}
-    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None, multiply=multiply, tokens=tokens)[0]
+    how |= {"arithmetic": arithmetic, "over": over, "name": name, "multiply": multiply, "tokens": tokens, "softcap": softcap}
+    return apply_with_stats(q, k, v, **how, sinks=sinks, tap=None)[0]
 
 
 def apply_with_stats(
@@ -110,6 +115,8 @@ def apply_with_stats(
     multiply: Multiply | None = None,
     tokens: str = "",
     seen: delayed.Seen | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-13), with seen the amaxes that delayed
     scales come from (A-12). Raises as apply.
@@ -121,7 +128,7 @@ def apply_with_stats(
               of the backward pass (H-4). The tap holds measurements of this device's part of q, k and v; the gradient by it
               those of the backward pass. Equal codes of several products are measured once, in the first.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over, softcap=softcap, sinks=sinks)
     if any(sign in name for sign in "/()"):
         raise ValueError(f"attention's name has no '/', '(' or ')', which part the names of scopes; got {name!r}. Write dots.")
     if tap is not None and use.variant.fmt.bits != 8:
@@ -134,7 +141,7 @@ def apply_with_stats(
         attention_context.check(use, given)
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
-    tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
+    tensors = [None if x is None else derivatives.reverse_only(x, use.name, "attention") for x in (*given[:3], given.sinks)]
     if seen is not None:
         inputs.check_seen(seen, use.variant)
     return _attention(*tensors, given.documents, known, None if seen is None else dict(seen), tap, use)
@@ -155,6 +162,8 @@ def forward(
     keep_s: bool = False,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
+    softcap: float | None = None,
+    sinks=None,
 ) -> Result:
     """softmax(q k^T scale) v by a variant, with all that was quantized on the way. Not differentiable.
 
@@ -167,9 +176,9 @@ def forward(
     Raises:   ValueError: an unknown variant, or one that this backend does not run; shapes, dtypes or documents
               that do not fit; scales for roles without one; features that the variant does not take; inside
               shard_map, a scale of a whole tensor without ``over``; a mesh of Explicit axes.
-    Source:   spec A-1 to A-13.
+    Source:   spec A-1 to A-13, A-22, A-23.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over, softcap=softcap, sinks=sinks)
     known = inputs.check_scales(scales, use.variant, data.ROLES)
     if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. Leave it out.")
@@ -192,6 +201,8 @@ def backward(
     scales=None,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
+    softcap: float | None = None,
+    sinks=None,
     keep: bool = False,
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with all that was quantized on the way.
@@ -206,7 +217,7 @@ def backward(
               shape.
     Source:   spec A-14 to A-16.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, arithmetic, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, arithmetic, over, softcap=softcap, sinks=sinks)
     _check_differentiable(use)
     if not isinstance(result, Result) or jnp.shape(result.o) != given.q.shape:
         raise ValueError(f"result is what forward gave for q {given.q.shape}; got {type(result).__name__}.")
@@ -217,10 +228,10 @@ def backward(
     return _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _attention(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
     """(o in q's dtype, seen, tap); differentiable by ``_saved`` and ``_gradients``."""
-    given = Inputs(q, k, v, documents)
+    given = Inputs(q, k, v, documents, sinks)
     result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
     return result.o.astype(q.dtype), _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
 
@@ -237,7 +248,7 @@ def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) ->
     return None if tap is None else tap + attention_stats.rows(attention_stats.of_forward(given, result.tensors, use))
 
 
-def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
+def _saved(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
     """o, and what the backward pass needs: codes, o and the log-sum-exp. q, k and v themselves where it quantizes
     them along other axes (A-16), or not at all (A-14)."""
     _check_differentiable(use)
@@ -247,7 +258,8 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, se
             "not be summed. Use jax.shard_map(..., check_vma=True)."
         )
     q, k, v = (derivatives.not_again(x, use.name, "attention") for x in (q, k, v))
-    result = _watched(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use, observe=seen is not None)
+    given = Inputs(q, k, v, documents, sinks)
+    result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
     o = result.o.astype(q.dtype)
     # An output in FP8 is among the tensors. In bfloat16 it is o itself, if q is.
     variant, kept = use.variant, result._replace(o=o)
@@ -256,25 +268,34 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, se
     if variant.granularity == "mx_1x32":
         kept = kept._replace(tensors={"v": result.tensors["v"]})
     whole = (q, k, v) if variant.real or variant.granularity == "mx_1x32" else None
-    out = o, _merged(seen, result.amaxes, seen), _measured(tap, Inputs(q, k, v, documents), result, use)
-    return out, (whole, documents, kept._replace(amaxes={}), scales, seen)
+    out = o, _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
+    return out, (whole, documents, sinks, kept._replace(amaxes={}), scales, seen)
 
 
 def _gradients(use: Use, saved, cotangents):
     """The gradients of q, k and v, in the order of ``_attention``'s arguments. The cotangents of seen and of the tap
     carry observations and measurements, of the uses after this one."""
     do, later, tap = cotangents
-    whole, documents, result, scales, seen = saved
+    whole, documents, sinks, result, scales, seen = saved
     # Where codes are all that is needed, they also tell the shapes.
     q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
     do = derivatives.not_again(do, use.name, "attention")
     known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
-    found = _backward(do, Inputs(q, k, v, documents), result, known, use, keep=use.watcher is not None)
+    given = Inputs(q, k, v, documents, sinks)
+    found = _backward(do, given, result, known, use, keep=use.watcher is not None)
     if use.watcher is not None:
         attention_observer.show(use, "backward", attention_observer.of_backward(do, found, _scale_of_p(result, use)))
     if tap is not None:
-        tap = tap + attention_stats.rows(attention_stats.of_backward(do, Inputs(q, k, v, documents), found.tensors["do"], use))
-    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), _merged(later, found.amaxes, seen), tap
+        tap = tap + attention_stats.rows(attention_stats.of_backward(do, given, found.tensors["do"], use))
+    dsinks = None if sinks is None or found.dsinks is None else found.dsinks.astype(sinks.dtype)
+    return (
+        *(x.astype(do.dtype) for x in found[:3]),
+        dsinks,
+        None,
+        jax.tree.map(jnp.zeros_like, scales),
+        _merged(later, found.amaxes, seen),
+        tap,
+    )
 
 
 _attention.defvjp(_saved, _gradients)

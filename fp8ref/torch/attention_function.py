@@ -53,7 +53,7 @@ def values(x: object) -> tuple:
 
 @torch._dynamo.assume_constant_result
 def function(
-    variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, arithmetic, amax_group, roles: Roles
+    variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, arithmetic, amax_group, roles: Roles, softcap=None
 ) -> type[torch.autograd.Function]:
     """The differentiable function of some constants, which a compiler does not trace.
 
@@ -65,13 +65,14 @@ def function(
         raise ValueError("mask is a Mask of fp8ref.attention.")
     causal, window, alignment = of_mask
     mask = Mask(causal=causal, window=window, alignment=alignment)
-    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, arithmetic=arithmetic, amax_group=amax_group)
+    how = {"seed": seed, "arithmetic": arithmetic, "amax_group": amax_group, "softcap": softcap}
+    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, **how)
     return _bind(spec, roles)
 
 
 @functools.cache
 def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
-    """q, k, v, documents of both, scales and observations of these roles -> o, as an autograd.Function.
+    """q, k, v, documents of both, sinks or None, scales and observations of these roles -> o, as an autograd.Function.
 
     A class for each spec: a compiled graph calls it with tensors only.
     """
@@ -80,35 +81,41 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
     class AttentionFunction(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
-        def forward(ctx, q: Tensor, k: Tensor, v: Tensor, of_q: Tensor | None, of_k: Tensor | None, *more: Tensor) -> Tensor:
+        def forward(
+            ctx, q: Tensor, k: Tensor, v: Tensor, of_q: Tensor | None, of_k: Tensor | None, sinks: Tensor | None, *more: Tensor
+        ) -> Tensor:
             scales, seen = more[: len(roles[0])], more[len(roles[0]) :]
             # An attribute, not a saved tensor: other uses may write it before the backward pass.
             ctx.seen = dict(zip(roles[1], seen, strict=True))
             with checkpointing.within_attention():
-                return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles[0], scales, strict=True)))
+                return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles[0], scales, strict=True)), sinks)
 
         @staticmethod
         @linear_input.without_autocast
         def backward(ctx, do: Tensor):
             with attention_observer.inside(ctx.layer):
-                return (*_backward(ctx, spec, roles[0], do), *(None for _ in ctx.needs_input_grad[3:]))
+                *found, dsinks = _backward(ctx, spec, roles[0], do)
+                return (*found, None, None, dsinks, *(None for _ in ctx.needs_input_grad[6:]))
 
     return AttentionFunction
 
 
-def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, Tensor | None], scales: dict) -> Tensor:
+def _forward(
+    ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, Tensor | None], scales: dict, sinks: Tensor | None
+) -> Tensor:
     variant = spec.variant
     shape = attention_inputs.check(q, k, v, spec)
     roles = data.ROLES if variant.backward is None else (*data.ROLES, *data.GRADIENT_ROLES)
     given = attention_inputs.check_scales(scales, variant, roles, shape)
+    attention_inputs.check_sinks(sinks, shape, q.device)
     attention_inputs.check_seen(ctx.seen, variant, roles, shape)
     report: Report = "amaxes" if ctx.seen else "nothing"
     pair = documents if documents[0] is not None and documents[1] is not None else None
     at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
     ctx.shape, ctx.dtypes, ctx.layer = shape, (q.dtype, k.dtype, v.dtype), attention_observer.layer()
     if variant.real:
-        ctx.save_for_backward(q, k, v, *at)
-        return operands.by_head(attention_real.forward(q, k, v, spec, shape, at).o, shape).float().to(q.dtype)
+        ctx.save_for_backward(sinks, q, k, v, *at)
+        return operands.by_head(attention_real.forward(q, k, v, spec, shape, at, sinks).o, shape).float().to(q.dtype)
     tensors = operands.quantize(q, k, v, spec, given, report=report)
     if ctx.layer is not None and variant.fmt.bits == 8 and not attention_observer.again():
         for product, role, x in zip(("scores", "scores", "values"), ("q", "k", "v"), operands.rotated(q, k, v, spec), strict=True):
@@ -116,7 +123,7 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
     run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
     watched = attention_observer.watched(ctx.layer) and not attention_observer.again()
     keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
-    result = run(tensors, spec, shape, at, given, report=report, keep=keep)
+    result = run(tensors, spec, shape, at, given, report=report, keep=keep, sinks=sinks)
     o = result.o.to(q.dtype)
     if watched:
         shown = {
@@ -137,22 +144,24 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
     else:  # o itself, if it holds the output's numbers
         kept = (o if q.dtype in (torch.float32, DTYPES[variant.out.name]) else result.o.to(DTYPES[variant.out.name]), None)
     if variant.granularity == "mx_1x32":
-        ctx.save_for_backward(*at, *scales.values(), *kept, result.lse, q, k, v)
+        ctx.save_for_backward(sinks, *at, *scales.values(), *kept, result.lse, q, k, v)
     else:
         of_tensors = (x for role in ("q", "k", "v") for x in (tensors[role].codes, tensors[role].scale_inv))
-        ctx.save_for_backward(*at, *scales.values(), *kept, result.lse, result.scale_p, result.scale_inv_p, *of_tensors)
+        ctx.save_for_backward(sinks, *at, *scales.values(), *kept, result.lse, result.scale_p, result.scale_inv_p, *of_tensors)
     return o
 
 
-def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor, ...]:
+def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and of sinks, None without any."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
-    saved, shape = iter(ctx.saved_tensors), ctx.shape
+    (sinks, *rest), shape = ctx.saved_tensors, ctx.shape
+    saved = iter(rest)
     keep = attention_inputs.kept_of(spec.variant) if attention_observer.watched(ctx.layer) else []
     report: Report = "amaxes" if ctx.seen else "nothing"
     if spec.variant.real:
         q, k, v, *documents = saved
-        found: tuple[Tensor, ...] = attention_real.backward(do, q, k, v, spec, shape, Documents(*documents))[:3]
+        *found, _, dsinks = attention_real.backward(do, q, k, v, spec, shape, Documents(*documents), sinks)
     else:
         at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
         o, o_scale_inv, lse = next(saved), next(saved), next(saved)
@@ -160,15 +169,15 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
         if spec.variant.granularity == "mx_1x32":
             q, k, v = saved
             kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, one, one)
-            gradients = attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, report=report, keep=keep)
+            gradients = attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, report=report, keep=keep, sinks=sinks)
         else:
             scale_p, scale_inv_p = next(saved), next(saved)
             tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
             kept = Saved(tensors, o, o_scale_inv, lse, scale_p, scale_inv_p)
             given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
             of_pass = attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients
-            gradients = of_pass.gradients(do, kept, spec, shape, at, given, report=report, keep=keep)
-        found = gradients[:3]
+            gradients = of_pass.gradients(do, kept, spec, shape, at, given, report=report, keep=keep, sinks=sinks)
+        found, dsinks = list(gradients[:3]), gradients.dsinks
         if keep:
             matrices, values = gradients.matrices, {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)}
             of_p = torch.full((), attention_gradients_mx.P_SCALE) if spec.variant.granularity == "mx_1x32" else kept.scale_p
@@ -191,7 +200,8 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
                     attention_observer.report(ctx.layer, product, role, x, tensor)  # type: ignore[arg-type]
             else:
                 attention_observer.report(ctx.layer, "grad_v", "do", do, gradients.tensors["do"])
-    return tuple(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+    of_sinks = None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
+    return *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), of_sinks
 
 
 def _observe(seen: dict[str, Tensor], amaxes: dict[str, Tensor]) -> None:

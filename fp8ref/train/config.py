@@ -17,7 +17,7 @@ from pathlib import Path
 import pydantic
 import tyro
 
-from fp8ref import attention, attention_delayed, grouped, linear_rules, linear_selection, llama
+from fp8ref import attention, attention_casts, attention_delayed, grouped, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
 from fp8ref.attention import Variant
 from fp8ref.errors import ConfigError
@@ -81,6 +81,8 @@ class Config:
         )
         if self.parallel.attention == "kernel":
             self._check_kernel()
+        if self.numerics.attention_operands is not None:
+            self._check_attention_operands(self.numerics.attention_operands)
         require(
             self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
@@ -228,8 +230,32 @@ class Config:
             f"{self.parallel.devices} devices, {keys.accumulate!r} and {self.statistics.every}. {tiles}",
         )
 
+    def _check_attention_operands(self, operands: Sequence[str]) -> None:
+        """ValueError for a config whose attention has no single casts, and for a pattern that names no layer (E-9)."""
+        keys = self.parallel
+        require(
+            keys.devices == 1 and not keys.scan and keys.compile == "none" and keys.attention in ("xla", "tiles"),
+            f"numerics.attention_operands are of one device, eager or without a scan over layers; got {keys.devices} devices, parallel.scan "
+            f"{keys.scan}, parallel.compile {keys.compile!r} and parallel.attention {keys.attention!r}. Leave one of them out.",
+        )
+        for operand in operands:
+            pattern, slash, _ = operand.rpartition("/")
+            if slash and not any(linear_selection.matches(pattern, layer) for layer in self.attention_layers):
+                raise ValueError(
+                    f"every pattern of numerics.attention_operands names a layer's attention (R-3); got {operand!r} for "
+                    f"{', '.join(self.attention_layers)}. Write layers.0/q, or q for all."
+                )
+
+    def attention_operands(self, layer: str) -> attention_casts.Casts | None:
+        """The operands of a layer's attention that alone are cast (E-9); None: it is computed by its variant, or the framework."""
+        keys = self.numerics
+        return None if keys.attention_operands is None else attention_casts.of(str(keys.attention), keys.attention_operands, layer)
+
     def require_tiles(self, who: str) -> None:
-        """ConfigError for attention by a library's kernel, whose passes ``who`` cannot look into."""
+        """ConfigError for attention by a library's kernel, whose passes ``who`` cannot look into, and for one whose operands are
+        cast one by one, which is no kernel's."""
+        if self.numerics.attention_operands is not None:
+            raise ConfigError(f"{who} takes attention by its variant; got numerics.attention_operands. Leave them out.")
         if self.parallel.attention == "kernel":
             raise ConfigError(f"{who} takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles.")
 
@@ -252,9 +278,14 @@ class Config:
 
     @property
     def attention_in_fp8(self) -> list[str]:
-        """The names of the layers' attention, if its variant is in FP8; else []."""
+        """The names of the layers' attention, if it is by a variant in FP8; else []."""
         low = self.attention_variant is not None and self.attention_variant.fmt.bits == 8
-        return [f"model.layers.{i}.self_attn" for i in range(self.model.num_hidden_layers)] if low else []
+        return self.attention_layers if low and self.numerics.attention_operands is None else []
+
+    @property
+    def attention_layers(self) -> list[str]:
+        """The names of all layers' attention, of the trainer's own Llama."""
+        return [f"model.layers.{i}.self_attn" for i in range(self.model.num_hidden_layers)]
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from fp8ref import attention
 from fp8ref.linear_selection import Decision
 from fp8ref.train.config import Config
 
@@ -31,7 +30,7 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     custom = config.architecture.kind != "llama"  # of what is no linear nothing is known
     attended = (not custom) * 2 * length * model.num_attention_heads * model.head_dim * model.num_hidden_layers
     variant = config.numerics.attention
-    attends = variant is not None and attention.by_name(variant).fmt.bits == 8
+    attends = bool(config.attention_in_fp8)
     multiplications = (times + attends * attended) / (linears + attended)
     recipes = ", ".join(dict.fromkeys(d.recipe.name for d in fp8))
     line = f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, {f'and attention ({variant}), ' * attends}"

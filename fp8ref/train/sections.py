@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 import tyro
 
-from fp8ref import attention, attention_delayed, gradient_reduction, states
+from fp8ref import attention, attention_casts, attention_delayed, gradient_reduction, layout_parts, states
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
@@ -147,6 +147,10 @@ class NumericsConfig:
     """Where numerics.attention has its scales from: the tensors of the step itself; or, of cudnn alone, the amaxes of past steps (spec A-19), a state
     for each of q, k, v, s, o, do, ds, dq, dk and dv of a layer."""
 
+    attention_operands: tuple[str, ...] | None = None
+    """Of numerics.attention 'cudnn', the operands that alone are cast, q, k, v, p, do and ds, of every layer or, as "layers.0/q", of those that a
+    pattern names. All else of attention is in float32, on whole matrices (spec E-9). Default: all, a tile of keys after another."""
+
     def __post_init__(self) -> None:
         recipes.check_trained(self.recipe, "numerics.recipe")
         if self.schedule is not None:
@@ -181,6 +185,14 @@ class NumericsConfig:
             "numerics.attention_scaling 'delayed' is of attention with one FP8 scale for a tensor; got numerics.attention "
             f"{self.attention!r}. Use variant 'cudnn', or leave it out.",
         )
+        if self.attention_operands is not None:
+            require(
+                self.attention in attention.VARIANTS and self.attention_scaling == "current" and not self.simulates,
+                "numerics.attention_operands are of numerics.attention, with scales of the tensors themselves and the framework's own GEMMs; got "
+                f"{self.attention!r}, {self.attention_scaling!r} and numerics.accumulate {self.accumulate!r}. Leave them out, or set attention to cudnn.",
+            )
+            roles = frozenset(operand.rpartition("/")[2] for operand in self.attention_operands)
+            attention_casts.Casts(attention.by_name(str(self.attention)), roles)  # type: ignore[arg-type]  # refuses unknown ones
         if self.attention is not None:
             trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
             require(
@@ -403,7 +415,7 @@ class OptimizerConfig:
     e4m3 moments in blocks of 256, which stores small second moments as 0: their updates explode."""
     layout: str | None = None
     """How adamw_states keeps its moments: float32, bfloat16, msamp, fishman, sqrt_e5m2, sqrt_e4m3, torchao, te or coat; and masters in float16
-    too: msamp_o2 or sqrt_e4m3_f16. Default: sqrt_e4m3."""
+    too: msamp_o2 or sqrt_e4m3_f16. Or some parts of one, with the others in float32: te/m, te/v, msamp_o2/v+master, te/none. Default: sqrt_e4m3."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     min_learning_rate: float = 1e-4
@@ -449,7 +461,10 @@ class OptimizerConfig:
             f"optimizer.layout is of optimizer.kind 'adamw_states'; got layout {self.layout!r} with kind {self.kind!r}. Leave one of them out.",
         )
         names = (*states.LAYOUTS, *states.WITH_MASTERS)
-        require(self.layout is None or self.layout in names, f"optimizer.layout is one of {', '.join(names)}; got {self.layout!r}.")
+        name, slash, _ = (self.layout or "sqrt_e4m3").partition("/")
+        require(name in names, f"optimizer.layout is one of {', '.join(names)}; got {self.layout!r}.")
+        if slash:
+            layout_parts.by_name(str(self.layout))  # refuses parts that it has not
         require(
             self.kind != "adamw_states" or self.learning_rate <= 1024,
             f"optimizer.learning_rate is at most 1024 under optimizer.kind 'adamw_states' (O-2); got {self.learning_rate}.",
@@ -467,7 +482,7 @@ class OptimizerConfig:
     @property
     def moment_layout(self) -> states.Layout | None:
         """The layout of both moments, and of masters, under ``adamw_states``; None under other kinds."""
-        return states.by_name(self.layout or "sqrt_e4m3") if self.kind == "adamw_states" else None
+        return layout_parts.by_name(self.layout or "sqrt_e4m3") if self.kind == "adamw_states" else None
 
     @property
     def keeps_masters(self) -> bool:

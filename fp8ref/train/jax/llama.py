@@ -18,8 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask, by_name
+from fp8ref.attention_casts import Casts
 from fp8ref.hardware import Multiply
-from fp8ref.jax import attention, attention_kernel, delayed, expert_parallel, grouped, linear
+from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, expert_parallel, grouped, linear
 from fp8ref.jax.scaling import Quantized
 from fp8ref.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig
 from fp8ref.recipe import Recipe
@@ -63,6 +64,7 @@ class Pass:
     copies     FP8 copies of weights by linear, which are multiplied in place of a cast of the weight (O-16).
     mu         factors by which gradients of weights are exchanged in FP8, by linear (P-22).
     balance    of experts, by layer (M-8); each replaces its own.
+    casts      of single operands of attention, by layer, in place of the variant's (E-9).
     """
 
     state: Mapping[str, delayed.State] = field(default_factory=dict)
@@ -77,10 +79,13 @@ class Pass:
     copies: Mapping[str, Quantized] = field(default_factory=dict)
     mu: Mapping[str, jax.Array] = field(default_factory=dict)
     balance: dict[str, Balance] = field(default_factory=dict)
+    casts: Mapping[str, Casts] = field(default_factory=dict)
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
         """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads."""
-        if self.variant is not None and self.attention == "kernel":
+        if name in self.casts:
+            y = attention_casts.apply(*(x.swapaxes(1, 2) for x in (q, k, v)), self.casts[name]).swapaxes(1, 2)
+        elif self.variant is not None and self.attention == "kernel":
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             scales = {role: one.stored for role, one in self.state[name].items()}
             by: dict = {"scales": scales, "variant": self.variant, "mask": Mask(causal=True), "platform": "cuda", "name": name}

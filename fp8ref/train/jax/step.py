@@ -316,6 +316,7 @@ class Step:
             multiply=self._multiply,
             copies=copies,
             mu=mu or {},
+            casts={layer: casts for layer in self.config.attention_layers if (casts := self.config.attention_operands(layer)) is not None},
         )
 
     def _unseen(self) -> dict[str, delayed.Seen]:

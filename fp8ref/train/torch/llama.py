@@ -8,8 +8,9 @@ from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask
+from fp8ref.attention_casts import Casts
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import attention, attention_delayed
+from fp8ref.torch import attention, attention_casts, attention_delayed
 from fp8ref.torch.tensor_parallel import TensorPlan
 from fp8ref.train.torch import experts
 from fp8ref.train.torch.experts import MixtureMLP
@@ -94,12 +95,14 @@ class Attention(nn.Module):
     variant     of ``fp8ref.attention``; None: torch's own attention.
     arithmetic  of the variant.
     amax_group  name of the process group whose ranks share the batch and heads.
+    casts       of single operands, in place of the whole variant's (E-9).
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
     variant: str | None = None
     arithmetic: Arithmetic = "fast"
     amax_group: str | None = None
+    casts: Casts | None = None
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -127,7 +130,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        if self.variant is None:
+        if self.casts is not None:
+            y = attention_casts.apply(q, k, v, self.casts)
+        elif self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             how: dict = {"variant": self.variant, "mask": _CAUSAL, "arithmetic": self.arithmetic, "amax_group": self.amax_group}

@@ -111,9 +111,9 @@ class Step:
         """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors (A-2)."""
         model = Llama(self.config.model)
         group = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
-        for module in model.modules():
+        for layer, module in model.named_modules():
             if isinstance(module, Attention):
-                keys = self.config.numerics
+                keys, module.casts = self.config.numerics, self.config.attention_operands(layer)
                 name = None if group is None else group.group_name
                 module.attend_by(keys.attention, keys.attention_arithmetic, name, delays=keys.attention_scaling == "delayed")
             elif isinstance(module, MixtureMLP) and self.mesh is not None and self.config.parallel.expert > 1:

@@ -145,6 +145,17 @@ class Trainer:
         self._step.resume(step)
         self._count = step
 
+    @torch.no_grad()
+    def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one device."""
+        mine = train_state.flat(self._step.tensors())
+        assert mine.keys() == arrays.keys(), sorted(mine.keys() ^ arrays.keys())
+        for name, tensor in mine.items():
+            given = torch.from_numpy(np.array(arrays[name]))
+            tensor.copy_(given.view(tensor.dtype) if given.dtype == torch.uint8 else given)
+        self._step.resume(step)
+        self._count = step
+
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (scale, amax_history, step) by "<linear>/<role>"."""
         found = {}
