@@ -65,7 +65,7 @@ def test_commands_parse(page):
         known, options = parse(arguments)
         if getattr(known, "config", "absent") != "absent":
             # keys of experts are of a model that has some
-            base = configs.load(known.config) if known.config in ("tiny-moe", "qwen3-30b-a3b") else configs.Config()
+            base = configs.load(known.config) if str(known.config) in ("tiny-moe", "qwen3-30b-a3b") else configs.Config()
             configs.override(base, options, prog="fp8ref")
         else:
             assert not options, command
