@@ -44,3 +44,23 @@ def truncate(typing_context, value):
         return builder.fptosi(arguments[0], ir.IntType(32))
 
     return types.int32(types.float32), generate
+
+
+@intrinsic
+def as_bits64(typing_context, value):
+    """The bits of a float64."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(64))
+
+    return types.int64(types.float64), generate
+
+
+@intrinsic
+def as_float64(typing_context, bits):
+    """The float64 with these bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
