@@ -64,3 +64,15 @@ def as_float64(typing_context, bits):
         return builder.bitcast(arguments[0], ir.DoubleType())
 
     return types.float64(types.int64), generate
+
+
+@intrinsic
+def prefer_wide_vectors(typing_context):
+    """Let LLVM use vectors of 512 bits in this function where the processor has them; it prefers 256 on most."""
+
+    def generate(context, builder, signature, arguments):
+        # llvmlite's own add() knows names alone; attributes with a value are written as they are.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
