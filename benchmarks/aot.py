@@ -1,4 +1,4 @@
-"""What XLA compiles the training step to for an H200, on a machine without one: make aot, or python benchmarks/aot.py [--show] [--parts states]
+"""What XLA compiles the training step to for an H200, on a machine without one: make aot, or python benchmarks/aot.py [--show] [--parts rows --cases rowwise]
 
 Two blocks of an 8-billion-parameter Llama with a small vocabulary, lowered from shapes alone and compiled ahead of time for one device and
 for eight. Counted are kernels and bytes of the compiled program; nothing runs, so that nothing here is a time. An autotuner has no GPU
@@ -517,6 +517,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=HERE / "results" / "aot.json", help="the results; the table is written next to them")
     parser.add_argument("--show", action="store_true", help="compile nothing: only print the table of the results that are there")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="compile these; the others stay as they are")
+    parser.add_argument("--cases", nargs="+", metavar="WORD", default=[], help="of the parts only cases with all these words, as printed")
     arguments = parser.parse_args()
     if set(arguments.parts) != set(PARTS) and not arguments.json.exists():
         parser.error(f"--parts adds to results that are there; {arguments.json} is not. Leave it out.")
@@ -533,10 +534,12 @@ def main() -> None:
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         for part in arguments.parts:
             count, of_part = cases[part]
-            found[part] = []
+            rows = dict(zip(map(str, of_part), found.get(part, []), strict=True)) if arguments.cases else {}
             for case in of_part:
-                found[part].append(count(*case, target))
-                print(found[part][-1], flush=True)
+                if str(case) not in rows or all(word in str(case) for word in arguments.cases):
+                    rows[str(case)] = count(*case, target)
+                    print(rows[str(case)], flush=True)
+            found[part] = [rows[str(case)] for case in of_part]
         found["versions"] = {"jax": jax.__version__, "python": platform.python_version()}
         found["model"] = {**vars(MODEL), "sequence_length": LENGTH, "sequences_per_device": SEQUENCES}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -21,14 +21,23 @@ from fp8ref.train import loop
 from fp8ref.train.config import Config
 
 OWN = "framework's"
-VARIANTS = (OWN, "bf16", "cudnn", "mxfp8")
+DELAYED = "cudnn, delayed"
+VARIANTS = (OWN, "bf16", "cudnn", "mxfp8", DELAYED)
 RESULTS = Path(__file__).parent / "results" / "attention_losses.json"
+
+
+def keys_of(variant: str) -> dict:
+    """The keys of section numerics that choose one of VARIANTS."""
+    if variant == OWN:
+        return {"attention": None}
+    name, _, scaling = variant.partition(", ")
+    return {"attention": name, "attention_scaling": scaling or "current"}
 
 
 def run(config: Config, backend: str, variant: str, seed: int) -> dict:
     """The last validation loss of a run, None if it is not finite."""
     chosen = config.replace(
-        numerics={"attention": None if variant == OWN else variant},
+        numerics=keys_of(variant),
         run={"seed": config.run.seed + seed},
         data={"seed": config.data.seed + seed},
     )

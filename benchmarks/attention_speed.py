@@ -2,7 +2,7 @@
 
 PyTorch's scaled_dot_product_attention and jax.nn.dot_product_attention in bfloat16, causal, and ``attention.apply`` by the variants in both forms of
 arithmetic take turns. A ratio is the median of those of neighbors in this one run; one above 1 says slower than the framework's own.
-A CPU has no FP8 GEMM: these times say what is around the GEMMs, and nothing of a GPU.
+Times are CPU times of this process, all threads together. A CPU has no FP8 GEMM: these times say what is around the GEMMs, and nothing of a GPU.
 """
 
 import argparse
@@ -93,10 +93,10 @@ def measure(backend: str, length: int, names: list[str], repetitions: int, *, qu
     taken: dict[tuple, list[float]] = {key: [] for key in calls}
     for i in range(repetitions + 1):
         for key, call in calls.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             call()
             if i:  # the first one warms up, or compiles
-                taken[key].append(time.perf_counter() - begin)
+                taken[key].append(time.process_time() - begin)
     return [
         {
             "backend": backend,
@@ -104,6 +104,7 @@ def measure(backend: str, length: int, names: list[str], repetitions: int, *, qu
             "variant": name,
             "arithmetic": how,
             "pass": which,
+            "clock": "CPU time",
             "seconds": statistics.median(times),
             "ratio": statistics.median(np.divide(times, taken[OWN, "-", which])),
         }

@@ -41,6 +41,9 @@ this specification; ``stated``, every operation in the stated order, rounded onc
 ARITHMETIC: tuple[Arithmetic, ...] = get_args(Arithmetic)
 """The values of ``Arithmetic``; the first is the default."""
 
+Backward = Literal["own", "bf16"]
+"""Whose backward pass gives a variant's gradients: its ``own``; or that of the variant ``bf16``, of q, k and v themselves (A-25)."""
+
 LogSum = Literal["fused", "log2", "sum"]
 """How the log-sum-exp is made of the maximum and the sum (A-11)."""
 
@@ -127,7 +130,7 @@ class Variant:
     finish        ``reciprocal``: multiplied by (1 / sum) * scale; ``divide``: divided by max(sum, 1).
     lse           ``fused``, ``log2`` or ``sum``.
     out           format of the output.
-    backward      its gradients: ``exact``, or ``cast`` (A-14, A-15); None: it has none.
+    backward      its gradients: ``exact``, ``cast``, or those of ``bf16`` (A-14, A-15, A-25); None: it has none.
     gradient_fmt  of do and ds; None: fmt.
     source        where it comes from.
 
@@ -156,7 +159,7 @@ class Variant:
     finish: Literal["reciprocal", "divide"] = "divide"
     lse: LogSum = "sum"
     out: Format = BFLOAT16
-    backward: Literal["exact", "cast"] | None = None
+    backward: Literal["exact", "cast", "bf16"] | None = None
     gradient_fmt: Format | None = None
     source: str = ""
 
@@ -172,7 +175,7 @@ class Variant:
             ("finish", ("reciprocal", "divide")),
             ("lse", get_args(LogSum)),
             ("out", OUT_FORMATS),
-            ("backward", ("exact", "cast", None)),
+            ("backward", ("exact", "cast", "bf16", None)),
         ):
             if getattr(self, key) not in choices:
                 raise ValueError(f"{key} is one of {', '.join(map(str, choices))}; got {getattr(self, key)!r}.")
@@ -208,6 +211,8 @@ class Variant:
             raise ValueError(
                 f"gradient_fmt is an FP8 format, of a variant with backward='cast' in FP8; got {self.gradient_fmt}. Leave it out."
             )
+        if self.backward == "bf16" and self.fmt.bits != 8:
+            raise ValueError(f"backward 'bf16' is of a forward pass in FP8; got {self.fmt}. Use 'cast'.")
         if self.backward == "cast" and (self.granularity == "rows_128" or self.rotated):
             raise ValueError(f"a backward pass has no scales of rows, and no rotation; got {self.granularity!r}. Use backward=None.")
         mx = (self.out.bits == 8, self.plan, self.factors, self.scores, self.base)
@@ -247,6 +252,11 @@ class Variant:
             if features <= tiles.features:
                 return int(getattr(tiles, mask.kind))
         raise ValueError(f"variant {self.name!r} takes heads of at most {self.tiles[-1].features} features; got {features}.")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The tensors that may have scales: without casts of gradients, those of the forward pass."""
+        return ROLES if self.backward in (None, "bf16") else (*ROLES, *GRADIENT_ROLES)
 
     @property
     def largest_probability(self) -> float:
@@ -365,3 +375,9 @@ VARIANTS = {
 def by_name(variant: "str | Variant") -> Variant:
     """The variant of that name; a Variant is itself; ValueError for anything else."""
     return registry.lookup("variant is a Variant or", VARIANTS, variant, Variant)
+
+
+def differentiated(variant: "str | Variant", backward: Backward) -> Variant:
+    """The variant with the gradients of a backward pass: its own, or ``bf16``'s (A-25)."""
+    known = by_name(variant)
+    return known if backward == "own" else dataclasses.replace(known, backward=backward)

@@ -85,8 +85,8 @@ def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, 
 
 
 def products(variant: Variant) -> tuple[Product, ...]:
-    """The products of a step by a variant: without a backward pass, two."""
-    return PRODUCTS if variant.backward is not None else PRODUCTS[:2]
+    """The products of a step in the variant's format: without a backward pass, or with one in bfloat16 (A-25), two."""
+    return PRODUCTS if variant.backward in ("exact", "cast") else PRODUCTS[:2]
 
 
 def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand]:

@@ -53,6 +53,12 @@ def exponential(x, base: str) -> np.float32:
     return to_float32(Fraction(context.exp(context.multiply(power, LN2) if base == "2" else power)))
 
 
+def tanh(x) -> np.float32:
+    context, power = decimal.Context(prec=90), decimal.Decimal(float(max(min(x, 40), -40)))
+    square = context.exp(context.multiply(power, 2))  # 90 digits: 45 are lost where x is the least of float32
+    return to_float32(Fraction(context.divide(context.subtract(square, 1), context.add(square, 1))))
+
+
 def logarithm(x, base: str) -> np.float32:
     context = decimal.Context(prec=50)
     found = context.ln(decimal.Decimal(float(x)))
@@ -98,7 +104,25 @@ def padded(x):
 
 
 def flash_attention(
-    q, k, v, sees, *, scale, dq, dk, dv, tile, unit, order, offset=8, threshold=0.0, separate=False, promoted=False, narrow=e4m3
+    q,
+    k,
+    v,
+    sees,
+    *,
+    scale,
+    dq,
+    dk,
+    dv,
+    tile,
+    unit,
+    order,
+    offset=8,
+    threshold=0.0,
+    separate=False,
+    promoted=False,
+    narrow=e4m3,
+    softcap=None,
+    sink=None,
 ):
     """FlashAttention's softmax and main loop for one head (hopper/softmax.h, mainloop_fwd_sm90_tma_gmma_ws.hpp; flash_attn/cute/softmax.py,
     flash_fwd_sm100.py, at 0251105): q [Tq, D], k and v [Tk, D] of e4m3 numbers, descales of the head. unit None: bf16, sums in order.
@@ -107,6 +131,9 @@ def flash_attention(
     """
     outs, lses, largest = [], [], 0.0
     factor = F(F(float(F(scale)) * math.log2(math.e)) * F(dq * dk))
+    before = None
+    if softcap is not None:  # softcap_val and softmax_scale_log2 of mainloop_fwd_sm90_tma_gmma_ws.hpp
+        before, factor = F(F(F(scale) / F(softcap)) * F(dq * dk)), F(float(F(softcap)) * math.log2(math.e))
 
     def dot(a, b, c):
         return in_order(a, b, c) if unit is None else F(tensor_core(padded(a), padded(b), float(c), unit))
@@ -118,6 +145,7 @@ def flash_attention(
         for start in starts:
             keys = range(start, min(start + tile, len(k)))
             s = [dot(query, k[j], 0) if sees(i, j) else NONE for j in keys]
+            s = [x if before is None or x == NONE else tanh(F(x * before)) for x in s]
             old, new = row_max, max([row_max, *s])
             safe = F(0) if new == NONE else new
             correction = F(F(old - safe) * factor)
@@ -145,6 +173,11 @@ def flash_attention(
             if promoted:
                 acc, register = [F(x + y) for x, y in zip(acc, register, strict=True)], [F(0)] * len(acc)
         total = F(F(lanes[0] + lanes[2]) + F(lanes[1] + lanes[3])) if order == "quad" else lanes[0]
+        if sink is not None:  # flash_fwd_sm100.py's correction warps
+            if row_max == NONE:
+                row_max, total = F(sink * F(F(math.log2(math.e)) / factor)), F(2.0**offset)
+            else:
+                total = F(total + exponential(F(F(F(sink * F(math.log2(math.e))) - F(row_max * factor)) + F(offset)), "2"))
         if total == 0:
             outs.append([F(0)] * len(acc))
             lses.append(NONE)
@@ -158,7 +191,7 @@ def flash_attention(
     return np.array(outs, F), np.array(lses, F), largest
 
 
-def cudnn(q, k, sees, *, factors, s_scale, of_values, columns, score=None, order=1, base="e", offset=0):
+def cudnn(q, k, sees, *, factors, s_scale, of_values, columns, score=None, order=1, base="e", offset=0, softcap=None):
     """cuDNN's test references for one head (cudnn-frontend 3929da2, test/python/sdpa/fp8_ref.py and mxfp8_ref.py) at threshold 0.
 
     factors(i, j) are the numbers that multiply a score, in order; score(i, j) is an exact sum if not given; of_values(p8, first key,
@@ -177,6 +210,7 @@ def cudnn(q, k, sees, *, factors, s_scale, of_values, columns, score=None, order
                     x = exact_sum(query, k[j]) if score is None else score(i, j)
                     for factor in factors(i, j):
                         x = F(x * F(factor))
+                    x = x if softcap is None else F(tanh(x) * F(softcap))
                 s.append(x)
             new = max([m, *s])
             correction = F(1) if new == m else F(0) if m == NONE else exponential(F(m - new), base)

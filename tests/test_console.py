@@ -1,6 +1,7 @@
 import functools
 import io
 import re
+import time
 
 import pytest
 from fakes import FakeTrainer
@@ -139,3 +140,35 @@ def test_what_is_not_shown_prints_no_line(monkeypatch, capsys):
     with consoles.bar("jax", 3, shown=False) as advance:
         advance("")
     assert capsys.readouterr().err == ""
+
+
+class Errors(io.StringIO):
+    """Standard error of a terminal, or of a file."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_wait_is_said_after_a_time_and_not_beside_a_bar(monkeypatch, terminal):
+    shown = Errors(terminal)
+    monkeypatch.setattr("sys.stderr", shown)
+    monkeypatch.setattr(consoles, "PATIENCE", 0.01)
+    monkeypatch.setattr(consoles, "SECONDS", 0.01)
+    with consoles.waiting("probe"):
+        while not shown.getvalue():
+            time.sleep(0.001)
+    assert re.match("\rprobe: 0 s\x1b\\[K" if terminal else "probe: 0 s\n", shown.getvalue())
+    assert shown.getvalue().endswith("\r\x1b[K" if terminal else " s\n")
+    shown.seek(0)
+    shown.truncate()
+    monkeypatch.setattr(consoles, "_bars", ["another"])
+    with consoles.waiting("probe"):
+        time.sleep(0.05)
+    assert shown.getvalue() == ""
+
+
+def test_items_are_counted_and_a_library_needs_no_rich(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert list(consoles.counted("judge", iter(range(3)))) == [0, 1, 2]

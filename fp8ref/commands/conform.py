@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.commands import probe, shared
 from fp8ref.commands.shared import check_json, conclude
 
@@ -74,7 +75,7 @@ def _conform(known: argparse.Namespace) -> int:
         raise ValueError(f"--kind is one of {', '.join(kinds)}; got {known.kind}.")
     if known.axis not in (None, -1, 0):
         raise ValueError(f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}.")
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):
         outcome = _attention(known) or _optimizer(known)
     if outcome is not None:
         return conclude(outcome, known.json)
@@ -84,7 +85,7 @@ def _conform(known: argparse.Namespace) -> int:
     if known.layout is not None:
         raise ValueError(f"--layout is of attention; {known.subject} is none. Leave it out, or name --kind attention.")
     expects_cast = _expects_cast(known.expect)
-    with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):  # what somebody's function prints is no part of the answer
         function = library_gemms.load(known.subject)
         kind = known.kind or subjects.kind_of(known.subject, function, framework=known.framework, device=known.device)
         if kind != "gemm":

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 
@@ -36,5 +37,6 @@ def _estimate(known: argparse.Namespace, options: list[str]) -> int:
             "an estimate is for a GPU's own GEMMs; got numerics.accumulate "
             f"{config.numerics.accumulate!r}, which is simulated on a CPU. Leave it out."
         )
-    found = report.of(config, known.backend, gpu_rates.of(known.gpu, known.ceilings))
+    with console.waiting("estimate"):
+        found = report.of(config, known.backend, gpu_rates.of(known.gpu, known.ceilings))
     return conclude(found, known.json)

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 
@@ -90,7 +91,8 @@ def _attention(known: argparse.Namespace) -> int | None:
         given = {f"--{name}": getattr(known, name) for name in ("shape", "formats", "out_dtype", "granularity", "record")}
         if unused := [name.replace("_", "-") for name, value in given.items() if value is not None] + ["--fast-accum"] * known.fast_accum:
             raise ValueError(f"{', '.join(unused)}: {known.subject} is attention, whose inputs the probe chooses. Leave it out.")
-        found = probe(function, name=known.subject, framework=known.framework, layout=known.layout or subjects.LAYOUTS[0])
+        with console.waiting("probe"):
+            found = probe(function, name=known.subject, framework=known.framework, layout=known.layout or subjects.LAYOUTS[0])
     return conclude(found, known.json)
 
 
@@ -126,14 +128,18 @@ def _gemm(known: argparse.Namespace) -> int:
     shape = tuple(known.shape or SHAPE)
     how = {"formats": (fmt_a, fmt_b), "seed": known.seed}
     try:
-        found = identify.identify(subject, shape=shape, **how)
+        with console.waiting("probe"):
+            found = identify.identify(subject, shape=shape, **how)
     except VariesError as error:  # of a wrong tile the grade says more
         if known.record:
             raise
         print(error, file=sys.stderr)
-        return conclude(grade_gemm(subject, shapes=[shape], **how), known.json)
+        with console.waiting("grade"):
+            grade = grade_gemm(subject, shapes=[shape], **how)
+        return conclude(grade, known.json)
     if not found.ok:
-        found = dataclasses.replace(found, grade=grade_gemm(subject, shapes=[shape], **how))
+        with console.waiting("grade"):
+            found = dataclasses.replace(found, grade=grade_gemm(subject, shapes=[shape], **how))
     code = conclude(found, known.json)
     if known.record:
         print(f"recorded {recording.of_gemm(found, known.record)}")
@@ -150,7 +156,8 @@ def _wgmma(known: argparse.Namespace) -> int:
     multiply, about = wgmma.instruction(), wgmma.device()
     found = []
     for fmt_a, fmt_b in wgmma.PAIRS:
-        found.append(instruction.identify(multiply, fmt_a, fmt_b, name="wgmma", about=about, count=INSTRUCTIONS, seed=known.seed))
+        with console.waiting(f"probe {fmt_a.name} x {fmt_b.name}"):
+            found.append(instruction.identify(multiply, fmt_a, fmt_b, name="wgmma", about=about, count=INSTRUCTIONS, seed=known.seed))
         found[-1].print()
         if known.record:
             print(f"recorded {recording.of_instruction(found[-1], multiply, known.record)}")
@@ -167,7 +174,8 @@ def _replay(known: argparse.Namespace) -> int:
     unused = [name.replace("_", "-") for name in given if getattr(known, name)]
     if unused:
         raise ValueError(f"--replay takes all settings from the recordings; got {', '.join(unused)} too. Leave it out.")
-    found = recording.verify_all(known.replay)
+    with console.waiting("verify recordings"):
+        found = recording.verify_all(known.replay)
     code = conclude(found, known.json)
     if found.damaged:
         raise ValueError("\n".join(found.damaged))

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 
@@ -67,10 +68,10 @@ def add(commands) -> None:
 
 
 def _export(known: argparse.Namespace) -> int:
-    from fp8ref import console
     from fp8ref.train.export import export
 
-    step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=console.say)
+    with console.waiting("export"):
+        step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=console.say)
     print(f"{known.out}: the weights after {step} steps")
     return 0
 
@@ -78,7 +79,9 @@ def _export(known: argparse.Namespace) -> int:
 def _report(known: argparse.Namespace) -> int:
     from fp8ref.train.report import page, runs
 
-    print(page.write(runs.read_all(known.runs), known.out, confidence=shared.confidence(known), margin=shared.margin(known)))
+    with console.waiting("report"):
+        said = page.write(runs.read_all(known.runs), known.out, confidence=shared.confidence(known), margin=shared.margin(known))
+    print(said)
     return 0
 
 
@@ -86,13 +89,16 @@ def _compare(known: argparse.Namespace) -> int:
     check_json(known.json)
     from fp8ref.train.report import compare
 
-    a, b, *more = (compare.read(path, loss=known.loss) for path in (known.a, known.b, *known.seeds))
-    return conclude(compare.compare(a, b, more, confidence=shared.confidence(known), margin=shared.margin(known)), known.json)
+    with console.waiting("compare"):
+        a, b, *more = (compare.read(path, loss=known.loss) for path in (known.a, known.b, *known.seeds))
+        found = compare.compare(a, b, more, confidence=shared.confidence(known), margin=shared.margin(known))
+    return conclude(found, known.json)
 
 
 def _replay(known: argparse.Namespace) -> int:
     check_json(known.json)
     from fp8ref.train.report.what_if import replay
 
-    found = replay(known.run_directory, known.policy, history=known.history, margin=known.margin)
+    with console.waiting("replay"):
+        found = replay(known.run_directory, known.policy, history=known.history, margin=known.margin)
     return conclude(found, known.json)

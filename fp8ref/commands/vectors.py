@@ -1,9 +1,11 @@
 """fp8ref vectors gen and verify: test vectors for programs in any language."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json
 
@@ -111,7 +113,8 @@ def _long(description: str) -> dict:
 def _gen(known: argparse.Namespace) -> int:
     from fp8ref.conformance.vectors.operations import generate
 
-    sys.stdout.writelines(f"{line}\n" for line in generate(known.operation, _settings(known)))
+    with contextlib.nullcontext() if sys.stdout.isatty() else console.waiting("vectors gen"):
+        sys.stdout.writelines(f"{line}\n" for line in generate(known.operation, _settings(known)))
     return 0
 
 
@@ -125,7 +128,8 @@ def _verify(known: argparse.Namespace) -> int:
         rules["bound"] = known.bound
     from fp8ref.conformance.vectors.operations import judge
 
-    verdict = judge(known.operation, sys.stdin.buffer, settings=_settings(known), rules=rules, some=known.some)
+    with console.waiting("vectors verify"):
+        verdict = judge(known.operation, sys.stdin.buffer, settings=_settings(known), rules=rules, some=known.some)
     if known.json:
         verdict.write(known.json)
     print(verdict.text())  # plain text: vectors need no console

@@ -117,7 +117,7 @@ def states_after(
     """The states of q, k, v and do after a step with these passes (A-19): of what exists whole, and so has an amax that is defined."""
     found = {}
     for layer, casts in config.attention_casts.items():
-        for role in QUANTIZED:
+        for role in (role for role in QUANTIZED if role in casts):
             fmt, how = casts[role]
             shown = [one.arrays[f"{role}/value"] for one in passes if one.layer == layer and f"{role}/value" in one.arrays]
             seen = [delayed.observe(scaling.amax(np.asarray(x, np.float32))) for x in shown]
@@ -139,7 +139,7 @@ class Exact(NamedTuple):
 
 def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, variant: Variant) -> Exact | None:
     """S, O, dS, dV, dK or dQ in float64, of the codes that are multiplied; None where codes of MX blocks along another axis
-    were multiplied, which are not shown.
+    were multiplied, which are not shown, and of a backward pass in bfloat16.
 
     Order:   each from what comes before it, as the backend has it: dQ of the backend's own codes of dS.
     """
@@ -166,7 +166,7 @@ def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, var
         p = _decoded("p", forward.arrays["p/codes"], variant) * _scale_inv_p(forward) * np.exp(behind) / sums
         near = (np.exp(2 * e) - 1 + gamma(3 * keys + 8)) * (p @ np.abs(wide_v))
         return Exact(p @ wide_v, near + _unit(forward, "o", variant))
-    if backward is None or variant.granularity == "mx_1x32":
+    if backward is None or variant.granularity == "mx_1x32" or variant.backward == "bf16":
         return None
     do, arrays = _values("do", backward, variant), backward.arrays
     if what == "ds":

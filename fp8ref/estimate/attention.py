@@ -12,7 +12,7 @@ from fp8ref.attention import Mask, Variant
 from fp8ref.errors import ConfigError
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import tokens
+from fp8ref.train.device_shapes import sequences
 
 QUERIES, ROWS = 512, 32
 """The queries of a block in JAX, and what blocks are padded to."""
@@ -36,14 +36,18 @@ class Pass:
     sums: int
 
 
-def pairs(length: int, tile: int, backend: str) -> list[tuple[int, int]]:
-    """(queries, keys) of each pair that a causal sequence of one head computes, with padding (A-6)."""
-    starts = range(0, length, tile)
+def pairs(length: int, tile: int, backend: str, parts: int = 1) -> list[tuple[int, int]]:
+    """(queries, keys) of each pair that a causal sequence of one head computes, with padding (A-6).
+
+    parts     of the queries, each on a device of its own: pairs of the last part, which sees most. In JAX a program is the same
+              on all devices, and leaves out no pair (A-21).
+    """
+    starts, own = range(0, length, tile), length // parts
     if backend == "torch":
-        last = -(-length // STEP) * STEP
-        return [(last - begin // STEP * STEP, -(-min(tile, length - begin) // STEP) * STEP) for begin in starts]
-    rows = -(-min(length, QUERIES) // ROWS) * ROWS
-    return [(rows, tile) for block in range(0, length, rows) for begin in starts if begin < min(block + rows, length)]
+        last, before = -(-own // STEP) * STEP, length - own
+        return [(last - max(begin - before, 0) // STEP * STEP, -(-min(tile, length - begin) // STEP) * STEP) for begin in starts]
+    rows = -(-min(own, QUERIES) // ROWS) * ROWS
+    return [(rows, tile) for block in range(0, own, rows) for begin in starts if parts > 1 or begin < min(block + rows, length)]
 
 
 def passes(variant: Variant, checkpointing: str, scaling: str) -> list[Pass]:
@@ -68,6 +72,16 @@ def tile_bytes(config: Config, variant: Variant, backend: str) -> tuple[int, str
         each * rows * keys * of_heads,
         f"{each} bytes each, of {rows:,} queries and {keys:,} keys at a time: scores, P, dP and dS, casts of two",
     )
+
+
+def gathered_bytes(config: Config) -> tuple[int, str]:
+    """(bytes, formula) of the keys and values of all parts of the tokens in a backward pass, and their gradients (A-21)."""
+    model, variant = config.model, config.attention_variant
+    assert variant is not None
+    heads = sequences(config) * math.ceil(model.num_key_value_heads / config.parallel.tensor)
+    each = variant.fmt.bits // 8 + 4
+    size = 2 * each * heads * config.data.sequence_length * model.head_dim
+    return size, f"{each} bytes each, of whole sequences: codes, and float32 sums of gradients, of one layer"
 
 
 def flops(config: Config, variant: Variant, backend: str) -> int:
@@ -107,10 +121,9 @@ def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) 
 
 def _pairs(config: Config, variant: Variant, backend: str) -> list[tuple[int, int]]:
     tile = variant.tile(config.model.head_dim, Mask(causal=True))
-    return pairs(config.data.sequence_length, tile, backend)
+    return pairs(config.data.sequence_length, tile, backend, config.parallel.context)
 
 
 def _heads(config: Config) -> int:
     """Sequences and query heads of a device, of all microbatches."""
-    sequences = tokens(config) * config.data.microbatches // config.data.sequence_length
-    return sequences * math.ceil(config.model.num_attention_heads / config.parallel.tensor)
+    return sequences(config) * config.data.microbatches * math.ceil(config.model.num_attention_heads / config.parallel.tensor)

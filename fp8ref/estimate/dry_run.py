@@ -60,7 +60,8 @@ def _sizes(config: Config, backend: str) -> Table:
     for kind, count in device_shapes.kinds(config).items():
         share = f"{count / 1e9:.2f} billion" if count >= 1e8 else ""
         table.add_row(f"parameters: {kind}", f"{count:,}", share)
-    mesh = f"data {keys.data} x fsdp {keys.fsdp} x tensor {keys.tensor}" + ", sequences cut over tensor" * keys.sequence
+    context = f" x context {keys.context}" * (keys.context > 1)
+    mesh = f"data {keys.data} x fsdp {keys.fsdp}{context} x tensor {keys.tensor}" + ", sequences cut over tensor" * keys.sequence
     table.add_row("devices", f"{keys.devices:,}", mesh)
     tokens = data.batch_size * data.sequence_length
     parts = f", in {data.microbatches} parts" * (data.microbatches > 1)

@@ -74,6 +74,8 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
         scores = {}
     elif config.attention_variant is not None:
         scores = {"attention scores": attention.tile_bytes(config, config.attention_variant, backend)}
+    if config.parallel.context > 1:
+        scores["keys and values of all parts"] = attention.gathered_bytes(config)
     return {
         masters: state.pop(masters),
         "gradients": gradients,

@@ -127,6 +127,11 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
             f"fp8ref estimate knows no rates of grouped GEMMs; got model.num_experts {config.model.num_experts}. fp8ref train --dry-run has its "
             "memory and its GEMMs."
         )
+    if config.parallel.context > 1:
+        raise ConfigError(
+            f"fp8ref estimate compares with bf16's own attention, which has no parts of the tokens; got parallel.context {config.parallel.context}. fp8ref "
+            "train --dry-run has its memory, traffic and GEMMs."
+        )
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}

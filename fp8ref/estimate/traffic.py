@@ -24,7 +24,7 @@ class Flow:
     elements: float = 0.0
     bytes: float = 0.0
 
-    def add(self, elements: float, size: int) -> None:
+    def add(self, elements: float, size: float) -> None:
         """Add elements of ``size`` bytes each."""
         self.elements += elements
         self.bytes += elements * size
@@ -38,13 +38,13 @@ def flows(config: Config, backend: str) -> dict[str, Flow]:
     return {purpose: flow for purpose, flow in found.items() if flow.elements}
 
 
-def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """(purpose, elements, bytes of each) of one microbatch."""
     keys = config.parallel
     decisions = {d.path: d for d in config.decisions()}
     in_codes = keys.reduce_dtype == "float8_e4m3fn"  # of linears' weights, all else in float32 (P-25)
     wide = 2 if keys.reduce_dtype == "bfloat16" else 4
-    gathered, copies = (keys.fsdp - 1) / keys.fsdp, (keys.data - 1) / keys.data
+    gathered, copies = (keys.shards - 1) / keys.shards, (keys.data - 1) / keys.data
     for name, shape in llama.parameter_shapes(config.model).items():
         linear = name.removesuffix(".weight")
         piece = math.prod(at_rest(name, shape, config, backend))
@@ -70,22 +70,36 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             else:
                 yield "gradients, summed over data", 2 * copies * piece, summed
         else:  # JAX replicates norms
-            parts = keys.fsdp * keys.data * (keys.tensor if keys.sequence else 1)
+            parts = keys.shards * keys.data * (keys.tensor if keys.sequence else 1)
             yield "gradients, summed over data", 2 * (parts - 1) / parts * whole, 4
+    if keys.context > 1:
+        yield from _context(config)
     if keys.tensor > 1:
         yield from _tensor(config, backend)
 
 
-def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """A weight's gradient in FP8: codes by one all-to-all of all devices that sum it, and float32 sums
     gathered along the axes that do not cut the weight (P-25)."""
     keys = config.parallel
     copies = keys.data * (keys.tensor if backend == "jax" and keys.sequence and linear == "lm_head" else 1)
-    yield "gradients in FP8, exchanged", (1 - 1 / (copies * keys.fsdp)) * whole, 1
+    yield "gradients in FP8, exchanged", (1 - 1 / (copies * keys.shards)) * whole, 1
     yield "sums of gradients, gathered", (1 - 1 / copies) * piece, 4
 
 
-def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+def _context(config: Config) -> Iterator[tuple[str, float, float]]:
+    """Context parallelism of attention (A-21): codes of keys and values are gathered in each pass, and once more where the forward
+    pass runs again; their gradients are summed over the devices in float32."""
+    keys, model, variant = config.parallel, config.model, config.attention_variant
+    assert variant is not None
+    heads = model.num_key_value_heads // keys.tensor
+    both = 2 * tokens(config) * (keys.context - 1) * heads * model.head_dim * model.num_hidden_layers
+    passes = 2 if keys.checkpointing == "none" else 3
+    yield "keys and values, gathered over context", passes * both, variant.fmt.bits // 8
+    yield "gradients of keys and values, summed over context", both, 4
+
+
+def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     """Tensor parallelism of attention and MLP.
 
     Inputs of q, k, v, gate and up are gathered, outputs of o and down summed.
@@ -102,15 +116,21 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         # unless accumulators are summed.
         again = _runs_again(decision.path, config, backend)
         if last in ("q_proj", "gate_proj") and keys.sequence:
-            yield "inputs, gathered over tensor", (2 + again) * parts, _gathered(decision.recipe.output, config, backend)  # both passes
+            forward, backward = (_gathered(spec, config, backend) for spec in (decision.recipe.output, decision.recipe.grad_weight))
+            yield "inputs, gathered over tensor", (1 + again) * parts, forward
+            yield "inputs, gathered over tensor", parts, backward
         if last in (llama.COLUMN if keys.reduce == "accumulators" else ("q_proj", "gate_proj")):
             yield "grad_inputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
         if last in ("o_proj", "down_proj"):
             yield "outputs, summed over tensor", (1 if keys.sequence else 2) * (1 + again) * parts, outputs
             if keys.sequence:
-                # each GEMM needs its own codes, unless one scale serves both
-                times = 1 if backend == "torch" or decision.recipe.serves_both("grad_output") else 2
-                yield "grad_outputs, gathered over tensor", times * parts, _gathered(decision.recipe.grad_input, config, backend)
+                recipe, size = decision.recipe, float(_gathered(decision.recipe.grad_input, config, backend))
+                if backend == "jax" and not recipe.serves_both("grad_output"):
+                    # each GEMM needs its own codes: of one format, a bit an element beside the others'
+                    cast = recipe.grad_input.a
+                    one = cast is not None and cast == recipe.grad_weight.a and cast.policy.power_of_two and keys.through == "shard_map"
+                    size = 9 / 8 if one else size + _gathered(recipe.grad_weight, config, backend)
+                yield "grad_outputs, gathered over tensor", parts, size
 
 
 def _runs_again(linear: str, config: Config, backend: str) -> bool:

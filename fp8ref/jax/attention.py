@@ -22,6 +22,7 @@ from jax import lax
 
 from fp8ref import attention as data
 from fp8ref.attention import FULL, Arithmetic, Mask, Variant
+from fp8ref.formats import BFLOAT16
 from fp8ref.hardware import Multiply
 from fp8ref.jax import (
     attention_context,
@@ -35,6 +36,7 @@ from fp8ref.jax import (
     sharding,
 )
 from fp8ref.jax import attention_gradients as gradients
+from fp8ref.jax import attention_gradients_bf16 as gradients_bf16
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_real as real
@@ -59,6 +61,8 @@ def apply(
     name: str = "",
     multiply: Multiply | None = None,
     tokens: str = "",
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
 
@@ -79,17 +83,20 @@ def apply(
     multiply     simulated hardware, which multiplies codes in place of XLA's dots (spec G-19).
     tokens       the mesh axis, inside shard_map and among ``over``, that cuts the tokens of q, k and v: codes of k and v are
                  gathered (spec A-21).
+    softcap      scores become softcap tanh(score / softcap), before the mask; a number, rounded to float32.
+    sinks        [H] of float32, float16 or bfloat16: a logit of each query head, which joins the sum of a row and has no value.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
               bfloat16. The output has q's shape and dtype.
     Order:    as ``forward``; of gradients A-14 to A-16.
-    Specials: a row that sees no key is 0, and so are its gradients. NaN or infinities in q, k or v make NaN
+    Specials: a row that sees no key is 0, and so are its gradients of q, k and v. NaN or infinities in q, k or v make NaN
               of the outputs that their scale reaches.
-    Gradient: by q, k and v, in reverse mode, once; scales are constants.
+    Gradient: by q, k, v and sinks, in reverse mode, once; scales are constants.
     Raises:   ValueError: as ``forward``; where gradients are taken, a variant without a backward pass, forward
               mode, a second derivative, shard_map without check_vma; a name with '/', '(' or ')'.
     """
     how: dict = {"variant": variant, "mask": mask, "scale": scale, "documents": documents, "scales": scales, "seed": seed}
-    return apply_with_stats(q, k, v, **how, arithmetic=arithmetic, over=over, name=name, tap=None, multiply=multiply, tokens=tokens)[0]
+    how |= {"arithmetic": arithmetic, "over": over, "name": name, "multiply": multiply, "tokens": tokens, "softcap": softcap}
+    return apply_with_stats(q, k, v, **how, sinks=sinks, tap=None)[0]
 
 
 def apply_with_stats(
@@ -110,6 +117,8 @@ def apply_with_stats(
     multiply: Multiply | None = None,
     tokens: str = "",
     seen: delayed.Seen | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-13), with seen the amaxes that delayed
     scales come from (A-12). Raises as apply.
@@ -121,7 +130,7 @@ def apply_with_stats(
               of the backward pass (H-4). The tap holds measurements of this device's part of q, k and v; the gradient by it
               those of the backward pass. Equal codes of several products are measured once, in the first.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over, softcap=softcap, sinks=sinks)
     if any(sign in name for sign in "/()"):
         raise ValueError(f"attention's name has no '/', '(' or ')', which part the names of scopes; got {name!r}. Write dots.")
     if tap is not None and use.variant.fmt.bits != 8:
@@ -132,9 +141,9 @@ def apply_with_stats(
     if tokens:
         use = dataclasses.replace(use, tokens=tokens)
         attention_context.check(use, given)
-    known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
+    known = inputs.check_scales(scales, use.variant, use.variant.roles)
     known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
-    tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
+    tensors = [None if x is None else derivatives.reverse_only(x, use.name, "attention") for x in (*given[:3], given.sinks)]
     if seen is not None:
         inputs.check_seen(seen, use.variant)
     return _attention(*tensors, given.documents, known, None if seen is None else dict(seen), tap, use)
@@ -155,6 +164,8 @@ def forward(
     keep_s: bool = False,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
+    softcap: float | None = None,
+    sinks=None,
 ) -> Result:
     """softmax(q k^T scale) v by a variant, with all that was quantized on the way. Not differentiable.
 
@@ -167,9 +178,9 @@ def forward(
     Raises:   ValueError: an unknown variant, or one that this backend does not run; shapes, dtypes or documents
               that do not fit; scales for roles without one; features that the variant does not take; inside
               shard_map, a scale of a whole tensor without ``over``; a mesh of Explicit axes.
-    Source:   spec A-1 to A-13.
+    Source:   spec A-1 to A-13, A-22, A-23.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over, softcap=softcap, sinks=sinks)
     known = inputs.check_scales(scales, use.variant, data.ROLES)
     if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. Leave it out.")
@@ -192,6 +203,8 @@ def backward(
     scales=None,
     arithmetic: Arithmetic = "fast",
     over: tuple[str, ...] = (),
+    softcap: float | None = None,
+    sinks=None,
     keep: bool = False,
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with all that was quantized on the way.
@@ -200,27 +213,27 @@ def backward(
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
     keep         return the matrices of the pass, which are not linear in the lengths (``Gradients.matrices``).
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    stated: A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
+    Order:    stated: A-14 to A-16, A-25; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another
               shape.
     Source:   spec A-14 to A-16.
     """
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, arithmetic, over)
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, arithmetic, over, softcap=softcap, sinks=sinks)
     _check_differentiable(use)
     if not isinstance(result, Result) or jnp.shape(result.o) != given.q.shape:
         raise ValueError(f"result is what forward gave for q {given.q.shape}; got {type(result).__name__}.")
     do = inputs.checked("do", do)
     if do.shape != given.q.shape:
         raise ValueError(f"do has the shape of o, {given.q.shape}; got {do.shape}.")
-    known = inputs.check_scales(scales, use.variant, ("s", *data.GRADIENT_ROLES))
+    known = inputs.check_scales(scales, use.variant, ("s", *use.variant.roles[len(data.ROLES) :]))
     return _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _attention(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
     """(o in q's dtype, seen, tap); differentiable by ``_saved`` and ``_gradients``."""
-    given = Inputs(q, k, v, documents)
+    given = Inputs(q, k, v, documents, sinks)
     result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
     return result.o.astype(q.dtype), _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
 
@@ -237,7 +250,7 @@ def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) ->
     return None if tap is None else tap + attention_stats.rows(attention_stats.of_forward(given, result.tensors, use))
 
 
-def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
+def _saved(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
     """o, and what the backward pass needs: codes, o and the log-sum-exp. q, k and v themselves where it quantizes
     them along other axes (A-16), or not at all (A-14)."""
     _check_differentiable(use)
@@ -247,34 +260,48 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, se
             "not be summed. Use jax.shard_map(..., check_vma=True)."
         )
     q, k, v = (derivatives.not_again(x, use.name, "attention") for x in (q, k, v))
-    result = _watched(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use, observe=seen is not None)
+    given = Inputs(q, k, v, documents, sinks)
+    result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
     o = result.o.astype(q.dtype)
     # An output in FP8 is among the tensors. In bfloat16 it is o itself, if q is.
     variant, kept = use.variant, result._replace(o=o)
     if not variant.real:
         kept = result._replace(o=jnp.zeros((), jnp.float32) if variant.out.bits == 8 else head_scaling.to_hp(result.o, variant.out))
-    if variant.granularity == "mx_1x32":
+    if variant.backward == "bf16":
+        kept = kept._replace(tensors={}, o=head_scaling.to_hp(result.o, BFLOAT16))
+        q, k, v = (head_scaling.to_hp(x, BFLOAT16) for x in (q, k, v))
+    elif variant.granularity == "mx_1x32":
         kept = kept._replace(tensors={"v": result.tensors["v"]})
-    whole = (q, k, v) if variant.real or variant.granularity == "mx_1x32" else None
-    out = o, _merged(seen, result.amaxes, seen), _measured(tap, Inputs(q, k, v, documents), result, use)
-    return out, (whole, documents, kept._replace(amaxes={}), scales, seen)
+    keeps = variant.real or variant.backward == "bf16" or variant.granularity == "mx_1x32"
+    whole = (q, k, v) if keeps else None
+    out = o, _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
+    return out, (whole, documents, sinks, kept._replace(amaxes={}), scales, seen)
 
 
 def _gradients(use: Use, saved, cotangents):
     """The gradients of q, k and v, in the order of ``_attention``'s arguments. The cotangents of seen and of the tap
     carry observations and measurements, of the uses after this one."""
     do, later, tap = cotangents
-    whole, documents, result, scales, seen = saved
+    whole, documents, sinks, result, scales, seen = saved
     # Where codes are all that is needed, they also tell the shapes.
     q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
     do = derivatives.not_again(do, use.name, "attention")
     known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
-    found = _backward(do, Inputs(q, k, v, documents), result, known, use, keep=use.watcher is not None)
+    given = Inputs(q, k, v, documents, sinks)
+    found = _backward(do, given, result, known, use, keep=use.watcher is not None)
     if use.watcher is not None:
         attention_observer.show(use, "backward", attention_observer.of_backward(do, found, _scale_of_p(result, use)))
-    if tap is not None:
-        tap = tap + attention_stats.rows(attention_stats.of_backward(do, Inputs(q, k, v, documents), found.tensors["do"], use))
-    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales), _merged(later, found.amaxes, seen), tap
+    if tap is not None and use.variant.backward == "cast":
+        tap = tap + attention_stats.rows(attention_stats.of_backward(do, given, found.tensors["do"], use))
+    dsinks = None if sinks is None or found.dsinks is None else found.dsinks.astype(sinks.dtype)
+    return (
+        *(x.astype(do.dtype) for x in found[:3]),
+        dsinks,
+        None,
+        jax.tree.map(jnp.zeros_like, scales),
+        _merged(later, found.amaxes, seen),
+        tap,
+    )
 
 
 _attention.defvjp(_saved, _gradients)
@@ -293,6 +320,8 @@ def _check_simulated(use: Use, given: Inputs) -> None:
 
 def _scale_of_p(result: Result, use: Use) -> jax.Array:
     """What the backward pass multiplies probabilities by."""
+    if use.variant.backward == "bf16":
+        return jnp.ones((), jnp.float32)
     return jnp.float32(gradients_mx.P_SCALE) if use.variant.granularity == "mx_1x32" else result.scale_p
 
 
@@ -303,7 +332,9 @@ def _of_roles(scales: dict, roles: tuple[str, ...]) -> dict:
 def _check_differentiable(use: Use) -> None:
     if use.variant.backward is None:
         known = ", ".join(name for name, variant in data.VARIANTS.items() if variant.backward is not None)
-        raise ValueError(f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}.")
+        raise ValueError(
+            f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}, or attention.differentiated(variant, 'bf16') of fp8ref."
+        )
 
 
 def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
@@ -318,6 +349,8 @@ def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
 def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use, *, keep: bool = False) -> Gradients:
     if use.variant.backward == "exact":
         return real.backward(do, given, use)
+    if use.variant.backward == "bf16":
+        return gradients_bf16.backward(do, given, result, use, keep=keep)
     if use.variant.granularity == "mx_1x32":
         return gradients_mx.backward(do, given, result, use, keep=keep)
     return gradients.backward(do, given, result, scales, use, keep=keep)

@@ -12,7 +12,7 @@ from jax import lax
 
 from fp8ref import attention as data
 from fp8ref.attention import Variant
-from fp8ref.jax import attention_context, elementary, head_scaling, moments, online_softmax, probability_value
+from fp8ref.jax import attention_context, attention_sinks, elementary, head_scaling, moments, online_softmax, probability_value
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import attention_real as real
@@ -26,7 +26,7 @@ class Result(NamedTuple):
     """What a forward pass gives.
 
     o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
-    lse            float32 [B, H, Tq]: ln of the sum of e^score; -infinity of a row without keys.
+    lse            float32 [B, H, Tq]: ln of the sum of e^score; -infinity of a row without keys or sink.
     tensors        the quantized q, k and v, and an FP8 output o, by role.
     amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
     saturated      int32: probabilities that the cast clipped, a fault of the variant (A-8).
@@ -94,13 +94,11 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
 
     start = rows, parts.zeros(b, n, g, t, d), largest, lost, kept.start
     rows, o, largest, lost, matrices = operands.loop(body, start, grid)
-    total = online_softmax.total(rows, order)
+    total, maximum = online_softmax.total(rows, order), rows.maximum
+    if given.sinks is not None:
+        o, total, maximum = attention_sinks.add(o, total, maximum, given.sinks, use, None if use.fast else factor)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    lse = (
-        online_softmax.log_sum_fast(rows.maximum, total, variant)
-        if use.fast
-        else online_softmax.log_sum(rows.maximum, total, factor, variant)
-    )
+    lse = online_softmax.log_sum_fast(maximum, total, variant) if use.fast else online_softmax.log_sum(maximum, total, factor, variant)
     lse = parts.ungrouped(lse)
     rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
     if observe:

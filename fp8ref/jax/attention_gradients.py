@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref.attention import Variant
-from fp8ref.jax import attention_context, head_scaling, moments, online_softmax, scales
+from fp8ref.jax import attention_context, attention_sinks, head_scaling, moments, online_softmax, scales
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_kept import Kept, of_gradients
@@ -31,6 +31,7 @@ class Gradients(NamedTuple):
     saturated    int32: elements of P and dS that their casts clipped.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
+    dsinks       float32 [H]: the gradient of sinks, of this device's rows; None without any.
     """
 
     dq: jax.Array
@@ -41,6 +42,7 @@ class Gradients(NamedTuple):
     saturated: jax.Array
     scale_ds: Scales
     matrices: dict[str, jax.Array] = {}  # noqa: RUF012
+    dsinks: jax.Array | None = None
 
 
 def output_scaling(variant: Variant) -> tuple:
@@ -67,25 +69,28 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
     values_do, lse = parts.by_group(do8.codes), parts.by_group(result.lse)
     lse = lse * np.float32(np.log2(np.e)) if use.fast and variant.base == "2" else lse
     of_do = parts.of_heads(do8.scale_inv) if low else jnp.float32(1)
-    d = parts.by_group(_row_sums(do8, result, given, use))
+    of_rows = _row_sums(do8, result, given, use)
+    d = parts.by_group(of_rows)
     of_dp = of_do * parts.inverse["v"] if low else of_do
 
     def pair(block, tile):
         """P and dS of a block and a tile (steps 3, 5 and 6)."""
         seen = parts.seen(block, tile)
-        s, of_rows = parts.scores(block, tile), parts.block(lse, block)
+        (s, slope), of_block = parts.scores_and_slope(block, tile), parts.block(lse, block)
         p = (
-            online_softmax.again_fast(s, of_rows, seen, variant)
+            online_softmax.again_fast(s, of_block, seen, variant)
             if use.fast
-            else online_softmax.again(s, of_rows, seen, factor, use.arithmetic)
+            else online_softmax.again(s, of_block, seen, factor, use.arithmetic)
         )
         with parts.use.scope("grad_probabilities"):
             dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))  # [rows, D] x [L, D]
         if use.fast:
-            return p, (dp * of_dp - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
+            ds = (dp * of_dp - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
+            return p, ds if slope is None else ds * slope
         if low:
             dp = moments.product(moments.product(dp, of_do), parts.inverse["v"])
         ds = moments.product(dp - parts.block(d, block)[..., None], p)
+        ds = ds if slope is None else moments.product(ds, slope)
         return p, moments.product(ds, jnp.float32(use.scale))
 
     def first(largest, block, tile):
@@ -124,7 +129,13 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
         dq = moments.product(moments.product(dq, scale_ds[1]), parts.inverse["k"])
         dk = moments.product(moments.product(dk, scale_ds[1]), parts.inverse["q"])
         dv = moments.product(moments.product(dv, p_scale_inv), of_do)
-    return rounded((dq, dk, dv), do8, share(largest), lost, scale_ds, parts, given_scales)._replace(matrices=kept.whole(matrices))
+    found = rounded((dq, dk, dv), do8, share(largest), lost, scale_ds, parts, given_scales)
+    return found._replace(matrices=kept.whole(matrices), dsinks=of_sinks(of_rows, result, given, use))
+
+
+def of_sinks(d: jax.Array, result, given: Inputs, use: Use) -> jax.Array | None:
+    """The gradient of sinks, of D of rows [B, H, Tq]; None without any."""
+    return None if given.sinks is None else attention_sinks.gradient(d, result.lse, given.sinks, use)
 
 
 def sums(parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:

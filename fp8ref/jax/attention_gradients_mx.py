@@ -46,23 +46,26 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
     )
     of_do = head_scaling.to_hp(do, variant.out).astype(jnp.float32)
     products = times(of_do, result.o.astype(jnp.float32), use.arithmetic)
-    d = parts.by_group(jnp.sum(products, axis=-1) if use.fast else ascending_sum(products))
+    of_rows = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
+    d = parts.by_group(of_rows)
     lse = parts.by_group(result.lse)
     kept = Kept(parts, of_gradients(variant) if keep else [])
 
     def body(carry, block, tile):
         dq, dk, dv, largest, lost, matrices = carry
         seen = parts.seen(block, tile)
-        s, of_rows = parts.scores(block, tile), parts.block(lse, block)
+        (s, slope), of_block = parts.scores_and_slope(block, tile), parts.block(lse, block)
         p = (
-            online_softmax.again_fast(s, of_rows, seen, variant)
+            online_softmax.again_fast(s, of_block, seen, variant)
             if use.fast
-            else online_softmax.again(s, of_rows, seen, None, use.arithmetic)
+            else online_softmax.again(s, of_block, seen, None, use.arithmetic)
         )
         scaled = times(p, P_SCALE, use.arithmetic)
         with use.scope("grad_probabilities"):
             dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))
-        ds = times(times(dp - parts.block(d, block)[..., None], p, use.arithmetic), jnp.float32(use.scale), use.arithmetic)
+        ds = times(dp - parts.block(d, block)[..., None], p, use.arithmetic)
+        ds = ds if slope is None else times(ds, slope, use.arithmetic)
+        ds = times(ds, jnp.float32(use.scale), use.arithmetic)
         largest, lost = jnp.maximum(largest, jnp.max(jnp.abs(ds))), lost + operands.clipped(scaled, variant.fmt)
         p8 = operands.narrow(scaled, variant)
         matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(p8, variant))
@@ -75,7 +78,8 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
     dq, dk, dv, largest, lost, matrices = operands.loop(body, carry, parts.grid)
     one = jnp.ones((), jnp.float32)
     raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
-    return gradients.rounded(raw, along_features, largest, lost, Scales(one, one), parts, {})._replace(matrices=kept.whole(matrices))
+    found = gradients.rounded(raw, along_features, largest, lost, Scales(one, one), parts, {})
+    return found._replace(matrices=kept.whole(matrices), dsinks=gradients.of_sinks(of_rows, result, given, use))
 
 
 def along_tokens(x: jax.Array, role: Role, given: Inputs, use: Use) -> Heads:

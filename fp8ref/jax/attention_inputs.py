@@ -1,4 +1,4 @@
-"""The inputs of attention, checked: shapes, dtypes, masks, documents, given scales, devices (spec A-3, A-12).
+"""The inputs of attention, checked: shapes, dtypes, masks, documents, given scales, softcap, sinks, devices (spec A-3, A-12, A-22, A-23).
 
 ``Use`` holds what is static about one call, ``Inputs`` its arrays.
 """
@@ -33,6 +33,7 @@ class Use:
     watcher      told what both passes made (``attention_observer``); None: nobody watches.
     multiply     simulated hardware for products of codes (G-19); None: XLA's dots.
     tokens       the mesh axis, inside shard_map, that cuts the tokens; "" if none does.
+    softcap      a float32 number; None: scores have no cap.
     """
 
     variant: Variant
@@ -46,6 +47,7 @@ class Use:
     watcher: Callable | None = None
     multiply: Multiply | None = None
     tokens: str = ""
+    softcap: float | None = None
 
     @property
     def name(self) -> str:
@@ -63,24 +65,48 @@ class Use:
 
     @property
     def factor(self) -> np.float32:
-        """The softmax scale, times log2(e) under base 2 (A-4)."""
+        """The softmax scale, times log2(e) under base 2 (A-4); under a softcap, the scale over it (A-22)."""
+        if self.softcap is not None:
+            return np.float32(self.scale) / np.float32(self.softcap)
+        return self._under_base(self.scale)
+
+    @property
+    def cap(self) -> np.float32:
+        """The softcap, times log2(e) under base 2 (A-22)."""
+        assert self.softcap is not None
+        return self._under_base(self.softcap)
+
+    def _under_base(self, scale: float) -> np.float32:
         if self.variant.base == "2":
-            return np.float32(np.float64(self.scale) * np.float64(math.log2(math.e)))
-        return np.float32(self.scale)
+            return np.float32(np.float64(scale) * np.float64(math.log2(math.e)))
+        return np.float32(scale)
 
 
 class Inputs(NamedTuple):
     """The arrays of one call: q [B, H, Tq, D], k and v [B, Hkv, Tk, D]; documents of queries [B, Tq] and
-    keys [B, Tk], int32, or None."""
+    keys [B, Tk], int32, or None; sinks [H], or None."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     documents: tuple[jax.Array, jax.Array] | None
+    sinks: jax.Array | None = None
 
 
 def prepare(
-    q, k, v, variant: str | Variant, mask: Mask, scale: float | None, documents, seed: int, arithmetic: Arithmetic, over: tuple[str, ...]
+    q,
+    k,
+    v,
+    variant: str | Variant,
+    mask: Mask,
+    scale: float | None,
+    documents,
+    seed: int,
+    arithmetic: Arithmetic,
+    over: tuple[str, ...],
+    *,
+    softcap: float | None = None,
+    sinks=None,
 ) -> tuple[Use, Inputs]:
     """Check the inputs of either pass. Raises ValueError as ``attention.forward``."""
     variant = attention.by_name(variant)
@@ -104,9 +130,27 @@ def prepare(
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
     if isinstance(over, str):
         raise ValueError(f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},).")
-    use = Use(variant=variant, mask=mask, scale=float(number), seed=seed, arithmetic=arithmetic, over=tuple(over))
+    how: dict = {"seed": seed, "arithmetic": arithmetic, "over": tuple(over), "softcap": _softcap(softcap)}
+    use = Use(variant=variant, mask=mask, scale=float(number), **how)
     found = _documents(documents, b, tq, of_k[2])
-    return use, _on_devices(Inputs(*tensors, found), use)
+    return use, _on_devices(Inputs(*tensors, found, _sinks(sinks, h)), use)
+
+
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, jax.Array) or not (np.isfinite(np.float32(softcap)) and np.float32(softcap) > 0):
+        raise ValueError(f"a softcap is a number, positive and finite, that is known while attention is traced; got {softcap!r}.")
+    return float(np.float32(softcap))
+
+
+def _sinks(sinks, heads: int) -> jax.Array | None:
+    if sinks is None:
+        return None
+    dtype, shape = getattr(sinks, "dtype", type(sinks).__name__), jnp.shape(sinks)
+    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16) or shape != (heads,):
+        raise ValueError(f"sinks are of float32, float16 or bfloat16, one for each of {heads} query heads; got {dtype} {shape}.")
+    return jnp.asarray(sinks)
 
 
 def _check_variant(variant: Variant, mask: Mask, features: int, seed: int) -> None:

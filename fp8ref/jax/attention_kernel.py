@@ -23,7 +23,7 @@ from fp8ref.attention import FULL, Mask, Variant
 from fp8ref.formats import E4M3FN
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_operands as operands
-from fp8ref.jax import cast, delayed, derivatives, head_scaling, moments, scales
+from fp8ref.jax import cast, delayed, derivatives, head_scaling, moments, one_device, scales
 from fp8ref.jax.attention_inputs import Inputs, Use
 
 CALLS = {"forward": "__cudnn$fmhaSoftmaxF8", "backward": "__cudnn$fmhaSoftmaxBackwardF8"}
@@ -113,9 +113,12 @@ def check(variant: Variant, mask: Mask, q: tuple[int, ...], k: tuple[int, ...], 
         raise ValueError(f"cuDNN's FP8 attention has no mask, or a causal one from the start; got {mask}. {instead}")
 
 
+_SEVERAL = "cuDNN's FP8 attention is of one device: its amaxes would be those of one device's part; got {role} on {devices}. Use fp8ref.jax.attention."
+
+
 def _check_alone(q, k, v) -> None:
     """ValueError inside shard_map, and for tensors that visibly lie on several devices: jax's partitioning of the kernel merges no
-    amaxes."""
+    amaxes. A mesh that comes of a jit's inputs alone is refused where it is lowered (``_forward``)."""
     for role, x in zip("qkv", (q, k, v), strict=True):
         mesh = jax.typeof(x).sharding.mesh
         if axes := tuple(getattr(mesh, "manual_axes", ())):
@@ -126,10 +129,7 @@ def _check_alone(q, k, v) -> None:
         traced = isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array)
         devices = max(mesh.size, jax.sharding.get_abstract_mesh().size) if traced else len(x.sharding.device_set)
         if devices > 1:
-            raise ValueError(
-                f"cuDNN's FP8 attention is of one device: its amaxes would be those of one device's part; got {role} on {devices}. Use "
-                "fp8ref.jax.attention."
-            )
+            raise ValueError(_SEVERAL.format(role=role, devices=devices))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -163,6 +163,7 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel
 ) -> tuple[jax.Array, dict | None, Any]:
     """(o, observations, the pullback of codes of o)."""
+    q = one_device.check(q, _SEVERAL.replace("{role}", "the program"))
     tensors = operands.quantize(Inputs(q, k, v, None), kernel.use, scales_)
     given = _parameters({role: scales.Scales(x.scale, x.scale_inv) for role, x in tensors.items()}, scales_)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref.attention import Variant
-from fp8ref.jax import attention_context, cast, gemm, hadamard, hardware, head_scaling, moments, scales
+from fp8ref.jax import attention_context, cast, elementary, gemm, hadamard, hardware, head_scaling, moments, scales
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.head_scaling import MX, Heads
@@ -218,15 +218,24 @@ class Parts:
 
     def scores(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant scales them (A-4), or in
-        the fast form."""
+        the fast form; with a softcap (A-22)."""
+        return self.scores_and_slope(block, tile)[0]
+
+    def scores_and_slope(self, block: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """``scores``, and what a softcap multiplies dS by; None without one."""
         with self.use.scope("scores"):
             s = self.dot(self.block(self.q, block), self.tile(self.k, tile), ((4,), (3,)))
+        capped, raw, how = self.use.softcap is not None, self.variant.scores == "raw", self.use.arithmetic
         if self.use.fast:
-            return s * self.whole_factor(block, tile)
-        if self.variant.scores == "scaled":
-            for factor in self.factors(block, tile):
+            s = s * self.whole_factor(block, tile)
+        elif not raw or capped:
+            for factor in [self._raw_factor()] if raw else self.factors(block, tile):
                 s = moments.product(s, factor)
-        return s
+        if not capped:
+            return s, None
+        t = elementary.tanh(s, how)
+        slope = jnp.float32(1) - elementary.times(t, t, how)
+        return (t if raw and not self.use.fast else elementary.times(t, self.use.cap, how)), slope
 
     def whole_factor(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         """All factors of scores in one, under the variant's base (A-18)."""
@@ -253,6 +262,9 @@ class Parts:
 
     def raw_factor(self) -> jax.Array:
         """f of A-5, of raw scores."""
+        return self._raw_factor() if self.use.softcap is None else jnp.float32(self.use.cap)
+
+    def _raw_factor(self) -> jax.Array:
         if self.variant.granularity is None:
             return jnp.float32(self.use.factor)
         return self.use.factor * moments.product(self.inverse["q"], self.inverse["k"])

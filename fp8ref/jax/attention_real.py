@@ -26,7 +26,7 @@ def forward(given: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
     """(o [B, H, Tq, D], log-sum-exp [B, H, Tq]), float32."""
     with jax.enable_x64(True):
         parts = _parts(given, use)
-        maximum, total, o = _sums(parts, with_values=True)
+        maximum, total, o = _with_sinks(*_sums(parts, with_values=True), given)
         o = o / jnp.where(total == 0, np.float64(1), total)[..., None]
         lse = jnp.where(total == 0, _NONE, maximum + lax.log(jnp.where(total == 0, np.float64(1), total)))
         return _narrow(parts.ungrouped(o)), _narrow(parts.ungrouped(lse))
@@ -38,7 +38,7 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
     with jax.enable_x64(True):
         parts = _parts(given, use)
         do = parts.by_group(_wide(do))
-        maximum, total, _ = _sums(parts, with_values=False)
+        maximum, total, _ = _with_sinks(*_sums(parts, with_values=False), given)
         inverse = jnp.where(total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total))
         scale = np.float64(use.scale)
 
@@ -57,7 +57,7 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
         def second(carry, block, tile):
             dq, dk, dv, largest = carry
             p, dp = pair(block, tile)
-            ds = p * (dp - parts.block(d, block)[..., None]) * scale
+            ds = p * (dp - parts.block(d, block)[..., None]) * scale * _slope(parts, block, tile)
             dq = parts.put_block(dq, parts.block(dq, block) + _dot(ds, parts.tile(parts.k, tile), ((4,), (2,))), block)
             of_k = jnp.einsum("bngrl,bngrd->bnld", ds, parts.block(parts.q, block), precision="highest")
             of_v = jnp.einsum("bngrl,bngrd->bnld", p, parts.block(do, block), precision="highest")
@@ -70,9 +70,13 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
         tk = parts.shape_k[2]
         found: dict[str, Any] = {"dq": _narrow(parts.ungrouped(dq)), "dk": _narrow(dk[:, :, :tk]), "dv": _narrow(dv[:, :, :tk])}
         largest = _narrow(largest)
+        dsinks = None
+        if given.sinks is not None:
+            p = lax.exp(_wide(given.sinks).reshape(1, n, g, 1) - maximum) * inverse
+            dsinks = -_narrow((p * d).sum(axis=(0, 3))).reshape(-1)
     amaxes = {role: head_scaling.amax(x, None, heads=1) for role, x in (("do", do32), *found.items())} | {"ds": largest}
     one = jnp.ones((), jnp.float32)
-    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=jnp.int32(0), scale_ds=Scales(one, one))
+    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=jnp.int32(0), scale_ds=Scales(one, one), dsinks=dsinks)
 
 
 def _parts(given: Inputs, use: Use) -> Parts:
@@ -104,7 +108,28 @@ def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any
 
 def _scores(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array:
     s = _dot(parts.block(parts.q, block), parts.tile(parts.k, tile), ((4,), (3,)))
-    return jnp.where(parts.seen(block, tile), s * np.float64(parts.use.scale), _NONE)
+    s, cap = s * np.float64(parts.use.scale), parts.use.softcap
+    s = s if cap is None else lax.tanh(s / np.float64(cap)) * np.float64(cap)
+    return jnp.where(parts.seen(block, tile), s, _NONE)
+
+
+def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.float64:
+    """What a softcap multiplies dS by (A-22)."""
+    cap = parts.use.softcap
+    if cap is None:
+        return np.float64(1)
+    s = jnp.where(parts.seen(block, tile), _scores(parts, block, tile), np.float64(0)) / np.float64(cap)
+    return np.float64(1) - s * s
+
+
+def _with_sinks(maximum: jax.Array, total: jax.Array, o, given: Inputs) -> tuple[jax.Array, jax.Array, Any]:
+    """Maxima, sums and o of rows after their sinks joined (A-23)."""
+    if given.sinks is None:
+        return maximum, total, o
+    sinks = _wide(given.sinks).reshape(1, *maximum.shape[1:3], 1)
+    new = jnp.maximum(maximum, sinks)
+    c = lax.exp(maximum - new)
+    return new, total * c + lax.exp(sinks - new), None if o is None else o * c[..., None]
 
 
 def _exponentials(parts: Parts, maximum: jax.Array, block: jax.Array, tile: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Exponentials, logarithms and fused products of float32 numbers for attention (spec A-5, A-7, A-11).
+"""Exponentials, logarithms, hyperbolic tangents and fused products of float32 numbers for attention (spec A-5, A-7, A-11, A-22).
 
 XLA's float32 exponentials are approximations. ``exponential`` takes them (``fast``), or computes in
 float64 and rounds (``stated``). The rest is always computed in float64.
@@ -53,6 +53,19 @@ def logarithm(x: jax.Array, base: str) -> jax.Array:
         if base == "2":
             found = found * np.float64(1 / math.log(2))
         rounded = lax.convert_element_type(found, np.float32)
+    return _kept(rounded, x)
+
+
+def tanh(x: jax.Array, how: Arithmetic) -> jax.Array:
+    """The hyperbolic tangent of float32 numbers of any shape.
+
+    fast      XLA's own, which errs by 8 units of 2^-23 at most.
+    stated    RN32 in float64, as rare an exception as that of ``exponential``.
+    """
+    if how == "fast":
+        return jnp.tanh(x)
+    with jax.enable_x64(True):
+        rounded = lax.convert_element_type(lax.tanh(lax.convert_element_type(x, np.float64)), np.float32)
     return _kept(rounded, x)
 
 

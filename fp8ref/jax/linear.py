@@ -233,15 +233,24 @@ def _backward(use: Use, residuals, cotangents):
     tensors: dict[Role, jax.Array] = {**saved, "grad_output": g}
     quantized: dict[Role, Quantized] = dict(codes)
     first, second = use.recipe.grad_input.a, use.recipe.grad_weight.a
+    # grad_output, its own piece and all of it, where one gather serves both GEMMs
+    of_rows: dict[Role, tuple[Quantized, Quantized]] = {}
+    of_columns: dict[Role, tuple[Quantized, Quantized]] = {}
     with jax.named_scope(f"{use.name}/grad_input"):
         if first is not None and first == second and first.granularity == "tensorwise":
             # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
             # reduces.
             quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, state_scales, use)
-        grad_input, of_first, _ = linear_gemm.run("grad_input", tensors, quantized, state_scales, use)  # [M, N] x [N, K] -> [M, K]
+        elif first is not None and use.gathers_pair():
+            rows, columns = (operands.quantize(g, "grad_output", first, axis, state_scales, use) for axis in (-1, -2))
+            all_rows, all_columns = operands.gathered_pair(rows, columns, "grad_output", use)
+            of_rows["grad_output"], of_columns["grad_output"] = (rows, all_rows), (columns, all_columns)
+        grad_input, of_first, _ = linear_gemm.run(
+            "grad_input", tensors, quantized, state_scales, use, whole=of_rows
+        )  # [M, N] x [N, K] -> [M, K]
     with jax.named_scope(f"{use.name}/grad_weight"):
         grad_weight, of_second, saturated = linear_gemm.run(
-            "grad_weight", tensors, quantized, state_scales, use, mu
+            "grad_weight", tensors, quantized, state_scales, use, mu, whole=of_columns
         )  # [M, N] x [M, K] -> [N, K]
     grad_input = operands.unflattened(grad_input, g, use)
     tap = None if tap is None else tap + stats.rows(of_first | of_second)

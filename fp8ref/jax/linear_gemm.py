@@ -20,11 +20,14 @@ def run(
     state_scales: Scales,
     use: Use,
     mu: jax.Array | None = None,
+    whole: Mapping[Role, tuple[Quantized, Quantized]] | None = None,
 ) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
     """One of the three GEMMs (spec L-2), leading dims flattened to M unless they are batch
     dims.
 
     quantized  operands that are quantized already; the others are quantized here, from tensors.
+    whole      operands that are quantized for this GEMM and gathered already: a device's own piece,
+               and all of it.
     mu         the factor of a sum in FP8.
 
     Order:     quantize, gather, multiply, round as G-8 says, sum over devices, cast to the
@@ -40,12 +43,16 @@ def run(
     turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
     dtype = use.dtypes[list(OPERANDS).index(which)]
     # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs.
+    known = {**quantized, **{role: own for role, (own, _) in (whole or {}).items()}}
     own = [
-        quantized[role] if role in quantized else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
+        known[role] if role in known else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
     ]
     # 2. What other devices hold is gathered in FP8.
-    qa, qb = (operands.gathered_codes(q, role, axis, use) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
+    qa, qb = (
+        whole[role][1] if whole and role in whole else operands.gathered_codes(q, role, axis, use)
+        for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True)
+    )
     # 3. Multiply: output [M, K] x [N, K], grad_input [M, N] x [N, K], grad_weight [M, N] x [M, K].
     rounded = gemm.output_dtype(spec, dtype)
     how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": rounded}

@@ -3,7 +3,8 @@ gather it in FP8.
 
 ``Use`` holds what is static about one call of a linear. Each device quantizes its own piece
 (``quantize``), with an amax over the devices that share the scale (P-2); ``gathered_codes`` then
-gathers codes, and the scales of rows, from other devices (P-6).
+gathers codes, and the scales of rows, from other devices (P-6). Where one pass takes both sets of a
+tensor's codes, ``gathered_pair`` gathers them as one set and a bit an element.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from fp8ref import granularity as granularities
 from fp8ref.hardware import Multiply
-from fp8ref.jax import gemm, scaling, sharding
+from fp8ref.jax import gemm, paired_codes, scaling, sharding
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
@@ -79,6 +80,10 @@ class Use:
         """True if the backward pass gathers again what the forward pass gathered."""
         return self.mode == "shard_map" and bool(self.placement.gathered(role)) and self.serves_backward(role)
 
+    def gathers_pair(self) -> bool:
+        """True if one gather of grad_output serves both backward GEMMs, each with its own scales (``paired_codes``)."""
+        return self.mode == "shard_map" and bool(self.placement.gathered("grad_output")) and paired_codes.serve(self.recipe)
+
 
 def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: Scales, use: Use) -> Quantized:
     """Quantize a device's own piece: by the scale of the role's state if it has one, else by the
@@ -122,6 +127,17 @@ def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
         lines = blocks or (q.granularity == "rowwise" and axis == -1)
     scale, scale_inv = (gathered(v, role, use) if lines else _scales_of_columns(v, use) for v in (q.scale, q.scale_inv))
     return dataclasses.replace(q, codes=gathered(q.codes, role, use), scale=scale, scale_inv=scale_inv, axis=axis)
+
+
+def gathered_pair(rows: Quantized, columns: Quantized, role: Role, use: Use) -> tuple[Quantized, Quantized]:
+    """Both sets of codes of a tensor from all devices that cut it: the bits of ``gathered_codes`` of each, moved together
+    (``paired_codes``)."""
+    codes, bits = (gathered(x, role, use) for x in paired_codes.merged(rows, columns))
+    of_rows = [gathered(v, role, use) for v in (rows.scale, rows.scale_inv)]
+    of_columns = [_scales_of_columns(v, use) for v in (columns.scale, columns.scale_inv)]
+    rows = dataclasses.replace(rows, scale=of_rows[0], scale_inv=of_rows[1], axis=-1)
+    columns = dataclasses.replace(columns, scale=of_columns[0], scale_inv=of_columns[1], axis=-2)
+    return paired_codes.parted(codes, bits, rows, columns)
 
 
 def gathered(x: jax.Array, role: Role, use: Use) -> jax.Array:

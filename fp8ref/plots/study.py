@@ -23,15 +23,41 @@ def sqnr_map(
     sqnr = np.asarray(sqnr, np.float64)
     if sqnr.shape != (len(layers), len(recipes)):
         raise ValueError(f"sqnr is [{len(layers)}, {len(recipes)}], as many as there are names; got {sqnr.shape}.")
-    image = ax.imshow(np.ma.masked_invalid(sqnr), cmap="viridis", aspect="auto", interpolation="nearest", vmin=low, vmax=high)
-    readout.cells(image, layers, recipes, what="SQNR, dB")
-    every = -(-len(layers) // most)
-    ax.set_yticks(range(0, len(layers), every), layers[::every])
-    ax.set_xticks(range(len(recipes)), recipes, rotation=30, ha="right", rotation_mode="anchor")
+    return _map(ax, sqnr, layers, recipes, "SQNR, dB", "viridis", low, high, most)
+
+
+def attention_map(ax: Axes, errors, layers: Sequence[str], variants: Sequence[str], *, most: int = 40) -> Axes:
+    """A map of the error of attention's output, in per cent: a row for each layer, a column for each variant; NaN is an empty cell.
+
+    Shapes:   errors [layers, variants], as shares.
+    Raises:   ValueError: errors of another shape.
+    """
+    errors = 100 * np.asarray(errors, np.float64)
+    if errors.shape != (len(layers), len(variants)):
+        raise ValueError(f"errors are [{len(layers)}, {len(variants)}], as many as there are names; got {errors.shape}.")
+    return _map(ax, errors, layers, variants, "error of the output, %", "viridis_r", 0.0, None, most)
+
+
+def _map(
+    ax: Axes,
+    values: np.ndarray,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    what: str,
+    cmap: str,
+    low: float | None,
+    high: float | None,
+    most: int,
+) -> Axes:
+    image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, aspect="auto", interpolation="nearest", vmin=low, vmax=high)
+    readout.cells(image, rows, columns, what=what)
+    every = -(-len(rows) // most)
+    ax.set_yticks(range(0, len(rows), every), rows[::every])
+    ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     if ax.figure is not None:
-        ax.figure.colorbar(image, ax=ax, label="SQNR, dB")
+        ax.figure.colorbar(image, ax=ax, label=what)
     return style.plain_map(ax)
 
 

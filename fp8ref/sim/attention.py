@@ -17,7 +17,7 @@ from fp8ref.attention import FULL, Mask, Variant
 from fp8ref.formats import Format
 from fp8ref.sim import attention_inputs as inputs
 from fp8ref.sim import attention_operands as operands
-from fp8ref.sim import cast, elementary, head_scaling, online_softmax, threads
+from fp8ref.sim import attention_sinks, cast, elementary, head_scaling, online_softmax, threads
 from fp8ref.sim.accumulate import multiply_add
 from fp8ref.sim.attention_inputs import Problem
 from fp8ref.sim.attention_operands import Parts
@@ -66,6 +66,8 @@ def forward(
     documents=None,
     scales=None,
     seed: int = 0,
+    softcap: float | None = None,
+    sinks=None,
     keep_p=False,
     keep_s=False,
 ) -> Result:
@@ -76,17 +78,20 @@ def forward(
     scales       {role: scale} of roles q, k, v, s, o, float32 of ``Heads``' shapes: delayed scaling. The
                  others come from the tensors themselves; that of s from the amax 1.
     seed         of a rotated variant's signs.
+    softcap      scores become softcap tanh(score / softcap), before the mask; rounded to float32.
+    sinks        [H], of a dtype of q's: a logit of each query head, which joins the sum of a row and has no value.
     keep_p       return the codes of the probabilities.
     keep_s       return the scores.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16. See
               ``Result``.
     Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
-    Specials: a row that sees no key is 0, its lse -infinity. Masked keys have probability 0.
+    Specials: a row that sees no key is 0, its lse -infinity, or its sink. Masked keys have probability 0.
     Raises:   ValueError: an unknown variant; shapes, dtypes or documents that do not fit; NaN or
-              infinities; scales for roles without one; features that the variant does not take.
-    Source:   spec A-1 to A-13; next to each of VARIANTS.
+              infinities; scales for roles without one; features that the variant does not take; a softcap that is not
+              positive; sinks of another shape.
+    Source:   spec A-1 to A-13, A-22, A-23; next to each of VARIANTS.
     """
-    problem = inputs.prepare(q, k, v, variant, mask, scale, documents)
+    problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
     variant = problem.variant
     given = inputs.check_scales(scales, variant, attention.ROLES)
     if keep_p and (variant.real or variant.fmt.bits != 8):
@@ -153,9 +158,12 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
         o.rescale(c, place)
         v, of_v = parts.values(i, j, begin, end)
         o.add(values, v, of_v)
-    total = online_softmax.total(state, variant.sum_order)
+    total, maximum, of_keys = online_softmax.total(state, variant.sum_order), state.maximum, o.end()
+    if parts.problem.sinks is not None:
+        factor = parts.factors(i, j, rows.start, 0)[1]
+        of_keys, total, maximum = attention_sinks.add(of_keys, total, maximum, parts.problem.sinks[j], variant, factor)
     at_end = np.float32(of_v if variant.out_scales == "end" and variant.granularity else 1)
-    return _finish(o.end(), total, at_end, variant), log_sum(state.maximum, total, factor, variant), largest, clipped
+    return _finish(of_keys, total, at_end, variant), log_sum(maximum, total, factor, variant), largest, clipped
 
 
 def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
@@ -216,11 +224,21 @@ def _real(problem: Problem) -> Result:
 
 def real_probabilities(problem: Problem, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
     """(probabilities [Tq, Tk], log-sum-exps [Tq]) of one head in float64; zeros and -infinity without keys."""
-    q, k = problem.q[i, j].astype(np.float64), problem.k[i, j // problem.group].astype(np.float64)
-    s = np.where(inputs.allowed(problem, i), (q @ k.T) * np.float64(problem.scale), -np.inf)
+    s = np.where(inputs.allowed(problem, i), real_scores(problem, i, j), -np.inf)
     m = s.max(axis=1)
+    if problem.sinks is not None:
+        m = np.maximum(m, np.float64(problem.sinks[j]))
     empty = m == -np.inf
     e = np.exp(s - np.where(empty, 0, m)[:, None])
     total = e.sum(axis=1)
+    if problem.sinks is not None:
+        total = total + np.exp(np.float64(problem.sinks[j]) - m)
     with np.errstate(divide="ignore"):
         return e / np.where(empty, 1, total)[:, None], np.where(empty, 0, m) + np.log(total)
+
+
+def real_scores(problem: Problem, i: int, j: int) -> np.ndarray:
+    """Scores of one head in float64, before the mask: [Tq, Tk]."""
+    q, k = problem.q[i, j].astype(np.float64), problem.k[i, j // problem.group].astype(np.float64)
+    s = (q @ k.T) * np.float64(problem.scale)
+    return s if problem.softcap is None else np.tanh(s / np.float64(problem.softcap)) * np.float64(problem.softcap)

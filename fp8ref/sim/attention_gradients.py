@@ -15,7 +15,8 @@ from fp8ref import attention as data
 from fp8ref.attention import FULL, Mask, Variant
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import attention, cast, elementary, head_scaling
+from fp8ref.sim import attention, attention_sinks, cast, elementary, head_scaling
+from fp8ref.sim import attention_gradients_bf16 as bf16
 from fp8ref.sim import attention_gradients_mx as mx
 from fp8ref.sim import attention_inputs as inputs
 from fp8ref.sim import attention_operands as operands
@@ -41,6 +42,7 @@ class Gradients(NamedTuple):
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS before its cast and its codes [B, H, Tq, Tk] by "p_codes", "ds", "ds_codes"; {} unless
                  asked for.
+    dsinks       float32 [H]: the gradient of sinks; None without any.
     """
 
     dq: np.ndarray
@@ -51,6 +53,7 @@ class Gradients(NamedTuple):
     saturated: int
     scale_ds: Scales
     matrices: dict[str, np.ndarray] = {}  # noqa: RUF012
+    dsinks: np.ndarray | None = None
 
 
 def backward(
@@ -65,6 +68,8 @@ def backward(
     scale: float | None = None,
     documents=None,
     scales=None,
+    softcap: float | None = None,
+    sinks=None,
     keep: bool = False,
 ) -> Gradients:
     """The gradients of q, k and v, given that of o.
@@ -74,14 +79,14 @@ def backward(
                  the tensors themselves.
     keep         return the matrices of an FP8 variant without MX blocks.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    A-15, for MX A-16; sums over the heads of a group ascending.
+    Order:    A-15, for MX A-16, in bfloat16 A-25, with A-22 and A-23; sums over the heads of a group ascending.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of
               another shape.
     Source:   spec A-14 to A-16; NVIDIA/cudnn-frontend (commit 3929da2),
               include/cudnn_frontend/node/sdpa_fp8_bwd.h.
     """
-    problem = inputs.prepare(q, k, v, variant, mask, scale, documents)
+    problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
     variant = problem.variant
     if variant.backward is None:
         raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {', '.join(with_gradients())}.")
@@ -90,11 +95,14 @@ def backward(
     do = inputs.checked_tensor("do", do)
     if do.shape != problem.q.shape:
         raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")
-    given = inputs.check_scales(scales, variant, ("s", *data.GRADIENT_ROLES))
+    given = inputs.check_scales(scales, variant, ("s", *variant.roles[len(data.ROLES) :]))
     if variant.backward == "exact":
         return _real(problem, do)
-    if keep and (variant.fmt.bits != 8 or variant.granularity == "mx_1x32"):
+    if keep and (variant.backward == "bf16" or variant.fmt.bits != 8 or variant.granularity == "mx_1x32"):
         raise ValueError(f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave it out.")
+    if variant.backward == "bf16":
+        wide, kept = bf16.saved(problem, result)
+        return _cast(wide, do, kept, {})
     return _cast_mx(problem, do, result) if variant.granularity == "mx_1x32" else _cast(problem, do, result, given, keep=keep)
 
 
@@ -106,12 +114,17 @@ def with_gradients() -> list[str]:
 def _real(problem: Problem, do: np.ndarray) -> Gradients:
     """Real arithmetic in float64, rounded once (A-14)."""
     dq, dk, dv = (np.zeros(x.shape, np.float64) for x in (problem.q, problem.k, problem.v))
-    largest = 0.0
+    largest, of_sinks = 0.0, np.zeros(problem.q.shape[1])
     for i, j, g in _heads(problem):
-        p, _ = attention.real_probabilities(problem, i, j)
+        p, lse = attention.real_probabilities(problem, i, j)
         q, k, v, of_o = (x.astype(np.float64) for x in (problem.q[i, j], problem.k[i, g], problem.v[i, g], do[i, j]))
         dp = of_o @ v.T
-        ds = p * (dp - (p * dp).sum(axis=1, keepdims=True)) * np.float64(problem.scale)
+        d = (p * dp).sum(axis=1, keepdims=True)
+        ds = p * (dp - d) * np.float64(problem.scale)
+        if problem.softcap is not None:
+            ds = ds * (1 - (attention.real_scores(problem, i, j) / np.float64(problem.softcap)) ** 2)
+        if problem.sinks is not None:
+            of_sinks[j] -= (np.exp(np.float64(problem.sinks[j]) - lse) * d[:, 0]).sum()
         largest = max(largest, np.abs(ds).max())
         dq[i, j] = ds @ k
         dk[i, g] += ds.T @ q
@@ -119,7 +132,8 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
     found: dict[str, Any] = {"dq": dq.astype(np.float32), "dk": dk.astype(np.float32), "dv": dv.astype(np.float32)}
     amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest)} | {role: np.abs(x).max()[()] for role, x in found.items()}
     one = np.ones((), np.float32)
-    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one))
+    dsinks = None if problem.sinks is None else of_sinks.astype(np.float32)
+    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one), dsinks=dsinks)
 
 
 def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep: bool = False) -> Gradients:
@@ -133,20 +147,20 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep
     o = tensors["o"] if low and variant.out.bits == 8 else Heads(result.o, None, one, one, one)
     p_scale, inverse_p = operands.probability_scale(variant, given) if "s" in given else (result.scale_p, result.scale_inv_p)
     ds, dv = np.zeros((*problem.q.shape[:3], problem.k.shape[2]), np.float32), np.zeros(problem.v.shape, np.float32)
-    saturated = 0
+    saturated, of_rows = 0, np.zeros(problem.q.shape[:3], np.float32)
     p_codes = np.zeros(ds.shape if keep else (), np.uint8)
     for i, j, g in _heads(problem):
         of_do, values_do = _inverse(do8, i, g), do8.values[i, j]
         of_v = parts.inverse_v[i, g, 0, 0]
-        d = sums_of_rows(values_do, o.values[i, j]) * of_do * o.scale_inv
-        p = _probabilities(parts, i, j, result.lse[i, j])
+        of_rows[i, j] = d = sums_of_rows(values_do, o.values[i, j]) * of_do * o.scale_inv
+        p, slope = _probabilities(parts, i, j, result.lse[i, j])
         p8, lost = attention.round_probabilities(p, p_scale, fmt)
         saturated += lost
         if keep:
             p_codes[i, j] = cast.encode(p8, fmt)
         dv[i, g] += product(p8.T, values_do.T, fmt, of_gradients, plan) * inverse_p * of_do
         dp = product(values_do, tensors["v"].values[i, g], of_gradients, fmt, plan) * of_do * of_v
-        ds[i, j] = (dp - d[:, None]) * p * problem.scale
+        ds[i, j] = (dp - d[:, None]) * p * slope * problem.scale
     ds8, scale_ds, lost = _cast_ds(ds, of_gradients, variant, given)
     saturated += lost
     dq, dk = np.zeros(problem.q.shape, np.float32), np.zeros(problem.k.shape, np.float32)
@@ -157,7 +171,7 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep
     raw = {"dq": dq, "dk": dk, "dv": dv}
     found = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
     matrices = {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
-    return found._replace(matrices=matrices)
+    return found._replace(matrices=matrices, dsinks=_of_sinks(problem, of_rows, result.lse))
 
 
 def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
@@ -165,7 +179,12 @@ def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
     raw, copies = mx.gradients(problem, Parts(problem, dict(result.tensors)), do, result.o, result.lse)
     one = np.ones((), np.float32)
     found = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
-    return _rounded(found, copies.do_features, raw.largest, raw.clipped, Scales(one, one), problem, {})
+    gradients = _rounded(found, copies.do_features, raw.largest, raw.clipped, Scales(one, one), problem, {})
+    return gradients._replace(dsinks=_of_sinks(problem, raw.d, result.lse))
+
+
+def _of_sinks(problem: Problem, d: np.ndarray, lse: np.ndarray) -> np.ndarray | None:
+    return None if problem.sinks is None else attention_sinks.gradient(d, lse, problem.sinks)
 
 
 def _rounded(raw: dict, do: Heads, largest, saturated: int, scale_ds: Scales, problem: Problem, given: dict) -> Gradients:
@@ -193,11 +212,12 @@ def _inverse(x: Heads, i: int, g: int) -> np.float32:
     return np.float32(x.scale_inv if x.scale_inv.ndim == 0 else x.scale_inv[i, g, 0, 0])
 
 
-def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> np.ndarray:
-    """P of one head again, from the log-sum-exp: float32 [Tq, Tk]."""
+def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(P of one head again, from the log-sum-exp; the slope of its softcap): float32 [Tq, Tk]; the slope is 1 without one."""
     problem, variant = parts.problem, parts.variant
     tq, tk = problem.q.shape[2], problem.k.shape[2]
     s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
+    slope = mx.slope(s, parts)
     factors, factor = parts.factors(i, j, 0, 0)
     seen = inputs.allowed(problem, i)
     lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
@@ -208,7 +228,7 @@ def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> np.ndarray:
         for one in factors:
             s = s * one
         x, exponential = s - lse[:, None], elementary.exp
-    return exponential(np.where(seen, x, np.float32(-np.inf)))
+    return exponential(np.where(seen, x, np.float32(-np.inf))), slope
 
 
 def _cast_ds(ds: np.ndarray, fmt: Format, variant: Variant, given: dict) -> tuple[np.ndarray, Scales, int]:

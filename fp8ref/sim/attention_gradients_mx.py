@@ -30,13 +30,14 @@ class Copies(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """Unrounded gradients float32, the largest |dS|, and how many elements of P were clipped."""
+    """Unrounded gradients float32, the largest |dS|, how many elements of P were clipped, and D of each row [B, H, Tq]."""
 
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
     largest: np.float32
     clipped: int
+    d: np.ndarray
 
 
 def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse: np.ndarray) -> tuple[Raw, Copies]:
@@ -57,23 +58,23 @@ def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse
     v = v.values * head_scaling.spread(v.scale_inv, problem.v.shape, "mx_1x32", along_tokens=True)
     of_do = tensor.values * head_scaling.spread(tensor.scale_inv, do.shape, "mx_1x32")
     dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (problem.q, problem.k, problem.v))
-    largest, clipped = np.float32(0), 0
+    largest, clipped, of_rows = np.float32(0), 0, np.zeros(do.shape[:3], np.float32)
     for i in range(do.shape[0]):
         for j in range(do.shape[1]):
             g = j // problem.group
-            d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
-            p = _probabilities(parts, i, j, lse[i, j])
+            of_rows[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
+            p, of_cap = _probabilities(parts, i, j, lse[i, j])
             p8, lost = attention.round_probabilities(p, P_SCALE, variant.fmt)
             clipped += lost
             ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
             dv[i, g] += blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
-            ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * problem.scale
+            ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * of_cap * problem.scale
             largest = max(largest, np.abs(ds).max())
             along_keys, along_queries = _both(ds, fmt, policy)
             dq[i, j] = blocks(along_keys.values[0, 0], along_keys.scale_inv[0, 0], copies.k.values[i, g].T, copies.k.scale_inv[i, g].T)
             queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
             dk[i, g] += blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
-    return Raw(dq, dk, dv, largest, clipped), copies
+    return Raw(dq, dk, dv, largest, clipped, of_rows), copies
 
 
 def blocks(a: np.ndarray, of_a: np.ndarray, b: np.ndarray, of_b: np.ndarray) -> np.ndarray:
@@ -104,10 +105,17 @@ def _both(ds: np.ndarray, fmt: Format, policy: str) -> tuple[Heads, Heads]:
     )
 
 
-def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> np.ndarray:
-    """P of one head again, from the log-sum-exp: float32 [Tq, Tk]."""
+def slope(s: np.ndarray, parts: Parts) -> np.ndarray:
+    """What a softcap multiplies dS by, of its hyperbolic tangents s (A-22); 1 without one."""
+    one = np.float32(1)
+    return np.asarray(one) if parts.cap is None else one - s * s
+
+
+def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(P of one head again, from the log-sum-exp; the slope of its softcap): float32 [Tq, Tk]."""
     problem = parts.problem
     tq, tk = problem.q.shape[2], problem.k.shape[2]
-    s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk] * parts.of_scale
+    s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
+    of_cap, (factors, _) = slope(s, parts), parts.factors(i, j, 0, 0)
     lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
-    return elementary.exp(np.where(inputs.allowed(problem, i), s - lse[:, None], np.float32(-np.inf)))
+    return elementary.exp(np.where(inputs.allowed(problem, i), s * factors[0] - lse[:, None], np.float32(-np.inf))), of_cap

@@ -1,4 +1,4 @@
-"""The inputs of attention, checked: shapes, masks, documents and given scales (spec A-3, A-12)."""
+"""The inputs of attention, checked: shapes, masks, documents, given scales, softcap and sinks (spec A-3, A-12, A-22, A-23)."""
 
 import math
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from fp8ref.sim import cast, hadamard
 
 class Problem(NamedTuple):
     """Checked inputs of either pass: q [B, H, Tq, D], k and v [B, Hkv, Tk, D], float32; the softmax scale,
-    float32; the keys that each query sees, int64 low and high [Tq] and documents [B, Tq], [B, Tk]."""
+    float32; the keys that each query sees, int64 low and high [Tq] and documents [B, Tq], [B, Tk]; the softcap, float32,
+    and sinks, float32 [H], or None."""
 
     variant: Variant
     q: np.ndarray
@@ -24,6 +25,8 @@ class Problem(NamedTuple):
     high: np.ndarray
     q_documents: np.ndarray
     k_documents: np.ndarray
+    softcap: np.float32 | None = None
+    sinks: np.ndarray | None = None
 
     @property
     def group(self) -> int:
@@ -31,7 +34,9 @@ class Problem(NamedTuple):
         return self.q.shape[1] // self.k.shape[1]
 
 
-def prepare(q, k, v, variant: str | Variant, mask: Mask, scale: float | None, documents) -> Problem:
+def prepare(
+    q, k, v, variant: str | Variant, mask: Mask, scale: float | None, documents, softcap: float | None = None, sinks=None
+) -> Problem:
     """Check the inputs of either pass. Raises ValueError as ``forward``."""
     variant = attention.by_name(variant)
     if not isinstance(mask, Mask):
@@ -50,7 +55,30 @@ def prepare(q, k, v, variant: str | Variant, mask: Mask, scale: float | None, do
     factor = np.float32(1 / math.sqrt(d) if scale is None else scale)
     if not (np.isfinite(factor) and factor > 0):
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
-    return Problem(variant, tensors["q"], tensors["k"], tensors["v"], factor, mask, low, high, *_documents(documents, b, tq, tk))
+    of_documents = _documents(documents, b, tq, tk)
+    more: dict = {"softcap": _softcap(softcap), "sinks": _sinks(sinks, h)}
+    return Problem(variant, tensors["q"], tensors["k"], tensors["v"], factor, mask, low, high, *of_documents, **more)
+
+
+def _softcap(softcap: float | None) -> np.float32 | None:
+    if softcap is None:
+        return None
+    cap = np.float32(softcap)
+    if not (np.isfinite(cap) and cap > 0):
+        raise ValueError(f"a softcap is positive and finite; got {softcap!r}. Use None for no cap.")
+    return cap
+
+
+def _sinks(sinks, heads: int) -> np.ndarray | None:
+    if sinks is None:
+        return None
+    sinks = cast.array(sinks)
+    cast.check_dtype(sinks)
+    if sinks.dtype == np.float64 or sinks.shape != (heads,) or not np.isfinite(sinks.astype(np.float32)).all():
+        raise ValueError(
+            f"sinks are finite numbers of float32, float16 or bfloat16, one for each of {heads} query heads; got {sinks.dtype} {sinks.shape}."
+        )
+    return sinks.astype(np.float32)
 
 
 def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:

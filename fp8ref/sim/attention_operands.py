@@ -7,7 +7,7 @@ import numpy as np
 from fp8ref.attention import Variant
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import hadamard, head_scaling
+from fp8ref.sim import elementary, hadamard, head_scaling
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.attention_inputs import Problem
 from fp8ref.sim.head_scaling import MX, Heads
@@ -66,11 +66,24 @@ class Parts:
             self.inverse_q = np.broadcast_to(head_scaling.spread(tensors["q"].scale_inv, shape_q, first), (*shape_q[:3], 1))
             self.inverse_k = np.broadcast_to(head_scaling.spread(tensors["k"].scale_inv, shape_k, first), (*shape_k[:3], 1))
             self.inverse_v = np.broadcast_to(head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1))
-        base2 = self.variant.base == "2"
-        self.of_scale = np.float32(np.float64(problem.scale) * _LOG2E) if base2 else problem.scale
+        self.cap = None if problem.softcap is None else self._under_base(problem.softcap)
+        self.of_scale = self._under_base(problem.scale) if problem.softcap is None else problem.scale / problem.softcap
+
+    def _under_base(self, scale: np.float32) -> np.float32:
+        return np.float32(np.float64(scale) * _LOG2E) if self.variant.base == "2" else scale
 
     def scores(self, i: int, j: int, rows: slice, begin: int, end: int) -> np.ndarray:
-        """Sums of products of q and k, [rows, keys padded to a multiple of 32], before factors (A-4)."""
+        """Scores before the factors of ``factors``, [rows, keys padded to a multiple of 32]: sums of products of q and k (A-4); under
+        a softcap hyperbolic tangents (A-22)."""
+        s = self._sums(i, j, rows, begin, end)
+        if self.cap is None:
+            return s
+        factors, factor = self._factors(i, j, rows.start, begin)
+        for one in (factor,) if self.variant.scores == "raw" else factors:
+            s = s * one
+        return elementary.tanh(s)
+
+    def _sums(self, i: int, j: int, rows: slice, begin: int, end: int) -> np.ndarray:
         g = j // self.problem.group
         a = self.q[i, j, rows]
         b = self.k[i, g, begin : begin + width(begin, end)]
@@ -88,7 +101,12 @@ class Parts:
         return found
 
     def factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
-        """(factors of scaled scores, the factor of raw ones) for a block of rows and a tile (A-4, A-5)."""
+        """(factors of scaled scores, the factor of raw ones) for a block of rows and a tile (A-4, A-5, A-22)."""
+        if self.cap is None:
+            return self._factors(i, j, row, key)
+        return (np.empty(0, np.float32), self.cap) if self.variant.scores == "raw" else (np.array([self.cap], np.float32), np.float32(1))
+
+    def _factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
         if self.variant.granularity == "mx_1x32":
             return np.array([self.of_scale], np.float32), np.float32(1)
         of_q, of_k = self.inverse_q[i, j, row, 0], self.inverse_k[i, j // self.problem.group, key, 0]

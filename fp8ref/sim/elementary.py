@@ -1,6 +1,6 @@
-"""Exponentials and logarithms of float32 numbers, rounded correctly (spec A-5, A-11).
+"""Exponentials, logarithms and hyperbolic tangents of float32 numbers, rounded correctly (spec A-5, A-11, A-22).
 
-``exp_plain``, ``exp2_plain``, ``log`` and ``log2`` take their digits from the standard library's ``decimal``.
+``exp_plain``, ``exp2_plain``, ``tanh_plain``, ``log``, ``log2`` and ``tanh`` take their digits from the standard library's ``decimal``.
 The compiled twins of the first two, in ``kernels.attention``, add a table and a polynomial in two float64
 numbers.
 """
@@ -39,12 +39,30 @@ def exp_plain(x) -> np.ndarray:
 
 def log(x) -> np.ndarray:
     """RN32(ln x) of float32 numbers that are not negative; -infinity of 0."""
-    return _logarithm(x, np.log, lambda v: _CONTEXT.ln(decimal.Decimal(v)))
+    return _sure(x, np.log, lambda v: _CONTEXT.ln(decimal.Decimal(v)))
 
 
 def log2(x) -> np.ndarray:
     """RN32(log2 x) of float32 numbers that are not negative; -infinity of 0."""
-    return _logarithm(x, np.log2, lambda v: _CONTEXT.divide(_CONTEXT.ln(decimal.Decimal(v)), _LN2))
+    return _sure(x, np.log2, lambda v: _CONTEXT.divide(_CONTEXT.ln(decimal.Decimal(v)), _LN2))
+
+
+def tanh(x) -> np.ndarray:
+    """RN32(tanh x), float32 of any shape, finite; a zero keeps its sign."""
+    return _sure(x, np.tanh, _exact_tanh)
+
+
+def tanh_plain(x) -> np.ndarray:
+    """The definition of ``tanh``."""
+    return _each(x, _exact_tanh)
+
+
+def _exact_tanh(v: float) -> decimal.Decimal:
+    if abs(v) < 2.0**-20:  # two terms of the series: the next is below 2^-80 of the first
+        x = decimal.Decimal(v)
+        return _CONTEXT.subtract(x, _CONTEXT.divide(_CONTEXT.power(x, 3), 3))
+    square = _CONTEXT.exp(_CONTEXT.multiply(decimal.Decimal(max(-40.0, min(v, 40.0))), 2))  # beyond 40 it is 1 in any rounding
+    return _CONTEXT.divide(_CONTEXT.subtract(square, 1), _CONTEXT.add(square, 1))
 
 
 def _compiled(x, two: bool) -> np.ndarray:
@@ -54,8 +72,8 @@ def _compiled(x, two: bool) -> np.ndarray:
     return out.reshape(x.shape)
 
 
-def _logarithm(x, of_float64: Callable, exactly: Callable) -> np.ndarray:
-    """The float64 logarithm rounded, where its error of at most 2^-50 cannot matter; else the exact one."""
+def _sure(x, of_float64: Callable, exactly: Callable) -> np.ndarray:
+    """The float64 function rounded, where its error of at most 2^-50 cannot matter; else the exact one."""
     x = np.asarray(x, np.float32)
     with np.errstate(divide="ignore"):
         near = np.asarray(of_float64(x.astype(np.float64)))

@@ -6,8 +6,9 @@
         model(**batch).loss.backward()                    # one step, as you run it
     judged = study.judge(recording)                       # every operand, by the casts of every recipe
     depth = study.depth(model, lambda m: m(**batch).logits)   # the model again, under each recipe
-    study.judge_states(gradients)                         # layouts of optimizer states, on the gradients of some steps
-    study.write_page("study.html", judged, depth)
+    attention = study.judge_attention(recording)          # every layer's attention, by every variant
+    states = study.judge_states(gradients)                # layouts of optimizer states, on the gradients of some steps
+    study.write_page("study.html", judged, depth, attention=attention, states=states)
 
 ``record`` and ``depth`` need the model's own framework and no other, ``judge`` needs NumPy, and
 ``write_page`` the extra [train].
@@ -17,8 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8ref.study import attention_error, framework
+from fp8ref.study import framework
 from fp8ref.study.attention_error import JudgedAttention
+from fp8ref.study.attention_error import judge as judge_attention
 from fp8ref.study.cast_error import Judged, judge
 from fp8ref.study.depth_error import Depth
 from fp8ref.study.recording import Recording, read
@@ -36,6 +38,7 @@ __all__ = [
     "attention",
     "depth",
     "judge",
+    "judge_attention",
     "judge_states",
     "read",
     "record",
@@ -43,37 +46,35 @@ __all__ = [
 ]
 
 
-def record(model, *, rows: int = 512, layers: str = "*"):
-    """A context that records the operands of a model's linears: input, weight and grad_output.
+def record(model, *, rows: int = 512, layers: str = "*", heads: int = 4, tokens: int = 512):
+    """A context that records the operands of a model's linears, input, weight and grad_output, and of its attention, q, k, v and do.
 
     model     a torch.nn.Module or flax.nnx.Module. It runs in the context as it does elsewhere, with
               the same bits; its hooks are removed at the end.
     rows      the most tokens, and rows of a weight, that are kept of a tensor: whole blocks of 128,
               evenly spaced. Amaxes are those of the whole tensor.
-    layers    a pattern of names (fnmatch), such as "*.mlp.*".
+    layers    a pattern of names of linears (fnmatch), such as "*.mlp.*".
+    heads, tokens
+              the most query heads of a layer's attention, of the first sequence, with the keys and values that they read, and its
+              first tokens; heads 0: attention is not recorded. In PyTorch that of scaled_dot_product_attention, in Flax of
+              jax.nn.dot_product_attention, which nnx.MultiHeadAttention calls.
     Yields:   the Recording. Of a layer that is called several times, the first call is kept.
     Raises:   ValueError: another kind of model; rows that are no multiple of 128; a pattern that
               matches no linear.
     """
-    return framework.of(model).record(model, rows=rows, layers=layers)
+    return framework.of(model).record(model, rows=rows, layers=layers, heads=heads, tokens=tokens)
 
 
 def attention(model, run: Callable, variants: Sequence[str] | None = None, *, heads: int = 4, tokens: int = 512) -> JudgedAttention:
-    """Run a PyTorch model once, and its attention by each variant of ``fp8ref.attention`` on the q, k and v that it had.
+    """Run a model once, and its attention by each variant of ``fp8ref.attention`` on the q, k and v that it had.
 
-    run       run(model): one forward pass. Calls of scaled_dot_product_attention are seen, of each layer the first.
+    run       run(model): one forward pass. Its calls are seen as in ``record``, of each layer the first.
     variants  names; None: all.
     heads, tokens
-              the most query heads of the first sequence, with the keys and values that they read, and its first tokens.
-    Raises:   ValueError: a model of Flax, whose attention has no hook; no call of attention; an unknown variant.
+              as in ``record``.
+    Raises:   ValueError: no call of attention; an unknown variant.
     """
-    library = framework.of(model)
-    if not hasattr(library, "attention"):
-        raise ValueError(f"attention is recorded of a torch.nn.Module, by its scaled_dot_product_attention; got {type(model).__name__}.")
-    calls, refused = library.attention(model, run, heads=heads, tokens=tokens)
-    if not calls and not refused:
-        raise ValueError("the pass calls scaled_dot_product_attention; got none. Choose attention 'sdpa' in transformers.")
-    return attention_error.judge(calls, variants, refused)
+    return judge_attention(framework.of(model).attention(model, run, heads=heads, tokens=tokens), variants)
 
 
 def depth(model, run: Callable, recipes: Sequence["str | Recipe"] | None = None, *, rows: int = 512, **options) -> Depth:
@@ -89,11 +90,18 @@ def depth(model, run: Callable, recipes: Sequence["str | Recipe"] | None = None,
     return framework.of(model).depth(model, run, recipes, rows=rows, options=options)
 
 
-def write_page(out: Path | str, judged: Judged, depth: Depth | None = None) -> None:
-    """One HTML page of both, without links to elsewhere. Its script shows values on hover; it reads without.
+def write_page(
+    out: Path | str,
+    judged: Judged,
+    depth: Depth | None = None,
+    *,
+    attention: JudgedAttention | None = None,
+    states: JudgedStates | None = None,
+) -> None:
+    """One HTML page of all of them, without links to elsewhere. Its script shows values on hover; it reads without.
 
     Raises:   ImportError: matplotlib or jinja2, of the extra [train], is missing.
     """
     from fp8ref.study import page
 
-    page.write(Path(out), judged, depth)
+    page.write(Path(out), judged, depth, attention=attention, states=states)

@@ -1,40 +1,35 @@
 """Run recorded attention by each variant, and measure how far its output is from real arithmetic (spec A)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp8ref import console
 from fp8ref.attention import VARIANTS, Mask, by_name
 from fp8ref.result import Result
-from fp8ref.sim import attention
+from fp8ref.sim import attention, attention_gradients
+from fp8ref.study.recording import Attended, Recording
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-class Attended(NamedTuple):
-    """One call of attention: q [1, H, T, D], k and v [1, Hkv, T, D], float32; whether it is causal, and its scale; None: 1 / sqrt(D)."""
-
-    layer: str
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    causal: bool
-    scale: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRow:
     """One layer's attention by one variant.
 
-    error    ||o' - o|| / ||o|| of the output, o being that of real arithmetic on the same q, k and v.
+    error      ||o' - o|| / ||o|| of the output, o being that of real arithmetic on the same q, k and v.
+    gradients  the same of dq, dk and dv together; None without a recorded gradient of the output, or of a variant without a
+               backward pass.
     """
 
     layer: str
     variant: str
     error: float
+    gradients: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +48,24 @@ class JudgedAttention(Result):
         """The largest errors, the largest first."""
         return sorted(self.rows, key=lambda row: -row.error)[:count]
 
+    def by_variant(self) -> list[tuple[str, float, AttentionRow]]:
+        """(variant, the median error of the output over layers, the row of the largest)."""
+        of = {variant: [row for row in self.rows if row.variant == variant] for variant in dict.fromkeys(row.variant for row in self.rows)}
+        return [(name, float(np.median([row.error for row in rows])), max(rows, key=lambda row: row.error)) for name, rows in of.items()]
+
+    def gradients(self, variant: str) -> str:
+        """The median error of a variant's gradients, in words."""
+        found = [row.gradients for row in self.rows if row.variant == variant and row.gradients is not None]
+        return f"{float(np.median(found)):.3%}" if found else "-"
+
+    def errors(self) -> tuple[list[str], list[str], np.ndarray]:
+        """(layers, variants, error of the output [layers, variants]); NaN where a variant was left out."""
+        layers, names = (list(dict.fromkeys(getattr(row, key) for row in self.rows)) for key in ("layer", "variant"))
+        found = np.full((len(layers), len(names)), np.nan)
+        for row in self.rows:
+            found[layers.index(row.layer), names.index(row.variant)] = row.error
+        return layers, names, found
+
     def to_dict(self) -> dict:
         """Rows and refusals."""
         return {"rows": [asdict(row) for row in self.rows], "refused": self.refused}
@@ -61,32 +74,53 @@ class JudgedAttention(Result):
         """A row for each variant: the median over layers and the worst."""
         from rich.table import Table
 
-        table = Table("variant", "median error of the output", "largest", "at")
-        for variant in dict.fromkeys(row.variant for row in self.rows):
-            rows = [row for row in self.rows if row.variant == variant]
-            worst = max(rows, key=lambda row: row.error)
-            table.add_row(variant, f"{float(np.median([row.error for row in rows])):.3%}", f"{worst.error:.3%}", worst.layer)
+        table = Table("variant", "median error of the output", "largest", "at", "median error of gradients")
+        for variant, median, worst in self.by_variant():
+            table.add_row(variant, f"{median:.3%}", f"{worst.error:.3%}", worst.layer, self.gradients(variant))
         console.print(table)
         for name, why in self.refused.items():
             console.print(f"{name}: {why}", markup=False, soft_wrap=True)
 
 
-def judge(calls: Sequence[Attended], variants: Sequence[str] | None, refused: dict[str, str]) -> JudgedAttention:
-    """Each call by each variant. variants: names; None: all but exact. refused: calls that could not be recorded.
+def judge(recording: Recording, variants: Sequence[str] | None = None) -> JudgedAttention:
+    """Each recorded attention by each variant. variants: names; None: all but exact.
 
-    Raises:   ValueError: an unknown variant.
+    Raises:   ValueError: an unknown variant; a recording without attention.
     """
-    rows, left_out = [], dict(refused)
+    if not recording.attention and not recording.refused:
+        raise ValueError(
+            "the recording has attention; got none. In PyTorch a model calls scaled_dot_product_attention (in transformers attention 'sdpa'), in "
+            "Flax jax.nn.dot_product_attention, as nnx.MultiHeadAttention does, and record keeps 1 or more heads."
+        )
+    rows, left_out = [], dict(recording.refused)
     names = [by_name(name).name for name in variants] if variants is not None else [name for name in VARIANTS if name != "exact"]
-    for call in calls:
-        how: dict = {"mask": Mask(causal=call.causal), "scale": call.scale}
-        exact = attention.forward(call.q, call.k, call.v, variant="exact", **how).o.astype(np.float64)
-        size = float(np.linalg.norm(exact))
-        for name in names:
-            try:
-                found = attention.forward(call.q, call.k, call.v, variant=name, **how).o
-            except ValueError as error:
-                left_out[f"{call.layer}, {name}"] = str(error)
-                continue
-            rows.append(AttentionRow(layer=call.layer, variant=name, error=float(np.linalg.norm(found - exact)) / size if size else 0.0))
+    with console.library_bar("judge attention", len(recording.attention)) as advance:
+        for one in recording.attention.values():
+            how: dict = {"mask": Mask(causal=one.causal), "scale": one.scale}
+            real = _passed(one, "exact", how)
+            for name in names:
+                try:
+                    found = _passed(one, name, how)
+                except ValueError as error:
+                    left_out[f"{one.layer}, {name}"] = str(error)
+                    continue
+                errors = {key: distance(found[key], real[key]) for key in ("error", "gradients") if found[key] and real[key]}
+                rows.append(AttentionRow(layer=one.layer, variant=name, **errors))
+            advance(one.layer)
     return JudgedAttention(rows=tuple(rows), refused=left_out)
+
+
+def distance(found: Sequence[np.ndarray], real: Sequence[np.ndarray]) -> float:
+    """||x' - x|| / ||x|| of several tensors together; 0 where x is."""
+    size = math.hypot(*(float(np.linalg.norm(x)) for x in real))
+    return math.hypot(*(float(np.linalg.norm(a - b)) for a, b in zip(found, real, strict=True))) / size if size else 0.0
+
+
+def _passed(one: Attended, variant: str, how: dict) -> dict[str, list[np.ndarray]]:
+    """The output, and the gradients where they can be had, float64."""
+    result = attention.forward(one.q, one.k, one.v, variant=variant, **how)
+    found: dict[str, list[np.ndarray]] = {"error": [result.o.astype(np.float64)], "gradients": []}
+    if one.do is not None and by_name(variant).backward is not None:
+        grads = attention_gradients.backward(one.do, one.q, one.k, one.v, result, variant=variant, **how)
+        found["gradients"] = [x.astype(np.float64) for x in (grads.dq, grads.dk, grads.dv)]
+    return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8ref import granularity
+from fp8ref import console, granularity
 from fp8ref import recipe as recipes_of
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role, trained_recipes
@@ -125,9 +125,9 @@ def judge(recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, C
             raise ValueError(f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out.")
         casts = {recipe.name: _of_recipe(recipe) for recipe in chosen}
     rows, absent, once = [], {}, {}  # type: ignore[var-annotated]
-    for layer in recording.layers:
-        for name, of_gemms in casts.items():
-            for (gemm, role), (spec, axis) in of_gemms.items():
+    with console.library_bar("judge", len(recording.layers)) as advance:
+        for layer in recording.layers:
+            for name, (gemm, role), (spec, axis) in ((name, *one) for name, of_gemms in casts.items() for one in of_gemms.items()):
                 operand = recording.operands.get(f"{layer}/{role}")
                 if operand is None:
                     absent[f"{layer}/{role}"] = None
@@ -136,6 +136,7 @@ def judge(recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, C
                 if key not in once:
                     once[key] = _measure(operand, spec, axis)
                 rows.append(Row(recipe=name, layer=layer, gemm=gemm, role=role, **once[key]))
+            advance(layer)
     return Judged(rows=tuple(rows), absent=tuple(absent))
 
 

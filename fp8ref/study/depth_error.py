@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fp8ref import console
 from fp8ref import recipe as recipes_of
 from fp8ref.recipe import Recipe, trained_recipes
 from fp8ref.result import Result
@@ -100,7 +101,8 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
         raise ValueError("run gives the same result each time; two runs differed. Turn dropout off, as model.eval() does, and fix seeds.")
     outcomes: dict[str, Outcome] = {}
     refused: dict[str, str] = {}
-    for recipe in [r for r in trained_recipes().values() if r.fp8] if recipes is None else [recipes_of.by_name(r) for r in recipes]:
+    chosen = [r for r in trained_recipes().values() if r.fp8] if recipes is None else [recipes_of.by_name(r) for r in recipes]
+    for recipe in console.counted("run the model", chosen):
         try:
             seen = under(recipe)
         except ValueError as error:

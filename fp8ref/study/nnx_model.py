@@ -14,14 +14,14 @@ from jax import lax
 from fp8ref.jax import flax as fj
 from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.recipe import Recipe
-from fp8ref.study import depth_error
+from fp8ref.study import depth_error, flax_attention
 from fp8ref.study import recording as recordings
 from fp8ref.study.depth_error import Depth, Seen
 from fp8ref.study.recording import Operand, Recording
 
 
 @contextlib.contextmanager
-def record(model: nnx.Module, *, rows: int, layers: str) -> Iterator[Recording]:
+def record(model: nnx.Module, *, rows: int, layers: str, heads: int = 0, tokens: int = 0) -> Iterator[Recording]:
     """As ``fp8ref.study.record``. Traced functions report from inside the compiled program."""
     linears = {
         ".".join(map(str, path)) or type(model).__name__: layer
@@ -41,7 +41,8 @@ def record(model: nnx.Module, *, rows: int, layers: str) -> Iterator[Recording]:
             keep = functools.partial(_keep, recording, name, rows)
             hook = functools.partial(_einsum if attributes[name] == "einsum_op" else _dot_general, before[name], keep)
             set_hook(name, hook)
-        yield recording
+        with flax_attention.record(model, recording, heads=heads, tokens=tokens) if heads else contextlib.nullcontext():
+            yield recording
         jax.effects_barrier()
     finally:
         for name in names:
@@ -68,6 +69,14 @@ def depth(model: nnx.Module, run: Callable, recipes: Sequence[str | Recipe] | No
         return Seen(recordings.inputs(recording), np.asarray(out, np.float32), in_fp8)
 
     return depth_error.compare(seen(model), seen(model), under, recipes)
+
+
+def attention(model: nnx.Module, run: Callable, *, heads: int, tokens: int) -> Recording:
+    """What one forward pass has of attention."""
+    recording = Recording(framework="flax")
+    with flax_attention.record(model, recording, heads=heads, tokens=tokens):
+        run(model)
+    return recording
 
 
 def _dot_general(inner: Callable | None, keep: Callable, x, w, dimension_numbers, precision=None, preferred_element_type=None, **more):

@@ -10,8 +10,10 @@ from fp8ref import extras
 from fp8ref.plots import study as plots
 from fp8ref.plots import style
 from fp8ref.recipe import ROLES
+from fp8ref.study.attention_error import JudgedAttention
 from fp8ref.study.cast_error import Judged
 from fp8ref.study.depth_error import Depth
+from fp8ref.study.state_error import COLUMNS, JudgedStates
 from fp8ref.train.report import figures, svg
 
 try:
@@ -23,7 +25,9 @@ except ImportError:
     raise
 
 
-def write(out: Path, judged: Judged, depth: Depth | None) -> None:
+def write(
+    out: Path, judged: Judged, depth: Depth | None, *, attention: JudgedAttention | None = None, states: JudgedStates | None = None
+) -> None:
     """Write the page to ``out``."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(importlib.resources.files("fp8ref.study").joinpath("page.html").read_text(encoding="utf-8"))
@@ -34,11 +38,26 @@ def write(out: Path, judged: Judged, depth: Depth | None) -> None:
             version=fp8ref.__version__,
             judged=judged,
             depth=depth,
-            figures=_figures(judged, depth),
+            attention=attention,
+            states=states,
+            columns=COLUMNS,
+            figures=_figures(judged, depth) | _of_attention(attention),
             worst=[(recipe, judged.worst(3, recipe)) for recipe in judged.recipes],
         ),
         encoding="utf-8",
     )
+
+
+def _of_attention(attention: JudgedAttention | None) -> dict[str, markupsafe.Markup]:
+    """{title: <svg>}: the map of errors of attention's output."""
+    if attention is None or not attention.rows:
+        return {}
+    layers, variants, errors = attention.errors()
+    with matplotlib.rc_context(svg.STYLE):
+        figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(layers)))
+        plots.attention_map(ax, errors, [figures.short(layer) for layer in layers], variants)
+        drawn = svg.inline(figure, "attention", "Error of the output of attention, by layer and variant")
+    return {"Error of the output of attention": markupsafe.Markup(drawn)}
 
 
 def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup]:

@@ -1,11 +1,12 @@
-"""Operands of a model's linears in one step: blocks of their rows, and amaxes of the whole tensors.
+"""Operands of a model's linears and attention in one step: blocks of rows, and amaxes of the whole tensors.
 
 One .npz file, which NumPy reads without pickle:
 
     <layer>/<role>          the kept rows: uint16, bits of bfloat16, where that holds them; else float32
     <layer>/<role>/amax     float32 (): of the whole tensor
     <layer>/<role>/columns  float32 [C]: the amax of each column of the whole tensor
-    about                   JSON: the framework, how many rows each tensor has
+    <layer>/attention/<x>   q, k, v and, after a backward pass, do, of some heads and the first tokens
+    about                   JSON: the framework, how many rows each tensor has, the masks and scales of attention
 """
 
 import fnmatch
@@ -17,6 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
+ATTENTION = "attention"
+"""What names a layer's attention in a file."""
 
 BLOCK = 128
 """Rows that are kept together: a multiple of every block of scales (S-6), and at a multiple of itself."""
@@ -38,17 +42,40 @@ class Operand:
     rows: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attended:
+    """What is kept of a layer's attention: heads of the first sequence, and its first tokens.
+
+    q, do     float32 [1, H, T, D]; do is the gradient of the output, None before a backward pass.
+    k, v      float32 [1, Hkv, T, D].
+    causal    whether a query sees no key after itself; else it sees all.
+    scale     of the scores; None: 1 / sqrt(D).
+    """
+
+    layer: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    causal: bool
+    scale: float | None = None
+    do: np.ndarray | None = None
+
+
 @dataclass(kw_only=True)
 class Recording:
     """Operands by "<layer>/<role>", in the order of the first call.
 
     framework  torch or flax.
     chosen     the linears that were to be recorded.
+    attention  by layer, the first call of each.
+    refused    why the attention of other layers was not kept.
     """
 
     framework: str
     chosen: tuple[str, ...] = ()
     operands: dict[str, Operand] = field(default_factory=dict)
+    attention: dict[str, Attended] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def layers(self) -> list[str]:
@@ -62,21 +89,25 @@ class Recording:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kept rows."""
-        return sum(operand.kept.nbytes for operand in self.operands.values())
+        """Bytes of the kept rows, and of what is kept of attention."""
+        attended = [x.nbytes for one in self.attention.values() for x in (one.q, one.k, one.v, one.do) if x is not None]
+        return sum(operand.kept.nbytes for operand in self.operands.values()) + sum(attended)
 
     def write(self, path: Path | str) -> None:
         """Write one .npz; rows that bfloat16 holds are kept as its bits."""
         arrays: dict[str, np.ndarray] = {}
         for name, operand in self.operands.items():
-            bits = np.ascontiguousarray(operand.kept, np.float32).view(np.uint32)
-            narrow = not np.any(bits & 0xFFFF)
-            arrays[name] = (bits >> 16).astype(np.uint16) if narrow else operand.kept
+            arrays[name] = _narrow(operand.kept)
             arrays |= {f"{name}/amax": operand.amax, f"{name}/columns": operand.columns}
+        for layer, one in self.attention.items():
+            tensors = {"q": one.q, "k": one.k, "v": one.v} | ({} if one.do is None else {"do": one.do})
+            arrays |= {f"{layer}/{ATTENTION}/{role}": _narrow(x) for role, x in tensors.items()}
         about = {
             "framework": self.framework,
             "chosen": self.chosen,
             "rows": {name: operand.rows for name, operand in self.operands.items()},
+            ATTENTION: {layer: {"causal": one.causal, "scale": one.scale} for layer, one in self.attention.items()},
+            "refused": self.refused,
         }
         with Path(path).open("wb") as file:
             np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)  # type: ignore[arg-type]
@@ -95,9 +126,16 @@ def read(path: Path | str) -> Recording:
             name: Operand(kept=_wide(arrays[name]), amax=arrays[f"{name}/amax"], columns=arrays[f"{name}/columns"], rows=rows)
             for name, rows in about["rows"].items()
         }
+        attention = {layer: _attended(layer, arrays, how) for layer, how in about.get(ATTENTION, {}).items()}
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is not a recording of fp8ref.study: {error}. Make one with study.record.") from error
-    return Recording(framework=about["framework"], chosen=tuple(about["chosen"]), operands=operands)
+    return Recording(
+        framework=about["framework"],
+        chosen=tuple(about["chosen"]),
+        operands=operands,
+        attention=attention,
+        refused=about.get("refused", {}),
+    )
 
 
 def spans(rows: int, most: int) -> list[tuple[int, int]]:
@@ -125,6 +163,24 @@ def chosen(names: Iterable[str], layers: str, rows: int) -> list[str]:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "a model without linears"
+
+
+def heads_of(query_heads: int, key_heads: int, most: int) -> tuple[int, int]:
+    """How many query heads, and heads of keys that they read, are kept of attention: at most so many, but at least one group."""
+    group = query_heads // key_heads
+    keys = max(1, most // group)
+    return min(query_heads, keys * group), min(key_heads, keys)
+
+
+def _attended(layer: str, arrays: dict[str, np.ndarray], how: dict) -> Attended:
+    tensors = {role: _wide(arrays[name]) for role in ("q", "k", "v", "do") if (name := f"{layer}/{ATTENTION}/{role}") in arrays}
+    return Attended(layer=layer, causal=bool(how["causal"]), scale=how["scale"], **tensors)
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+    """The bits of bfloat16, where that holds all of it; else float32."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return np.asarray(x, np.float32) if np.any(bits & 0xFFFF) else (bits >> 16).astype(np.uint16)
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

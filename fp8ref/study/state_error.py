@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp8ref import console
 from fp8ref import health as healths
 from fp8ref import states as layouts_of
 from fp8ref.health import Health
@@ -40,6 +41,10 @@ class JudgedStates(Result):
         rows = [(name, one) for name, one in self.layouts[layout].items() if name]
         return sorted(rows, key=lambda row: (not np.isnan(row[1].update_error), -np.nan_to_num(row[1].update_error)))[:count]
 
+    def ranked(self) -> list[str]:
+        """The layouts, the smallest error of an update first; one that is not a number last."""
+        return sorted(self.layouts, key=lambda layout: np.nan_to_num(self.layouts[layout][""].update_error, nan=np.inf))
+
     def to_dict(self) -> dict:
         """Figures by layout and parameter; None where a number is not finite."""
         recorded = {
@@ -53,8 +58,7 @@ class JudgedStates(Result):
         from rich.table import Table
 
         table = Table("layout", "bytes a parameter", "error of the update", *COLUMNS, "worst parameter")
-        order = sorted(self.layouts, key=lambda layout: np.nan_to_num(self.layouts[layout][""].update_error, nan=np.inf))
-        for layout in order:
+        for layout in self.ranked():
             whole, (name, one) = self.layouts[layout][""], self.worst(layout, 1)[0]
             shares = [f"{getattr(whole, key) / whole.count:.2%}" for key in COLUMNS]
             table.add_row(
@@ -87,7 +91,7 @@ def judge_states(
     now: dict[tuple[str, str], states.State] = {}
     last: dict[tuple[str, str], np.ndarray] = {}
     steps, first = 0, {}  # type: ignore[var-annotated]
-    for of_step in gradients:
+    for of_step in console.counted("judge states", gradients):
         arrays = {name: np.asarray(g, np.float32).reshape(-1)[: _kept(np.size(g), most)] for name, g in of_step.items()}
         sizes = {name: np.shape(g) for name, g in of_step.items()}
         if steps and sizes != first:

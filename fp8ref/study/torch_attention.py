@@ -1,9 +1,9 @@
 """Record what a PyTorch model gives to scaled_dot_product_attention."""
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -11,42 +11,54 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fp8ref.study.attention_error import Attended
+from fp8ref.study import recording as recordings
+from fp8ref.study.recording import Attended, Recording
+
+TAKEN = "a study takes causal or full attention of [B, H, T, D] without dropout, of as many keys as queries"
+"""Why a call is left out."""
 
 
-def record(model: nn.Module, run: Callable[[nn.Module], Any], *, heads: int, tokens: int) -> tuple[list[Attended], dict[str, str]]:
-    """(calls, why others were left out) of run(model): of each layer the first call, the first sequence, so many query heads with
-    their keys and values, and so many first tokens."""
-    calls: dict[str, Attended] = {}
-    refused: dict[str, str] = {}
-    with torch.no_grad(), _naming(model) as within, _Watching(calls, refused, within, heads, tokens):
-        run(model)
-    return list(calls.values()), refused
+@contextlib.contextmanager
+def record(model: nn.Module, recording: Recording, *, heads: int, tokens: int) -> Iterator[None]:
+    """Keep, in this context, of each layer the first call, of it the first sequence, so many query heads with
+    their keys and values, so many first tokens, and the gradient of their output."""
+    with _naming(model) as within, _Watching(recording, within, heads, tokens):
+        yield
 
 
 class _Watching(TorchFunctionMode):
-    def __init__(self, calls: dict[str, Attended], refused: dict[str, str], within: list[str], heads: int, tokens: int) -> None:
+    def __init__(self, recording: Recording, within: list[str], heads: int, tokens: int) -> None:
         super().__init__()
-        self._calls, self._refused, self._within, self._heads, self._tokens = calls, refused, within, heads, tokens
+        self._recording, self._within, self._heads, self._tokens = recording, within, heads, tokens
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func is functional.scaled_dot_product_attention:
-            self._keep(*args, **(kwargs or {}))
+            self._keep(out, *args, **(kwargs or {}))
         return out
 
-    def _keep(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> None:
-        layer = self._within[-1] if self._within else "the model"
-        if layer in self._calls or layer in self._refused:
+    def _keep(self, out, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> None:
+        layer, found = (self._within or [""])[-1] or "the model", self._recording
+        if layer in found.refused:
             return
         causal = is_causal or _lower(attn_mask)
         if query.ndim != 4 or query.shape[2] != key.shape[2] or dropout_p or not (causal or attn_mask is None):
-            self._refused[layer] = "a study takes causal or full attention of [B, H, T, D] without dropout, of as many keys as queries"
+            found.refused.setdefault(layer, TAKEN)
             return
-        groups = query.shape[1] // key.shape[1]  # query heads of a key head
-        shared = max(1, self._heads // groups)
-        q, k, v = (_numpy(x[:1, :n, : self._tokens]) for x, n in ((query, shared * groups), (key, shared), (value, shared)))
-        self._calls[layer] = Attended(layer, q, k, v, causal, None if scale is None or math.isclose(scale, q.shape[-1] ** -0.5) else scale)
+        n, of_keys = recordings.heads_of(query.shape[1], key.shape[1], self._heads)
+        q, k, v = (_numpy(x[:1, :h, : self._tokens]) for x, h in ((query, n), (key, of_keys), (value, of_keys)))
+        first = found.attention.get(layer)
+        if first is not None and (first.do is not None or not np.array_equal(first.q, q, equal_nan=True)):
+            return  # not the first call again, which reentrant checkpointing runs without and then with gradients
+        own = None if scale is None or math.isclose(scale, q.shape[-1] ** -0.5) else scale
+        found.attention[layer] = Attended(layer=layer, q=q, k=k, v=v, causal=causal, scale=own)
+        if out.requires_grad:
+            out.register_hook(lambda grad: self._keep_grad(layer, grad[:1, :n, : self._tokens]))
+
+    def _keep_grad(self, layer: str, grad: torch.Tensor) -> None:
+        first = self._recording.attention[layer]
+        if first.do is None:
+            self._recording.attention[layer] = dataclasses.replace(first, do=_numpy(grad))
 
 
 def _lower(mask: torch.Tensor | None) -> bool:
@@ -62,9 +74,13 @@ def _naming(model: nn.Module) -> Iterator[list[str]]:
     """The names of the modules that are running, the innermost last."""
     within: list[str] = []
     handles = []
+
+    def leave(*_: object) -> None:
+        within.pop()
+
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: within.append(name)))
-        handles.append(module.register_forward_hook(lambda *_: within.pop() and None))
+        handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield within
     finally:

@@ -17,7 +17,7 @@ from fp8ref.study.recording import Operand, Recording
 
 
 @contextlib.contextmanager
-def record(model: nn.Module, *, rows: int, layers: str) -> Iterator[Recording]:
+def record(model: nn.Module, *, rows: int, layers: str, heads: int = 0, tokens: int = 0) -> Iterator[Recording]:
     """As ``fp8ref.study.record``.
 
     Raises:   ValueError: as there; a compiled model.
@@ -33,8 +33,10 @@ def record(model: nn.Module, *, rows: int, layers: str) -> Iterator[Recording]:
     names = recordings.chosen(linears, layers, rows)
     recording = Recording(framework="torch", chosen=tuple(names))
     handles = [linears[name].register_forward_hook(_keep(recording, name, rows), prepend=True, with_kwargs=True) for name in names]
+    attending = torch_attention.record(model, recording, heads=heads, tokens=tokens) if heads else contextlib.nullcontext()
     try:
-        yield recording
+        with attending:
+            yield recording
     finally:
         for handle in handles:
             handle.remove()
@@ -66,9 +68,12 @@ def depth(model: nn.Module, run: Callable, recipes: Sequence[str | Recipe] | Non
     return depth_error.compare(seen(model), seen(model), lambda recipe: seen(under(recipe)), recipes)
 
 
-def attention(model: nn.Module, run: Callable, *, heads: int, tokens: int) -> tuple[list, dict[str, str]]:
-    """As ``torch_attention.record``."""
-    return torch_attention.record(model, run, heads=heads, tokens=tokens)
+def attention(model: nn.Module, run: Callable, *, heads: int, tokens: int) -> Recording:
+    """What one forward pass has of attention."""
+    recording = Recording(framework="torch")
+    with torch.no_grad(), torch_attention.record(model, recording, heads=heads, tokens=tokens):
+        run(model)
+    return recording
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Module]:

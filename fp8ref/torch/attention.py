@@ -35,6 +35,7 @@ from fp8ref.torch import (
     attention_forward,
     attention_function,
     attention_gradients,
+    attention_gradients_bf16,
     attention_gradients_mx,
     attention_inputs,
     attention_real,
@@ -66,13 +67,19 @@ def apply(
     seed: int = 0,
     arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
+    context: str | None = None,
     seen: dict[str, Tensor] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T scale) v by a variant, differentiable in q, k and v.
+    """softmax(q k^T scale) v by a variant, differentiable in q, k, v and sinks.
 
     scales        as in ``forward``; and of roles do, ds, dq, dk, dv, for the backward pass.
+    context       name of the process group whose ranks have the parts of the tokens, in their order: codes of k and v are gathered (A-21).
+                  The amax_group of whole tensors is then this one, or a larger one.
     seen          {role: observation}, ``delayed.RoleState.seen`` of roles whose scale is one number: the passes merge
                   their amaxes into these (H-4), the forward pass those of q, k, v, s and o.
+    sinks         [H], as in ``forward``; their gradient is that of this rank's rows.
     Shapes:   as in ``forward``; o [B, H, Tq, D] of q's dtype.
     Order:    as in ``forward``; of the backward pass A-14 to A-16. o and gradients are rounded to the variant's
               format, then to q's, k's and v's dtypes.
@@ -83,13 +90,15 @@ def apply(
     Raises:   ValueError: as ``forward``; a variant without a backward pass, for tensors that require gradients.
     Source:   spec A.
     """
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)):
         check_gradients(variant)
     given, observed = scales or {}, seen or {}
     roles = tuple(given), tuple(observed)
-    function = attention_function.function(variant, values(variant), values(mask), scale, seed, arithmetic, amax_group, roles)
+    function = attention_function.function(
+        variant, values(variant), values(mask), scale, seed, arithmetic, (amax_group, context), roles, softcap
+    )
     of_q, of_k = documents if isinstance(documents, tuple) else (documents, documents)
-    return function.apply(q, k, v, of_q, of_k, *given.values(), *observed.values())
+    return function.apply(q, k, v, of_q, of_k, sinks, *given.values(), *observed.values())
 
 
 def check_gradients(variant: str | Variant) -> None:
@@ -97,7 +106,10 @@ def check_gradients(variant: str | Variant) -> None:
     variant = data.by_name(variant)
     if variant.backward is None:
         names = ", ".join(name for name, one in data.VARIANTS.items() if one.backward is not None)
-        raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, or call under torch.no_grad().")
+        raise ValueError(
+            f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, attention.differentiated(variant, 'bf16') of fp8ref, or call "
+            "under torch.no_grad()."
+        )
 
 
 @torch.no_grad()
@@ -114,6 +126,8 @@ def forward(
     seed: int = 0,
     arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     keep_p: bool = False,
     keep_s: bool = False,
 ) -> Result:
@@ -128,19 +142,23 @@ def forward(
                   operation in its order, exponentials in float64, rounded (A-5).
     amax_group    name of a process group whose ranks have other sequences or heads of the same tensors: they
                   share the amaxes of whole tensors (P-2).
+    softcap       scores become softcap tanh(score / softcap), before the mask; rounded to float32.
+    sinks         [H] of high precision: a logit of each query head, which joins the sum of a row and has no value.
     keep_p        return the codes of the probabilities, whose memory is quadratic.
     keep_s        return the scores, likewise.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16, on one
               device. See ``Result``.
     Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9, with a promotion after each; at the end A-10, A-11.
               fast: A-18.
-    Specials: a row that sees no key is 0, its lse -infinity. NaN and infinities are not refused, since the
+    Specials: a row that sees no key is 0, its lse -infinity, or its sink. NaN and infinities are not refused, since the
               host would wait for the device: all that shares a scale with one becomes NaN.
     Raises:   ValueError: an unknown variant; shapes, dtypes, devices or documents that do not fit; scales for
-              roles without one; features that the variant does not take; a policy that this backend lacks.
-    Source:   spec A-1 to A-13.
+              roles without one; features that the variant does not take; a policy that this backend lacks; a softcap
+              that is not positive; sinks of another shape.
+    Source:   spec A-1 to A-13, A-22, A-23.
     """
-    spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, data.ROLES)
+    spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, data.ROLES, softcap)
+    attention_inputs.check_sinks(sinks, shape, q.device)
     if keep_p and (spec.variant.real or spec.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {spec.variant.name!r} has none. Leave it out.")
     if keep_s and spec.variant.real:
@@ -148,10 +166,10 @@ def forward(
     keep = ["p_codes"] * keep_p + ["scores"] * keep_s
     with _full_precision(q):
         if spec.variant.real:
-            return _real(q, k, v, spec, shape, at)
+            return _real(q, k, v, spec, shape, at, sinks)
         tensors = operands.quantize(q, k, v, spec, given)
         run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
-        return run(tensors, spec, shape, at, given, report="all", keep=keep)
+        return run(tensors, spec, shape, at, given, report="all", keep=keep, sinks=sinks)
 
 
 @torch.no_grad()
@@ -169,6 +187,8 @@ def backward(
     scales: dict[str, Tensor] | None = None,
     arithmetic: Arithmetic = "fast",
     amax_group: str | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     keep: Collection[Matrix] = (),
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with what they are made of.
@@ -179,15 +199,16 @@ def backward(
     keep          the matrices to return, of p_codes, ds and ds_codes, whose memory is quadratic; of MX blocks dS has no one
                   code.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in ``forward``. See ``Gradients``.
-    Order:    stated: A-14 to A-16; sums over keys are added tile by tile, in float32; over the heads of a group
+    Order:    stated: A-14 to A-16, A-25; sums over keys are added tile by tile, in float32; over the heads of a group
               ascending. fast: A-18.
     Specials: a row that sees no key has no gradient. NaN and infinities as in ``forward``.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape.
     Source:   spec A-14 to A-16.
     """
     check_gradients(variant)
-    roles = ("s", *data.GRADIENT_ROLES)
-    spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, 0, arithmetic, amax_group, roles)
+    roles = ("s", *data.by_name(variant).roles[len(data.ROLES) :])
+    spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, 0, arithmetic, amax_group, roles, softcap)
+    attention_inputs.check_sinks(sinks, shape, q.device)
     if not isinstance(result, Result) or result.o.shape != q.shape:
         raise ValueError(f"result is what forward gave for q {tuple(q.shape)}; got {type(result).__name__}.")
     attention_inputs.check_tensor("do", do)
@@ -196,7 +217,10 @@ def backward(
     attention_inputs.check_kept(keep, spec.variant)
     with _full_precision(q):
         if spec.variant.real:
-            return _real_gradients(do, q, k, v, spec, shape, at)
+            return _real_gradients(do, q, k, v, spec, shape, at, sinks)
+        if spec.variant.backward == "bf16":
+            how: dict = {"report": "all", "keep": keep, "sinks": sinks}
+            return attention_gradients_bf16.gradients(do, (q, k, v), result.o, result.lse, spec, shape, at, **how)
         scale_p, scale_inv_p = (result.scale_p, result.scale_inv_p)
         if "s" in given:
             scale_p, scale_inv_p = operands.probability_scale(spec.variant, given, q.device)
@@ -204,9 +228,9 @@ def backward(
         o, of_o = (result.tensors["o"].codes, result.tensors["o"].scale_inv) if low else (result.o.to(DTYPES[spec.variant.out.name]), None)
         saved = Saved(result.tensors, o, of_o, result.lse, scale_p, scale_inv_p)
         if spec.variant.granularity == "mx_1x32":
-            return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, report="all", keep=keep)
+            return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, report="all", keep=keep, sinks=sinks)
         gradients = (attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients).gradients
-        return gradients(do, saved, spec, shape, at, given, report="all", keep=keep)
+        return gradients(do, saved, spec, shape, at, given, report="all", keep=keep, sinks=sinks)
 
 
 def _full_precision(x: Tensor):
@@ -214,18 +238,19 @@ def _full_precision(x: Tensor):
     return torch.autocast(x.device.type, enabled=False) if linear_input.autocast_dtype(x) else contextlib.nullcontext()
 
 
-def _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, roles):
+def _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, roles, softcap):
     """The checked inputs of either pass."""
-    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, arithmetic=arithmetic, amax_group=amax_group)
+    how = {"seed": seed, "arithmetic": arithmetic, "amax_group": amax_group, "softcap": softcap}
+    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, **how)
     shape = attention_inputs.check(q, k, v, spec)
     given = attention_inputs.check_scales(scales, spec.variant, roles, shape)
     at = attention_forward.padded_documents(*attention_inputs.check_documents(documents, shape))
     return spec, given, shape, at
 
 
-def _real(q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents) -> Result:
+def _real(q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents, sinks: Tensor | None) -> Result:
     """The variant ``exact``."""
-    real = attention_real.forward(q, k, v, spec, shape, documents)
+    real = attention_real.forward(q, k, v, spec, shape, documents, sinks)
     o, lse = operands.by_head(real.o, shape).float(), operands.by_head(real.lse[..., None], shape)[..., 0].float()
     one = torch.ones((), device=q.device)
     found = operands.share([x.detach().abs().amax().float() for x in (q, k, v, o)], spec)
@@ -233,9 +258,9 @@ def _real(q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: 
     return Result(o, lse, {}, amaxes, torch.zeros((), dtype=torch.int64, device=q.device), None, one, one)
 
 
-def _real_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents) -> Gradients:
-    dq, dk, dv, largest = attention_real.backward(do, q, k, v, spec, shape, documents)
+def _real_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents, sinks) -> Gradients:
+    dq, dk, dv, largest, dsinks = attention_real.backward(do, q, k, v, spec, shape, documents, sinks)
     amaxes = operands.share([largest, *(x.abs().amax().float() for x in (do, dq, dk, dv))], spec)
     one = torch.ones((), device=q.device)
     by_role = dict(zip(("ds", "do", "dq", "dk", "dv"), amaxes, strict=True))
-    return Gradients(dq, dk, dv, {}, by_role, torch.zeros((), dtype=torch.int64, device=q.device), Scales(one, one))
+    return Gradients(dq, dk, dv, {}, by_role, torch.zeros((), dtype=torch.int64, device=q.device), Scales(one, one), dsinks=dsinks)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8ref.attention import Variant
-from fp8ref.torch import attention_forward, batched_gemm, cast
+from fp8ref.torch import attention_forward, attention_sinks, batched_gemm, cast
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_fast_operands import Layout
 from fp8ref.torch.attention_forward import Documents, Result
@@ -35,6 +35,7 @@ def run(
     *,
     report: Report,
     keep: Collection[Matrix] = (),
+    sinks: Tensor | None = None,
 ) -> Result:
     """The pass, of quantized q, k and v.
 
@@ -51,6 +52,7 @@ def run(
     kept = Kept(keep, (n, rows, layout.k.shape[1]), device)
     # GEMMs of codes take them along the tokens.
     v = layout.v.transpose(1, 2).contiguous() if layout.codes else layout.v.transpose(1, 2)
+    inside = _inside(variant, given)
     for tile in operands.tiles(spec, shape):
         at, hidden = layout.at(tile), layout.hidden(tile, documents)
         for part in layout.parts(tile):
@@ -58,11 +60,12 @@ def run(
             kept.put("scores", (part, at, tile.keys), s)
             old = maximum[part, at]
             new = _maximum(old, s.amax(-1), variant)
-            shift = finite(new)
-            c = exponential(old - shift, variant)
-            p = exponential_(s.sub_((shift - float(variant.offset))[..., None]), variant)
-            maximum[part, at] = new
-            sums[part, at] = sums[part, at] * c + p.sum(-1)
+            # Without documents a tile's rows each see a key of it.
+            shift = new if documents.q is None else finite(new)
+            c = exponential_(old - shift, variant)
+            p = exponential_(s.sub_((shift - float(variant.offset) if variant.offset else shift)[..., None]), variant)
+            old.copy_(new)
+            sums[part, at].mul_(c).add_(p.sum(-1))
             if report != "nothing":
                 largest = torch.maximum(largest, p.amax())
             if report == "all":
@@ -70,7 +73,7 @@ def run(
             p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
             if "p_codes" in kept:
                 kept.put("p_codes", (part, at, tile.keys), cast.to_fp8(p, fmt))
-            p8, of_v, of_o = layout.narrow(p, fmt, part, tile), v[part, :, tile.keys], o[part, at].mul_(c[..., None])
+            p8, of_v, of_o = layout.narrow(p, fmt, part, tile, inside=inside), v[part, :, tile.keys], o[part, at].mul_(c[..., None])
             if not layout.codes:
                 with multiplying("values"):
                     of_o.baddbmm_(p8, of_v.transpose(1, 2))
@@ -80,6 +83,9 @@ def run(
             if layout.codes and variant.granularity == "rows_128":
                 found = found * layout.of_heads(operands.key_scale(tensors["v"].scale_inv, tile, variant)).view(n, 1, 1)[part]
             of_o.add_(found)
+    if sinks is not None:
+        of_rows = attention_sinks.by_rows(sinks, shape).expand(shape.batch, -1, shape.queries, -1).flatten(2, 3).flatten(0, 1)
+        o, sums, maximum = attention_sinks.add(o, sums, maximum, of_rows, None, spec)
     factor = _at_end(layout, scale_inv_p)
     inverse = _inverse(sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant)
     out = layout.by_head(o.mul_(inverse[..., None]))
@@ -87,14 +93,18 @@ def run(
     return attention_forward.result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)
 
 
+def _inside(variant: Variant, given: dict[str, Tensor]) -> bool:
+    """Whether no probability leaves the format's range, by A-8's bound with a unit of 2^-10 for roundings: the scale is the variant's own."""
+    if variant.fmt.bits != 8 or "s" in given:
+        return False
+    # The scale of a state without one is max / 1, rounded down to a power of two or not at all.
+    scale = variant.fmt.max if variant.p_scale == "state" else variant.p_scale
+    return variant.largest_probability * scale * (1 + (variant.base == "2") * 2.0**-10) <= variant.fmt.max
+
+
 def exponential_(x: Tensor, variant: Variant) -> Tensor:
     """2^x or e^x, in the memory of x."""
     return x.exp2_() if variant.base == "2" else x.exp_()
-
-
-def exponential(x: Tensor, variant: Variant) -> Tensor:
-    """2^x or e^x."""
-    return x.exp2() if variant.base == "2" else x.exp()
 
 
 def finite(maximum: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8ref.attention_products import Product
 from fp8ref.torch import attention_forward as forward
-from fp8ref.torch import attention_gradients, batched_gemm, cast, head_scaling
+from fp8ref.torch import attention_gradients, attention_sinks, batched_gemm, cast, head_scaling
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_fast import exponential_
 from fp8ref.torch.attention_fast_operands import Layout
@@ -41,6 +41,7 @@ def gradients(
     *,
     report: Report,
     keep: Collection[Matrix] = (),
+    sinks: Tensor | None = None,
 ) -> Gradients:
     """The pass, of what a forward pass saved.
 
@@ -62,7 +63,8 @@ def gradients(
         (of_pass.largest,) = operands.share([of_pass.largest], spec)
     raw = attention_gradients.own_keys(of_pass.raw(scales), spec, shape)
     found = attention_gradients.rounded(raw, do8, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
-    return found._replace(matrices=of_pass.kept.all(shape))
+    dsinks = None if sinks is None else attention_sinks.gradient(of_pass.d_by_head(), saved.lse, sinks, spec)
+    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks)
 
 
 class Pass:
@@ -101,6 +103,10 @@ class Pass:
             d = d * self._of_rows(self.do8.scale_inv)
         return d if saved.o_scale_inv is None else d * saved.o_scale_inv
 
+    def d_by_head(self) -> Tensor:
+        """D of rows [B, H, Tq]."""
+        return self.layout.by_head(self.d[..., None])[..., 0]
+
     def _of_rows(self, scale: Tensor) -> Tensor:
         """A scale of a tensor or of heads, to be multiplied into [B x Hkv, rows]."""
         scale = self.layout.of_heads(scale)
@@ -113,8 +119,10 @@ class Pass:
         for tile in self.tiles:
             at, hidden = layout.at(tile), layout.hidden(tile, self.documents)
             for part in layout.parts(tile):
-                p = exponential_(layout.scores(part, tile, hidden).sub_(self.lse[part, at, None]), self.variant)
+                s, slope = layout.scores_and_slope(part, tile, hidden)
+                p = exponential_(s.sub_(self.lse[part, at, None]), self.variant)
                 ds = self._grad_probabilities(part, tile).sub_(self.d[part, at, None]).mul_(p).mul_(softmax_scale)
+                ds = ds if slope is None else ds.mul_(slope)
                 if measures:
                     low, high = torch.aminmax(ds)
                     self.largest = torch.maximum(self.largest, torch.maximum(-low, high))

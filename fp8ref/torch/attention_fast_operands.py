@@ -101,6 +101,18 @@ class Layout:
 
     def scores(self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]) -> Tensor:
         """Scores of a part under the variant's base [n, rows, keys], -infinity of keys that are not seen."""
+        s = self._products(part, tile)
+        return self._hide(s if self.spec.softcap is None else s.tanh_().mul_(self.spec.cap), part, seen)
+
+    def scores_and_slope(self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor | None]:
+        """``scores``, and what a softcap multiplies dS by; None without one."""
+        if self.spec.softcap is None:
+            return self.scores(part, tile, seen), None
+        s = self._products(part, tile).tanh_()
+        slope = 1.0 - s * s
+        return self._hide(s.mul_(self.spec.cap), part, seen), slope
+
+    def _products(self, part: slice, tile: Tile) -> Tensor:
         a, b = self.q[part, self.at(tile)], self.k[part, tile.keys]
         with multiplying("scores"):
             s = batched_gemm.products(a, b, fast=self.fast, factor=self._factor(part), out=self.scratch(0, part, tile))
@@ -110,6 +122,9 @@ class Layout:
             s = s.mul_(self.rows(of_q * (of_k * self.scale))[part])
         elif self.codes and self.variant.granularity is None:
             s = s.mul_(self.scale)
+        return s
+
+    def _hide(self, s: Tensor, part: slice, seen: list[tuple[slice, Tensor]]) -> Tensor:
         for rows, hidden in seen:
             of_rows = s[:, rows].unflatten(1, (-1, self.shape.group))
             of_rows.masked_fill_(hidden if len(hidden) == 1 else hidden[part], -torch.inf)
@@ -138,12 +153,15 @@ class Layout:
             found.append((slice((first - tile.first) * shape.group, (last - tile.first) * shape.group), ~seen[:, 0]))
         return found
 
-    def narrow(self, x: Tensor, fmt, part: slice, tile: Tile) -> Tensor:
-        """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their numbers."""
+    def narrow(self, x: Tensor, fmt, part: slice, tile: Tile, *, inside: bool = False) -> Tensor:
+        """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their numbers.
+
+        inside    no number of x is above the format's range.
+        """
         if fmt.bits != 8:
             short = head_scaling.rounded(x, fmt)
             return short if self.codes else x.copy_(short)
-        return cast.to_fp8(x, fmt) if self.codes else float_values.round_(x, fmt, self.scratch(2, part, tile))
+        return cast.to_fp8(x, fmt) if self.codes else float_values.round_(x, fmt, self.scratch(2, part, tile), inside=inside)
 
 
 def _partial(tile: Tile, spec: Spec, shape: Shape) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp8ref.attention import Variant
 from fp8ref.torch import attention_operands as operands
-from fp8ref.torch import cast, float_values, hardware, head_scaling, online_softmax
+from fp8ref.torch import attention_sinks, cast, float_values, hardware, head_scaling, online_softmax
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.attention_kept import Kept, Matrix
 from fp8ref.torch.attention_observer import multiplying
@@ -34,7 +34,7 @@ class Result(NamedTuple):
     """What a forward pass gives. Fields as in ``fp8ref.sim.attention``.
 
     o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
-    lse            float32 [B, H, Tq]; -infinity of a row without keys.
+    lse            float32 [B, H, Tq]; -infinity of a row without keys or sink.
     tensors        the quantized q, k and v, and an FP8 output o, by role.
     amaxes         of q, k, v by their groups; of s, the unrounded probabilities, and of o, unrounded.
     saturated      int64 (): probabilities that the cast clipped, on this rank.
@@ -82,6 +82,7 @@ def run(
     *,
     report: Report,
     keep: Collection[Matrix] = (),
+    sinks: Tensor | None = None,
 ) -> Result:
     """The pass, of quantized q, k and v.
 
@@ -103,7 +104,7 @@ def run(
     kept = Kept(keep, (*rows, k.shape[2]), device)
     for tile in operands.tiles(spec, shape):
         factors = operands.score_factors(tensors, tile, spec, shape)
-        s = scores(q, k, tile, variant)
+        s, factors = operands.capped(scores(q, k, tile, variant), factors, spec)
         old = online_softmax.Rows(state.maximum[:, :, tile.rows], state.sums[:, :, tile.rows])
         visible = operands.seen(tile, spec, shape, documents, device)
         p, c, new = online_softmax.step(s, old, visible, variant, factors, spec.arithmetic)
@@ -125,11 +126,14 @@ def run(
         state.maximum[:, :, tile.rows] = new.maximum
         state.sums[:, :, tile.rows] = new.sums
         o[:, :, tile.rows] = times(o[:, :, tile.rows], c[..., None]) + found
-    total = online_softmax.total(state.sums, variant.sum_order)
+    total, maximum = online_softmax.total(state.sums, variant.sum_order), state.maximum
+    factor = operands.raw_factor(tensors, spec, shape) if variant.scores == "raw" else 1.0
+    if sinks is not None:
+        of_rows = attention_sinks.by_rows(sinks, shape)
+        o, total, maximum = attention_sinks.add(o, total, maximum, of_rows, factor if variant.scores == "raw" else None, spec)
     at_end = operands.key_scale(tensors["v"].scale_inv, operands.Tile(0, 0, 0, 0, 0, False), variant) if _scaled_at_end(variant) else None
     out = operands.by_head(_finish(o, total, at_end, variant), shape)
-    factor = operands.raw_factor(tensors, spec, shape) if variant.scores == "raw" else 1.0
-    lse = operands.by_head(log_sum(state.maximum, total, factor, variant)[..., None], shape)[..., 0]
+    lse = operands.by_head(log_sum(maximum, total, factor, variant)[..., None], shape)[..., 0]
     return result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)
 
 

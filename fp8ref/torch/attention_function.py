@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from torch import Tensor
 from fp8ref import attention as data
 from fp8ref.attention import Mask, Variant
 from fp8ref.torch import (
+    attention_context,
     attention_fast,
     attention_fast_gradients,
     attention_forward,
     attention_gradients,
+    attention_gradients_bf16,
     attention_gradients_mx,
     attention_inputs,
     attention_observer,
@@ -26,14 +29,17 @@ from fp8ref.torch import (
 )
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_forward import Documents
-from fp8ref.torch.attention_gradients import Saved
-from fp8ref.torch.attention_inputs import Report, Spec
+from fp8ref.torch.attention_gradients import Gradients, Saved
+from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.head_scaling import DTYPES, Heads
 
 _PLAIN = tuple(f.name for f in dataclasses.fields(Variant) if f.name not in ("tiles", "fmt", "out", "gradient_fmt", "source"))
 
 Roles = tuple[tuple[str, ...], tuple[str, ...]]
 """The roles of given scales, and those of observations."""
+
+Groups = tuple[str | None, str | None]
+"""The names of ``Spec.amax_group`` and ``Spec.context``."""
 
 
 def values(x: object) -> tuple:
@@ -53,7 +59,15 @@ def values(x: object) -> tuple:
 
 @torch._dynamo.assume_constant_result
 def function(
-    variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, arithmetic, amax_group, roles: Roles
+    variant: str | Variant,
+    of_variant: tuple,
+    of_mask: tuple,
+    scale,
+    seed: int,
+    arithmetic,
+    groups: Groups,
+    roles: Roles,
+    softcap=None,
 ) -> type[torch.autograd.Function]:
     """The differentiable function of some constants, which a compiler does not trace.
 
@@ -65,13 +79,15 @@ def function(
         raise ValueError("mask is a Mask of fp8ref.attention.")
     causal, window, alignment = of_mask
     mask = Mask(causal=causal, window=window, alignment=alignment)
-    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, arithmetic=arithmetic, amax_group=amax_group)
+    amax_group, context = groups
+    how: dict = {"scale": scale, "seed": seed, "arithmetic": arithmetic, "amax_group": amax_group or context, "context": context}
+    spec = Spec(variant=data.by_name(variant), mask=mask, softcap=softcap, **how)
     return _bind(spec, roles)
 
 
 @functools.cache
 def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
-    """q, k, v, documents of both, scales and observations of these roles -> o, as an autograd.Function.
+    """q, k, v, documents of both, sinks or None, scales and observations of these roles -> o, as an autograd.Function.
 
     A class for each spec: a compiled graph calls it with tensors only.
     """
@@ -80,35 +96,43 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
     class AttentionFunction(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
-        def forward(ctx, q: Tensor, k: Tensor, v: Tensor, of_q: Tensor | None, of_k: Tensor | None, *more: Tensor) -> Tensor:
+        def forward(
+            ctx, q: Tensor, k: Tensor, v: Tensor, of_q: Tensor | None, of_k: Tensor | None, sinks: Tensor | None, *more: Tensor
+        ) -> Tensor:
             scales, seen = more[: len(roles[0])], more[len(roles[0]) :]
             # An attribute, not a saved tensor: other uses may write it before the backward pass.
             ctx.seen = dict(zip(roles[1], seen, strict=True))
             with checkpointing.within_attention():
-                return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles[0], scales, strict=True)))
+                return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles[0], scales, strict=True)), sinks)
 
         @staticmethod
         @linear_input.without_autocast
         def backward(ctx, do: Tensor):
             with attention_observer.inside(ctx.layer):
-                return (*_backward(ctx, spec, roles[0], do), *(None for _ in ctx.needs_input_grad[3:]))
+                *found, dsinks = _backward(ctx, spec, roles[0], do)
+                return (*found, None, None, dsinks, *(None for _ in ctx.needs_input_grad[6:]))
 
     return AttentionFunction
 
 
-def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, Tensor | None], scales: dict) -> Tensor:
+def _forward(
+    ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, Tensor | None], scales: dict, sinks: Tensor | None
+) -> Tensor:
     variant = spec.variant
     shape = attention_inputs.check(q, k, v, spec)
-    roles = data.ROLES if variant.backward is None else (*data.ROLES, *data.GRADIENT_ROLES)
-    given = attention_inputs.check_scales(scales, variant, roles, shape)
-    attention_inputs.check_seen(ctx.seen, variant, roles, shape)
+    given = attention_inputs.check_scales(scales, variant, variant.roles, shape)
+    attention_inputs.check_sinks(sinks, shape, q.device)
+    attention_inputs.check_seen(ctx.seen, variant, variant.roles, shape)
     report: Report = "amaxes" if ctx.seen else "nothing"
     pair = documents if documents[0] is not None and documents[1] is not None else None
+    if spec.context is not None:
+        attention_context.check(spec, shape, documents=pair is not None)
     at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
-    ctx.shape, ctx.dtypes, ctx.layer = shape, (q.dtype, k.dtype, v.dtype), attention_observer.layer()
+    spec, shape = attention_context.problem(spec, shape)
+    ctx.shape, ctx.first, ctx.dtypes, ctx.layer = shape, spec.first, (q.dtype, k.dtype, v.dtype), attention_observer.layer()
     if variant.real:
-        ctx.save_for_backward(q, k, v, *at)
-        return operands.by_head(attention_real.forward(q, k, v, spec, shape, at).o, shape).float().to(q.dtype)
+        ctx.save_for_backward(sinks, q, k, v, *at)
+        return operands.by_head(attention_real.forward(q, k, v, spec, shape, at, sinks).o, shape).float().to(q.dtype)
     tensors = operands.quantize(q, k, v, spec, given, report=report)
     if ctx.layer is not None and variant.fmt.bits == 8 and not attention_observer.again():
         for product, role, x in zip(("scores", "scores", "values"), ("q", "k", "v"), operands.rotated(q, k, v, spec), strict=True):
@@ -116,7 +140,7 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
     run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
     watched = attention_observer.watched(ctx.layer) and not attention_observer.again()
     keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
-    result = run(tensors, spec, shape, at, given, report=report, keep=keep)
+    result = run(attention_context.gathered(tensors, spec), spec, shape, at, given, report=report, keep=keep, sinks=sinks)
     o = result.o.to(q.dtype)
     if watched:
         shown = {
@@ -132,66 +156,103 @@ def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[
     _observe(ctx.seen, result.amaxes)
     if variant.backward is None:
         return o
+    if variant.backward == "bf16":
+        o16, *tensors16 = map(attention_gradients_bf16.rounded, (result.o, q, k, v))
+        ctx.save_for_backward(sinks, *at, *scales.values(), o16, None, result.lse, *tensors16)
+        return o
     if variant.out.bits == 8:
         kept: tuple[Tensor | None, ...] = (result.tensors["o"].codes, result.tensors["o"].scale_inv)
     else:  # o itself, if it holds the output's numbers
         kept = (o if q.dtype in (torch.float32, DTYPES[variant.out.name]) else result.o.to(DTYPES[variant.out.name]), None)
     if variant.granularity == "mx_1x32":
-        ctx.save_for_backward(*at, *scales.values(), *kept, result.lse, q, k, v)
+        ctx.save_for_backward(sinks, *at, *scales.values(), *kept, result.lse, q, k, v)
     else:
         of_tensors = (x for role in ("q", "k", "v") for x in (tensors[role].codes, tensors[role].scale_inv))
-        ctx.save_for_backward(*at, *scales.values(), *kept, result.lse, result.scale_p, result.scale_inv_p, *of_tensors)
+        ctx.save_for_backward(sinks, *at, *scales.values(), *kept, result.lse, result.scale_p, result.scale_inv_p, *of_tensors)
     return o
 
 
-def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor, ...]:
+def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and of sinks, None without any."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
-    saved, shape = iter(ctx.saved_tensors), ctx.shape
-    keep = attention_inputs.kept_of(spec.variant) if attention_observer.watched(ctx.layer) else []
+    (sinks, *rest), shape, variant = ctx.saved_tensors, ctx.shape, spec.variant
+    saved = iter(rest)
+    spec = spec if spec.context is None else dataclasses.replace(spec, first=ctx.first)
+    keep = attention_inputs.kept_of(variant) if attention_observer.watched(ctx.layer) else []
     report: Report = "amaxes" if ctx.seen else "nothing"
-    if spec.variant.real:
+    if variant.real:
         q, k, v, *documents = saved
-        found: tuple[Tensor, ...] = attention_real.backward(do, q, k, v, spec, shape, Documents(*documents))[:3]
-    else:
-        at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
-        o, o_scale_inv, lse = next(saved), next(saved), next(saved)
-        one = torch.ones((), device=do.device)
-        if spec.variant.granularity == "mx_1x32":
-            q, k, v = saved
-            kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, one, one)
-            gradients = attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, report=report, keep=keep)
+        *real, _, of_sinks = attention_real.backward(do, q, k, v, spec, shape, Documents(*documents), sinks)
+        return _of_dtypes(tuple(real), of_sinks, ctx.dtypes, sinks)
+    at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
+    gradients, scale_p = _gradients(do, saved, spec, shape, at, given, sinks, report=report, keep=keep)
+    found = gradients[:3]
+    if keep:
+        matrices, values = gradients.matrices, {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)}
+        shown = {
+            "do/value": do,
+            "p/scale": scale_p,
+            "p/codes": matrices.get("p_codes"),
+            "ds/value": matrices["ds"],
+            "ds/codes": matrices.get("ds_codes"),
+        }
+        if "ds_codes" in matrices:
+            shown["ds/scale"] = gradients.scale_ds.scale
+        attention_observer.show(ctx.layer, "backward", shown | values, gradients.tensors)
+    _observe(ctx.seen, gradients.amaxes)
+    if ctx.layer is not None and variant.fmt.bits == 8 and variant.backward == "cast":
+        if variant.granularity == "mx_1x32":
+            q, k, _ = ctx.saved_tensors[-3:]
+            attention_observer.report(ctx.layer, "grad_probabilities", "do", do, gradients.tensors["do"])
+            for product, role, x in (("grad_v", "do", do), ("grad_q", "k", k), ("grad_k", "q", q)):
+                tensor = attention_gradients_mx.along_tokens(x, role, variant, shape)  # type: ignore[arg-type]
+                attention_observer.report(ctx.layer, product, role, x, tensor)  # type: ignore[arg-type]
         else:
-            scale_p, scale_inv_p = next(saved), next(saved)
-            tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
-            kept = Saved(tensors, o, o_scale_inv, lse, scale_p, scale_inv_p)
-            given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
-            of_pass = attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients
-            gradients = of_pass.gradients(do, kept, spec, shape, at, given, report=report, keep=keep)
-        found = gradients[:3]
-        if keep:
-            matrices, values = gradients.matrices, {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)}
-            of_p = torch.full((), attention_gradients_mx.P_SCALE) if spec.variant.granularity == "mx_1x32" else kept.scale_p
-            shown = {
-                "do/value": do,
-                "p/scale": of_p,
-                "p/codes": matrices.get("p_codes"),
-                "ds/value": matrices["ds"],
-                "ds/codes": matrices.get("ds_codes"),
-            }
-            if "ds_codes" in matrices:
-                shown["ds/scale"] = gradients.scale_ds.scale
-            attention_observer.show(ctx.layer, "backward", shown | values, gradients.tensors)
-        _observe(ctx.seen, gradients.amaxes)
-        if ctx.layer is not None and spec.variant.fmt.bits == 8:
-            if spec.variant.granularity == "mx_1x32":
-                attention_observer.report(ctx.layer, "grad_probabilities", "do", do, gradients.tensors["do"])
-                for product, role, x in (("grad_v", "do", do), ("grad_q", "k", k), ("grad_k", "q", q)):
-                    tensor = attention_gradients_mx.along_tokens(x, role, spec.variant, shape)  # type: ignore[arg-type]
-                    attention_observer.report(ctx.layer, product, role, x, tensor)  # type: ignore[arg-type]
-            else:
-                attention_observer.report(ctx.layer, "grad_v", "do", do, gradients.tensors["do"])
-    return tuple(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+            attention_observer.report(ctx.layer, "grad_v", "do", do, gradients.tensors["do"])
+    return _of_dtypes(found, gradients.dsinks, ctx.dtypes, sinks)
+
+
+def _gradients(
+    do: Tensor,
+    saved: Iterator[Tensor],
+    spec: Spec,
+    shape: Shape,
+    at: Documents,
+    given: dict[str, Tensor],
+    sinks: Tensor | None,
+    *,
+    report: Report,
+    keep,
+) -> tuple[Gradients, Tensor]:
+    """The gradients by the variant's backward pass, and the scale of its probabilities.
+
+    saved     what ``_forward`` saved after sinks, documents and scales.
+    """
+    o, o_scale_inv, lse = next(saved), next(saved), next(saved)
+    one, how = torch.ones((), device=do.device), {"report": report, "keep": keep, "sinks": sinks}
+    if spec.variant.backward == "bf16":
+        q, k, v = saved
+        return attention_gradients_bf16.gradients(do, (q, k, v), o, lse, spec, shape, at, **how), one
+    if spec.variant.granularity == "mx_1x32":
+        q, k, v = saved
+        kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, one, one)
+        of_p = torch.full((), attention_gradients_mx.P_SCALE)
+        return attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, **how), of_p
+    scale_p, scale_inv_p = next(saved), next(saved)
+    tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
+    kept = Saved(attention_context.gathered(tensors, spec), o, o_scale_inv, lse, scale_p, scale_inv_p)
+    given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
+    of_pass = attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients
+    return of_pass.gradients(do, kept, spec, shape, at, given, **how), scale_p
+
+
+def _of_dtypes(
+    found: tuple[Tensor, ...], dsinks: Tensor | None, dtypes: tuple[torch.dtype, ...], sinks: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients in the dtypes of q, k and v, and that of sinks in theirs."""
+    of_sinks = None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
+    return *(x.to(dtype) for x, dtype in zip(found, dtypes, strict=True)), of_sinks
 
 
 def _observe(seen: dict[str, Tensor], amaxes: dict[str, Tensor]) -> None:

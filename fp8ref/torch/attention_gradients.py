@@ -24,7 +24,7 @@ from fp8ref.attention import Arithmetic, Variant
 from fp8ref.attention_products import Product
 from fp8ref.torch import attention_forward as forward
 from fp8ref.torch import attention_operands as operands
-from fp8ref.torch import cast, float_values, head_scaling, online_softmax
+from fp8ref.torch import attention_sinks, cast, float_values, head_scaling, online_softmax
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.attention_kept import Kept, Matrix
@@ -46,6 +46,7 @@ class Gradients(NamedTuple):
     saturated    int64 (): elements of P and dS that their casts clipped, on this rank.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
+    dsinks       float32 [H]: the gradient of sinks, of this rank's rows; None without any.
     """
 
     dq: Tensor
@@ -56,6 +57,7 @@ class Gradients(NamedTuple):
     saturated: Tensor
     scale_ds: Scales
     matrices: dict[str, Tensor] = {}  # noqa: RUF012
+    dsinks: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -133,19 +135,18 @@ class Pass:
             x = times(x, one)
         return x
 
-    def probabilities(self, tile: Tile) -> Tensor:
-        """P of a tile again, from the log-sum-exp: float32 [B, Hkv, rows, G, keys]."""
+    def probabilities(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """(P of a tile again, from the log-sum-exp; the slope of a softcap): float32 [B, Hkv, rows, G, keys]."""
         s = forward.scores(self.q, self.k, tile, self.variant)
         return again(s, self.lse[:, :, tile.rows], tile, self.saved.tensors, self.spec, self.shape, self.documents)
 
-    def ds(self, p: Tensor, tile: Tile) -> Tensor:
+    def ds(self, p: Tensor, slope: Tensor | None, tile: Tile) -> Tensor:
         """dS of a tile, before its scale."""
         of_rows = self.do_rows[:, :, tile.rows]
         with multiplying("grad_probabilities"):
             dp = operands.products(of_rows.flatten(2, 3), self.v[:, :, tile.keys], self.variant).view(p.shape)
         dp = self.scaled(dp, self._of_queries(self.do), self._of_keys("v"))
-        ds = (dp - self.d[:, :, tile.rows, :, None]) * p * self.spec.softmax_scale(self.shape.features)
-        return ds
+        return of_scores(dp - self.d[:, :, tile.rows, :, None], p, slope, self.spec, self.shape)
 
     def run(self) -> tuple[Raw, Scales]:
         """All sums, and the scales of dS."""
@@ -162,14 +163,14 @@ class Pass:
             scales = Scales(self.given["ds"], head_scaling.inverse(self.given["ds"]))
         elif early:
             for tile in self.tiles:
-                p = self.probabilities(tile)
+                p, slope = self.probabilities(tile)
                 self._add_dv(dv, p, do_tokens, tile)
-                self.largest = torch.maximum(self.largest, self.ds(p, tile).abs().amax())
+                self.largest = torch.maximum(self.largest, self.ds(p, slope, tile).abs().amax())
             (self.largest,) = operands.share([self.largest], self.spec)
             scales = head_scaling.scales_of(self.largest, self.fmt, self.variant.policy)
         for tile in self.tiles:
-            p = self.probabilities(tile)
-            ds = self.ds(p, tile)
+            p, slope = self.probabilities(tile)
+            ds = self.ds(p, slope, tile)
             if not early:
                 self._add_dv(dv, p, do_tokens, tile)
                 if self.report != "nothing":
@@ -219,6 +220,7 @@ def gradients(
     *,
     report: Report,
     keep: Collection[Matrix] = (),
+    sinks: Tensor | None = None,
 ) -> Gradients:
     """The pass, of what a forward pass saved.
 
@@ -228,7 +230,13 @@ def gradients(
     raw, scales = of_pass.run()
     raw = own_keys(raw, spec, shape)
     found = rounded(raw, of_pass.do, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
-    return found._replace(matrices=of_pass.kept.all(shape))
+    dsinks = None if sinks is None else attention_sinks.gradient(by_rows(of_pass.d, shape), saved.lse, sinks, spec)
+    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks)
+
+
+def by_rows(d: Tensor, shape: Shape) -> Tensor:
+    """D of rows [B, Hkv, Tq, G], padded, as [B, H, Tq]."""
+    return operands.by_head(d[..., None], shape)[..., 0]
 
 
 def own_keys(raw: Raw, spec: Spec, shape: Shape) -> Raw:
@@ -286,16 +294,25 @@ def quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape,
     return head_scaling.quantize(do, fmt, variant.granularity, variant.policy, amax_of_groups=amax, scale=given.get("do"))
 
 
-def again(s: Tensor, lse: Tensor, tile: Tile, tensors: dict[str, Heads], spec: Spec, shape: Shape, documents: Documents) -> Tensor:
-    """P from sums of products s and the log-sum-exp of rows; 0 where a key is not seen."""
-    factors = operands.score_factors(tensors, tile, spec, shape)
+def of_scores(ds: Tensor, p: Tensor, slope: Tensor | None, spec: Spec, shape: Shape) -> Tensor:
+    """dS of dP - D, in the order of A-15 and A-22."""
+    ds = ds * p
+    return (ds if slope is None else times(ds, slope)) * spec.softmax_scale(shape.features)
+
+
+def again(
+    s: Tensor, lse: Tensor, tile: Tile, tensors: dict[str, Heads], spec: Spec, shape: Shape, documents: Documents
+) -> tuple[Tensor, Tensor | None]:
+    """(P from sums of products s and the log-sum-exp of rows, 0 where a key is not seen; the slope of a softcap)."""
+    s, factors = operands.capped(s, operands.score_factors(tensors, tile, spec, shape), spec)
+    slope = operands.slope(s, spec)
     if spec.variant.scores == "raw":
         bias = -times(lse, _LOG2E)
         p = exponential(multiply_add(s, factors[0], bias[..., None]), "2", spec.arithmetic)
     else:
         p = exponential(online_softmax.scaled(s, factors) - lse[..., None], "e", spec.arithmetic)
     visible = operands.seen(tile, spec, shape, documents, s.device)
-    return p if visible is None else torch.where(visible, p, 0.0)
+    return (p if visible is None else torch.where(visible, p, 0.0)), slope
 
 
 def rows_of(lse: Tensor, shape: Shape, step: int) -> Tensor:

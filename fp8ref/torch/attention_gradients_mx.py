@@ -13,7 +13,7 @@ from fp8ref.attention import Variant
 from fp8ref.attention_products import Role
 from fp8ref.torch import attention_forward as forward
 from fp8ref.torch import attention_operands as operands
-from fp8ref.torch import cast, head_scaling
+from fp8ref.torch import attention_sinks, cast, head_scaling
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_gradients import (
     Gradients,
@@ -21,6 +21,8 @@ from fp8ref.torch.attention_gradients import (
     Saved,
     add_heads,
     again,
+    by_rows,
+    of_scores,
     products_of_heads,
     rounded,
     rows_of,
@@ -48,6 +50,7 @@ def gradients(
     *,
     report: Report,
     keep: Collection[Matrix] = (),
+    sinks: Tensor | None = None,
 ) -> Gradients:
     """The pass, of what a forward pass saved, and its q and k in high precision.
 
@@ -76,11 +79,11 @@ def gradients(
     kept = Kept(keep, (*q8.shape[:-1], k8.shape[2]), device)
     for tile in operands.tiles(spec, shape, MX):
         s = forward.scores(q8, k8, tile, variant)
-        p = again(s, lse[:, :, tile.rows], tile, tensors, spec, shape, documents)
+        p, slope = again(s, lse[:, :, tile.rows], tile, tensors, spec, shape, documents)
         p8 = cast.to_fp8(p * P_SCALE, variant.fmt)
         with multiplying("grad_probabilities"):
             dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
-        ds = (dp - d[:, :, tile.rows, :, None]) * p * spec.softmax_scale(shape.features)
+        ds = of_scores(dp - d[:, :, tile.rows, :, None], p, slope, spec, shape)
         at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
         kept.put("p_codes", at, p8)
         kept.put("ds", at, ds)
@@ -99,7 +102,9 @@ def gradients(
     one = torch.ones((), device=device)
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
     raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
-    return rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)._replace(matrices=kept.all(shape))
+    of_pass = rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)
+    dsinks = None if sinks is None else attention_sinks.gradient(by_rows(d, shape), saved.lse, sinks, spec)
+    return of_pass._replace(matrices=kept.all(shape), dsinks=dsinks)
 
 
 def along_tokens(x: Tensor, role: Role, variant: Variant, shape: Shape) -> Heads:

@@ -33,6 +33,7 @@ class Spec:
     amax_group    name of the process group whose ranks have other sequences, heads or tokens of the same tensors.
     first         the position of the first query among the keys, of a part of the queries; None: as the mask is aligned.
     context       name of the process group whose ranks have the other parts of the queries, and share the gradients of keys.
+    softcap       of scores; None: they have none.
     """
 
     variant: Variant
@@ -43,6 +44,7 @@ class Spec:
     amax_group: str | None = None
     first: int | None = None
     context: str | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
@@ -51,6 +53,8 @@ class Spec:
             raise ValueError(f"arithmetic is one of {', '.join(ARITHMETIC)}; got {self.arithmetic!r}.")
         if self.scale is not None and not (math.isfinite(self.scale) and np.float32(self.scale) > 0):
             raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and np.float32(self.softcap) > 0):
+            raise ValueError(f"a softcap is positive and finite; got {self.softcap!r}. Use None for no cap.")
         if self.variant.rotated:
             hadamard.check(1, self.seed)
         elif self.seed:
@@ -73,6 +77,16 @@ class Spec:
     def softmax_scale(self, features: int) -> float:
         """The scale of scores, a float32 number."""
         return float(np.float32(1 / math.sqrt(features) if self.scale is None else self.scale))
+
+    @property
+    def cap(self) -> float:
+        """The softcap under the variant's base, a float32 number (A-22)."""
+        assert self.softcap is not None
+        return self.under_base(float(np.float32(self.softcap)))
+
+    def under_base(self, scale: float) -> float:
+        """A float32 number, times log2(e) under base 2 (A-4)."""
+        return float(np.float32(scale * math.log2(math.e))) if self.variant.base == "2" else scale
 
 
 @dataclass(frozen=True)
@@ -122,6 +136,17 @@ def check_tensor(name: str, x: Tensor) -> None:
         )
 
 
+def check_sinks(sinks: Tensor | None, shape: Shape, device: torch.device) -> None:
+    """ValueError for sinks of another shape, dtype or device."""
+    if sinks is None:
+        return
+    if sinks.dtype not in cast.HIGH_PRECISION or tuple(sinks.shape) != (shape.heads,) or sinks.device != device:
+        raise ValueError(
+            f"sinks are of float32, float16 or bfloat16, one for each of {shape.heads} query heads, on q's device {device}; got {sinks.dtype} "
+            f"{tuple(sinks.shape)} on {sinks.device}."
+        )
+
+
 def check_documents(documents: Tensor | tuple[Tensor, Tensor] | None, shape: Shape) -> tuple[Tensor | None, Tensor | None]:
     """(documents of queries, of keys), integers [B, T]; None without any. ValueError for other shapes or dtypes."""
     if documents is None:
@@ -162,7 +187,7 @@ def kept_of(variant: Variant) -> list[str]:
     """The matrices that a backward pass of a variant can keep."""
     if variant.real:
         return []
-    if variant.fmt.bits != 8:
+    if variant.fmt.bits != 8 or variant.backward == "bf16":
         return ["ds"]
     return ["p_codes", "ds"] if variant.granularity == "mx_1x32" else ["p_codes", "ds", "ds_codes"]
 

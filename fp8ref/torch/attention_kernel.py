@@ -1,11 +1,13 @@
-"""Attention in FP8 by FlashAttention-3's own kernel, forward alone (spec A-20).
+"""Attention in FP8 by FlashAttention-3's own kernel, forward (spec A-20); its gradients are tiles in bfloat16 (A-25).
 
     o, lse = attention_kernel.forward(q, k, v, mask=Mask(causal=True))
+    o = attention_kernel.apply(q, k, v, variant=differentiated("fa3", "bf16"), mask=Mask(causal=True))   # differentiable
 
 q, k and v are quantized here, with the bits of A-2; the kernel does all else. ``attention`` computes the same variant from
 tiles. FlashAttention-4's interface (commit 0251105) takes no scales of FP8 operands.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -13,16 +15,70 @@ import torch
 from torch import Tensor
 
 from fp8ref import attention as data
-from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.attention import FULL, Arithmetic, Mask, Variant
 from fp8ref.formats import E4M3FN
-from fp8ref.torch import attention_inputs
+from fp8ref.torch import attention_gradients_bf16, attention_inputs, attention_observer, linear_input
 from fp8ref.torch import attention_operands as operands
+from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_inputs import Spec
 
 VARIANTS = ("fa3", "fa3_promoted")
 """The variants that builds of FlashAttention-3 compute: which of both, the build decides."""
 
 _INSTEAD = "Use fp8ref.torch.attention, which computes it tile by tile."
+
+
+def apply(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str | Variant,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    arithmetic: Arithmetic = "fast",
+) -> Tensor:
+    """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass is A-25's, of the kernel's o and
+    log-sum-exp.
+
+    variant       ``attention.differentiated("fa3", "bf16")`` of fp8ref, or of fa3_promoted.
+    arithmetic    of the backward pass (A-18).
+    Shapes:   as ``forward``; o of q's dtype.
+    Raises:   as ``forward``; ValueError: a variant without that backward pass, for tensors that require gradients.
+    Source:   spec A-20, A-25.
+    """
+    known = data.by_name(variant)
+    if known.backward != "bf16" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            f"FlashAttention-3 has no backward pass in FP8; got variant {known.name!r} with backward {known.backward!r}. Give "
+            "attention.differentiated(variant, 'bf16') of fp8ref, or call forward."
+        )
+    return _function(Spec(variant=known, mask=mask, scale=scale, arithmetic=arithmetic)).apply(q, k, v)
+
+
+@functools.cache
+def _function(spec: Spec) -> type[torch.autograd.Function]:
+    class KernelFunction(torch.autograd.Function):
+        @staticmethod
+        @linear_input.without_autocast
+        def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ctx.shape, ctx.dtypes = attention_inputs.check(q, k, v, spec), [x.dtype for x in (q, k, v)]
+            ctx.layer = attention_observer.layer()
+            o, lse = forward(q, k, v, variant=spec.variant, mask=spec.mask, scale=spec.scale)
+            ctx.save_for_backward(*map(attention_gradients_bf16.rounded, (o, q, k, v)), lse)
+            return o
+
+        @staticmethod
+        @linear_input.without_autocast
+        def backward(ctx, do: Tensor) -> tuple[Tensor, ...]:
+            if torch.is_grad_enabled():
+                raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
+            o, q, k, v, lse = ctx.saved_tensors
+            with attention_observer.inside(ctx.layer):
+                found = attention_gradients_bf16.gradients(do, (q, k, v), o, lse, spec, ctx.shape, Documents(None, None), report="nothing")
+            return tuple(x.to(dtype) for x, dtype in zip(found[:3], ctx.dtypes, strict=True))
+
+    return KernelFunction
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ The query heads of a head of keys are stacked as rows, [B, Hkv, Tq, G, D], so th
 neither k nor v is repeated, and so that the rows that see a tile are one piece of memory.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from fp8ref.attention import Variant
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.torch import gemm, hadamard, head_scaling, scaling
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
-from fp8ref.torch.elementary import times
+from fp8ref.torch.elementary import tanh, times
 from fp8ref.torch.head_scaling import ROWS, Heads, pad
 from fp8ref.torch.scaling import Quantized
 
@@ -144,16 +143,18 @@ def probability_scale(variant: Variant, given: dict[str, Tensor], device: torch.
 
 
 def score_scale(spec: Spec, shape: Shape) -> float:
-    """The softmax scale under the variant's base, a float32 number (A-4)."""
+    """The softmax scale under the variant's base, a float32 number (A-4); under a softcap, the scale over it (A-22)."""
     scale = spec.softmax_scale(shape.features)
-    return float(np.float32(scale * math.log2(math.e))) if spec.variant.base == "2" else scale
+    if spec.softcap is not None:
+        return float(np.float32(scale) / np.float32(spec.softcap))
+    return spec.under_base(scale)
 
 
 def score_factors(tensors: dict[str, Heads], tile: Tile, spec: Spec, shape: Shape) -> list[Tensor | float]:
     """The factors of scaled scores, in order; or the one factor of raw scores (A-4, A-5)."""
     variant, scale = spec.variant, score_scale(spec, shape)
     if variant.scores == "raw":
-        return [raw_factor(tensors, spec, shape)]
+        return [own_factor(tensors, spec, shape)]
     if variant.granularity == "mx_1x32":
         return [scale]
     of_q, of_k = query_scale(tensors["q"].scale_inv, tile, variant, shape), key_scale(tensors["k"].scale_inv, tile, variant)
@@ -161,8 +162,27 @@ def score_factors(tensors: dict[str, Heads], tile: Tile, spec: Spec, shape: Shap
     return [values[name] for name in variant.factors]
 
 
+def capped(s: Tensor, factors: list[Tensor | float], spec: Spec) -> tuple[Tensor, list[Tensor | float]]:
+    """(scores, what is still multiplied into them): under a softcap hyperbolic tangents and the cap (A-22), else as given."""
+    if spec.softcap is None:
+        return s, factors
+    for one in factors:
+        s = times(s, one)
+    return tanh(s, spec.arithmetic), [spec.cap]
+
+
+def slope(t: Tensor, spec: Spec) -> Tensor | None:
+    """What a softcap multiplies dS by, of the scores of ``capped``; None without one."""
+    return None if spec.softcap is None else 1.0 - times(t, t)
+
+
 def raw_factor(tensors: dict[str, Heads], spec: Spec, shape: Shape) -> Tensor | float:
-    """The factor of raw scores in the exponent, to broadcast against them (A-5)."""
+    """The factor of raw scores in the exponent, to broadcast against them (A-5, A-22)."""
+    return own_factor(tensors, spec, shape) if spec.softcap is None else spec.cap
+
+
+def own_factor(tensors: dict[str, Heads], spec: Spec, shape: Shape) -> Tensor | float:
+    """The factor of raw scores: in the exponent, or under a softcap before it."""
     scale = score_scale(spec, shape)
     if spec.variant.granularity is None:
         return scale

@@ -33,16 +33,18 @@ def decode(codes: Tensor) -> Tensor:
     return wide.view(torch.float16).float().mul_(_E4M3_OVER_HALF)
 
 
-def round_(x: Tensor, fmt: Format, scratch: Tensor | None = None) -> Tensor:
+def round_(x: Tensor, fmt: Format, scratch: Tensor | None = None, *, inside: bool = False) -> Tensor:
     """x, in place, saturated and rounded to the numbers of an FP8 format: those of a cast's codes.
 
     scratch   float32 of x's shape, which is written; None: a new tensor.
+    inside    no number is above the format's range: none is saturated.
     Order:    to nearest, ties to even: 1.5 x 2^(23 - m + e) is added and subtracted, with e the exponent of x, or the
               format's least, and m its mantissa bits. Of such sums one unit is one of x's in the format.
     Specials: NaN stays. A zero, and what is rounded to it, is +0.
     """
-    x.clamp_(-fmt.max, fmt.max)
+    if not inside:
+        x.clamp_(-fmt.max, fmt.max)
     bits = x.view(torch.int32)
     exponent = bits & _EXPONENT if scratch is None else torch.bitwise_and(bits, _EXPONENT, out=scratch.view(torch.int32))
-    power = exponent.view(torch.float32).clamp_(min=2.0**fmt.emin).mul_(1.5 * 2.0 ** (23 - fmt.mantissa_bits))
-    return x.add_(power).sub_(power)
+    power, factor = exponent.view(torch.float32).clamp_(min=2.0**fmt.emin), 1.5 * 2.0 ** (23 - fmt.mantissa_bits)
+    return x.add_(power, alpha=factor).sub_(power, alpha=factor)  # the products are exact

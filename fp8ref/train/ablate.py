@@ -3,10 +3,11 @@
     found = ablate(Path("runs/tiny-jax-tensorwise"), steps=20)
     found.print()
 
-An operand is a role of a GEMM in a group of linears, such as the grad_output of grad_weight in layer 0.
-From bf16, one is cast to FP8 as the recipe casts it, and all else is in high precision; from FP8, one
-is in high precision, and all else is as the recipe has it. Both are rules of the config (R-8), which
-either backend runs. The cost is the loss with the cast minus the loss without, on the same batches.
+An operand is a role of a GEMM in a group of linears, such as the grad_output of grad_weight in layer 0;
+one of attention, such as P; or a stored state of AdamW, such as v. From bf16, one is cast to FP8 as the
+recipe, variant or layout casts it, and all else is in high precision; from FP8, one is in high precision,
+and all else is cast. All are keys of the config (R-8, E-9, O-1), which either backend runs. The cost is
+the loss with the cast minus the loss without, on the same batches.
 """
 
 import math
@@ -17,41 +18,22 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from fp8ref import attention_products
 from fp8ref import console as consoles
 from fp8ref.errors import ConfigError
-from fp8ref.linear_rules import GEMMS
-from fp8ref.linear_selection import matches
-from fp8ref.recipe import OPERANDS, ROLES, Gemm, Role
 from fp8ref.result import Result
+from fp8ref.train import ablation_start, architecture, variants
 from fp8ref.train import config as configs
-from fp8ref.train import variants
+from fp8ref.train.ablation_operands import FORWARD, KINDS, OF_GRADIENTS, ROLES, ROLES_OF, By, Operand, chosen
+from fp8ref.train.ablation_start import Start
 from fp8ref.train.config import Config
-from fp8ref.train.data import loader
 from fp8ref.train.report import gap as gaps
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-By = Literal["layer", "linear", "kind", "model"]
-"""How linears are grouped: by layer of the model; each alone; by their last name, over all layers; together."""
-
 Base = Literal["bf16", "fp8"]
 """What all other operands are in."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """A role of a GEMM in a group of linears."""
-
-    group: str
-    gemm: Gemm
-    role: Role
-    linears: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """``group/gemm/role``."""
-        return f"{self.group}/{self.gemm}/{self.role}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +109,17 @@ class Ablation(Result):
 
 
 def ablate(
-    run: Path,
+    run: Path | Start,
     *,
     out: Path | None = None,
     recipe: str | None = None,
+    attention: str | None = None,
+    states: str | None = None,
     base: Base = "bf16",
     by: By = "layer",
     layers: Sequence[str] = (),
-    gemms: Sequence[Gemm] = GEMMS,
-    roles: Sequence[Role] = ROLES,
+    gemms: Sequence[str] = KINDS,
+    roles: Sequence[str] = ROLES,
     steps: int = 0,
     seeds: int = 3,
     batches: int = 8,
@@ -144,70 +128,71 @@ def ablate(
 ) -> Ablation:
     """Measure each operand's cost from a run's last checkpoint.
 
+    run         a run's directory; or a Start, such as ``ablation_start.of_weights`` makes of Hugging Face's.
     out         where losses, the result and the heat map are written; losses there are not measured
                 again. None: RUN/ablation.
     recipe      of the casts; None: the run's own, or tensorwise for a run in bf16. The run's rules
                 change them.
+    attention   the variant whose casts of q, k, v, p, do and ds are studied; None: the run's own, if it has one.
+    states      the layout whose m, v and master are studied, under ``steps``; None: the run's own.
     by, layers, gemms, roles
                 which operands; layers: patterns (R-3) of linears, none: all.
-    steps       0: one forward pass of each validation batch, which has the operands of GEMM output alone.
+    steps       0: one forward pass of each validation batch, which has the operands of GEMM output, and of attention's forward pass, alone.
                 Else train so many steps from the checkpoint, in each of ``seeds`` orders of data, and then validate.
     batches     validation batches.
     learning_rate
-                of those steps; None: the run's at the checkpoint.
-    Raises:     ConfigError: no run, no checkpoint, several devices; a recipe with delayed scaling, whose states a checkpoint holds; no operand left; ``out``
-                holds another ablation.
+                of those steps; None: the run's peak, as at the end of a run nothing is learned that a cast could harm.
+    Raises:     ConfigError: no run, no checkpoint, several devices; no operand left; ``out`` holds another ablation.
     """
-    out = run / "ablation" if out is None else out
-    last, config = variants.begin(run, recipe)
+    start = run if isinstance(run, Start) else ablation_start.of_run(run, recipe)
+    out = Path(start.name) / "ablation" if out is None else out
     if steps == 0:
-        gemms = [gemm for gemm in gemms if gemm == "output"]
-    rate = config.optimizer.learning_rate_at(max(last.step - 1, 0), config.run.steps) if learning_rate is None else learning_rate
+        gemms, roles = [gemm for gemm in gemms if gemm in FORWARD], [role for role in roles if role not in OF_GRADIENTS]
+    config = _studied(start, attention, states, gemms, steps)
+    rate = config.optimizer.learning_rate if learning_rate is None else learning_rate
     config = config.replace(
         optimizer={"learning_rate": rate, "min_learning_rate": rate, "warmup_steps": 0},
-        run={"steps": last.step + max(steps, 1), "eval_batches": batches},
+        run={"steps": start.step + max(steps, 1), "eval_batches": batches},
     )
     operands = chosen(config, by, layers, gemms, roles)
     if (steps and seeds < 2) or batches < 2:
         raise ConfigError(f"an interval takes 2 or more seeds, and 2 or more batches; got {seeds} and {batches}. Raise them.")
-    backend = last.manifest["backend"]
     about = {
-        "backend": backend,
+        "backend": start.backend,
         "config": configs.to_dict(config),
-        "step": last.step,
+        "step": start.step,
         "base": base,
         "steps": steps,
         "seeds": seeds * bool(steps),
     }
-    text = loader.open_batches(config)
-    kept = variants.keeping(out, about | {"sha256": text.description["sha256"]})
+    kept = variants.keeping(out, about | {"sha256": start.batches.description["sha256"]})
 
     def losses(one: Config) -> list[float | None]:
-        return variants.losses(one, backend, last, text, steps=steps, seeds=seeds)
+        return variants.losses(one, start, steps=steps, seeds=seeds)
 
-    none = variants.without(config, variants.cast_operands(config)) if base == "bf16" else config
-    with consoles.bar(f"ablate {run.name}", len(operands) + 2) as advance:
+    every = variants.cast_operands(config)
+    none = variants.without(config, every) if base == "bf16" else config
+    with consoles.bar(f"ablate {Path(start.name).name}", len(operands) + 2) as advance:
         baseline = kept("baseline", lambda: losses(none))
         if None in baseline:
-            raise ConfigError(f"{run} is not finite without any change, at a learning rate of {rate:.3g}. Lower --learning-rate.")
+            raise ConfigError(f"{start.name} is not finite without any change, at a learning rate of {rate:.3g}. Lower --learning-rate.")
         advance("baseline")
-        measured = kept("statistics", lambda: variants.statistics(config, backend, last, text))
+        measured = kept("statistics", lambda: variants.statistics(config, start))
         advance("statistics")
         costs: dict[str, list[float | None]] = {}
         for operand in operands:
-            inside = {(path, operand.gemm, operand.role) for path in operand.linears}
-            off = inside if base == "fp8" else {one for one in variants.cast_operands(config) if one not in inside}
-            changed = variants.without(config, sorted(off))
+            off = operand.casts if base == "fp8" else [one for one in every if one not in operand.casts]
+            changed = variants.without(config, off)
             costs[operand.name] = kept(operand.name, lambda one=changed: losses(one))
             advance(operand.name)
     rows = [_row(operand, costs[operand.name], baseline, base, measured, confidence) for operand in operands]
     rows.sort(key=lambda row: math.inf if row.cost is None else row.cost, reverse=True)
     found = Ablation(
-        run=str(run),
-        backend=backend,
+        run=start.name,
+        backend=start.backend,
         recipe=config.numerics.recipe,
         base=base,
-        step=last.step,
+        step=start.step,
         steps=steps,
         samples=len(baseline),
         confidence=confidence,
@@ -219,32 +204,21 @@ def ablate(
     return found
 
 
-def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[Gemm], roles: Sequence[Role]) -> list[Operand]:
-    """The operands that a config casts, grouped, in the order of the model.
+def _studied(start: Start, attention: str | None, states: str | None, gemms: Sequence[str], steps: int) -> Config:
+    """The config with the casts of attention and states that are studied.
 
-    Raises:   ConfigError: a pattern that names no linear; none is left.
+    Raises:   ConfigError: attention of a user's model, or a layout without steps of training.
     """
-    paths = dict.fromkeys(path for path, _, _ in variants.cast_operands(config))
-    for pattern in layers:
-        if not any(matches(pattern, path) for path in paths):
-            raise ConfigError(f"--layers {pattern!r} names no linear in FP8; there are {', '.join(paths)}.")
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        if not layers or any(matches(pattern, path) for pattern in layers):
-            groups.setdefault(_group(path, by), []).append(path)
-    cast = set(variants.cast_operands(config))
-    found = [
-        Operand(group=group, gemm=gemm, role=role, linears=tuple(path for path in inside if (path, gemm, role) in cast))
-        for group, inside in groups.items()
-        for gemm in GEMMS
-        for role in OPERANDS[gemm]
-        if gemm in gemms and role in roles and any((path, gemm, role) in cast for path in inside)
-    ]
-    if not found:
-        raise ConfigError(
-            "no operand in FP8 is left. Without --steps there are those of GEMM output alone; name other --layers, --gemms or --roles."
-        )
-    return found
+    config = start.config
+    if attention is not None and config.architecture.kind != "llama":
+        architecture.require_llama(config, "--attention")
+    if states is not None and not steps:
+        raise ConfigError(f"states are written by steps of training; got --states {states!r} without --steps. Add --steps 20.")
+    variant, layout = config.attention_variant, config.optimizer.moment_layout
+    own = variant is not None and variant.fmt.bits == 8 and variant.granularity == "tensor"
+    attention = attention or (config.numerics.attention if own else None)
+    states = states or (layout.name if layout is not None and steps else None)
+    return variants.studying(config, attention=attention if "attention" in gemms else None, states=states if "states" in gemms else None)
 
 
 def draw(found: Ablation, path: Path) -> None:
@@ -252,7 +226,7 @@ def draw(found: Ablation, path: Path) -> None:
     from fp8ref import plots
 
     groups = list(dict.fromkeys(sorted(row.operand.group for row in found.rows)))
-    columns = [(g, r) for g in GEMMS for r in OPERANDS[g] if any((row.operand.gemm, row.operand.role) == (g, r) for row in found.rows)]
+    columns = [(g, r) for g in KINDS for r in ROLES_OF[g] if any((row.operand.gemm, row.operand.role) == (g, r) for row in found.rows)]
     costs = np.full((len(groups), len(columns)), np.nan)
     for row in found.rows:
         costs[groups.index(row.operand.group), columns.index((row.operand.gemm, row.operand.role))] = (
@@ -272,18 +246,11 @@ def _row(operand: Operand, losses: list, baseline: list, base: Base, measured: d
         if gap is None
         else {"cost": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
     )
-    of = [measured.get(f"{path}/{operand.gemm}/{operand.role}", {}) for path in operand.linears]
+    products = [p for p, role in attention_products.ROWS if role == operand.role] if operand.gemm == "attention" else [operand.gemm]
+    of = [measured.get(f"{path}/{product}/{operand.role}", {}) for path in operand.linears for product in products]
 
     def worst(key: str, by: Callable) -> float | None:
         return by((one[key] for one in of if one.get(key) is not None), default=None)
 
     shares = {"underflow": worst("underflow_rate", max), "saturation": worst("saturation_rate", max)}
     return Row(operand=operand, **numbers, sqnr=worst("sqnr", min), **shares)
-
-
-def _group(path: str, by: By) -> str:
-    parts = path.split(".")
-    if by == "layer":
-        number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
-        return ".".join(parts[max(0, number - 1) : number + 1])
-    return {"linear": path, "kind": parts[-1], "model": "model"}[by]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
+from fp8ref.recipe import RECIPES
 from fp8ref.train.sections import ArchitectureConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
 
 BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
@@ -145,6 +146,8 @@ def faults(config: Sections) -> list[str]:
     own = [key for key, value in vars(config.model).items() if value != getattr(default, key)]
     parallel, numerics, nnx = config.parallel, config.numerics, keys.kind == "nnx"
     what = f"architecture.kind {keys.kind!r}"
+    scheduled = dict.fromkeys(recipe for _, recipe in numerics.schedule or ())
+    states = [name for name in scheduled if name in RECIPES and RECIPES[name].delayed]
     wrong = {
         f"of model.* takes vocab_size alone, as its own configuration says the rest; got model.{', model.'.join(own)}": bool(own),
         f"is for one device, whose linears no plan cuts; got parallel of {parallel.devices}": parallel.devices > 1,
@@ -156,8 +159,7 @@ def faults(config: Sections) -> list[str]:
         f"has attention of its own; got parallel.attention {parallel.attention!r}": parallel.attention != "xla",
         f"has attention of its own; got numerics.attention {numerics.attention!r}": numerics.attention is not None,
         f"has float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower ones": config.optimizer.keeps_masters,
-        "takes one recipe for every linear of a module of Flax; got numerics.rules": nnx and numerics.rules is not None,
-        "takes one recipe; got numerics.schedule": nnx and numerics.schedule is not None,
+        f"keeps one recipe's states of delayed scaling; numerics.schedule has {', '.join(states)}": nnx and len(states) > 1,
         f"sums gradients in float32; got parallel.accumulate_dtype {parallel.accumulate_dtype!r}": parallel.accumulate_dtype != "float32",
         f"has initial weights of its own; got run.init_from {config.run.init_from!r}": nnx and config.run.init_from is not None,
     }

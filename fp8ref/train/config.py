@@ -17,7 +17,7 @@ from pathlib import Path
 import pydantic
 import tyro
 
-from fp8ref import attention, attention_delayed, grouped, linear_rules, linear_selection, llama
+from fp8ref import attention, attention_casts, attention_delayed, grouped, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
 from fp8ref.attention import Variant
 from fp8ref.errors import ConfigError
@@ -81,6 +81,10 @@ class Config:
         )
         if self.parallel.attention == "kernel":
             self._check_kernel()
+        if self.numerics.attention_operands is not None:
+            self._check_attention_operands(self.numerics.attention_operands)
+        if self.parallel.context > 1:
+            self._check_context()
         require(
             self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
@@ -133,6 +137,28 @@ class Config:
             )
             if not taken
         ]
+
+    def uncut_sequences(self) -> list[str]:
+        """The error messages for a length of sequences that context and sequence parallelism do not divide (P-10, A-24)."""
+        keys, length = self.parallel, self.data.sequence_length
+        parts = keys.context * (keys.tensor if keys.sequence else 1)
+        what = "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence if keys.context > 1 else "tensor"
+        under = "under parallel.sequence " * (keys.context == 1)
+        return [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."] if length % parts else []
+
+    def _check_context(self) -> None:
+        """ValueError for attention that parts of the tokens do not compute (A-21, A-24)."""
+        variant, keys = self.attention_variant, self.parallel
+        require(
+            variant is not None and not variant.real and variant.granularity in ("tensor", None),
+            "parallel.context cuts sequences, and takes attention with one scale for a tensor, or none; got numerics.attention "
+            f"{self.numerics.attention!r}. Use cudnn or bf16, or leave parallel.context out.",
+        )
+        require(
+            keys.compile == "none",
+            f"parallel.context gathers keys and values within attention, which is traced eagerly alone; got parallel.compile {keys.compile!r}. Set it "
+            "to none.",
+        )
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -189,11 +215,21 @@ class Config:
     def _check_kernel(self) -> None:
         """ValueError for a config that no library's FP8 kernel trains."""
         keys, tiles = self.numerics, "Use parallel.attention 'tiles'."
+        by_flash = keys.attention in ("fa3", "fa3_promoted")  # which has gradients by attention_backward 'bf16' alone
         require(
-            keys.attention == "cudnn" and keys.attention_scaling == "delayed",
+            by_flash or (keys.attention == "cudnn" and keys.attention_scaling == "delayed" and keys.attention_backward == "own"),
             "parallel.attention 'kernel' is cuDNN's FP8 attention, which casts with scales that are given: numerics.attention 'cudnn' with "
-            f"numerics.attention_scaling 'delayed'; got {keys.attention!r} with {keys.attention_scaling!r}. {tiles}",
+            "numerics.attention_scaling 'delayed' and its own backward pass; or in PyTorch FlashAttention-3: 'fa3' or 'fa3_promoted' with "
+            f"numerics.attention_backward 'bf16'; got {keys.attention!r} with {keys.attention_scaling!r} and {keys.attention_backward!r}. {tiles}",
         )
+        if by_flash:
+            require(
+                self.model.head_dim % 16 == 0 and self.parallel.compile == "none" and not keys.simulates and not self.statistics.every,
+                "parallel.attention 'kernel' of FlashAttention-3 takes heads of multiples of 16, in eager mode, without numerics.accumulate and "
+                f"statistics.every, which look into the tiles; got {self.model.head_dim}, {self.parallel.compile!r}, {keys.accumulate!r} and "
+                f"{self.statistics.every}. {tiles}",
+            )
+            return
         length = self.data.sequence_length
         require(
             self.model.head_dim == 128 and length % 128 == 0,
@@ -206,8 +242,32 @@ class Config:
             f"{self.parallel.devices} devices, {keys.accumulate!r} and {self.statistics.every}. {tiles}",
         )
 
+    def _check_attention_operands(self, operands: Sequence[str]) -> None:
+        """ValueError for a config whose attention has no single casts, and for a pattern that names no layer (E-9)."""
+        keys = self.parallel
+        require(
+            keys.devices == 1 and not keys.scan and keys.compile == "none" and keys.attention in ("xla", "tiles"),
+            f"numerics.attention_operands are of one device, eager or without a scan over layers; got {keys.devices} devices, parallel.scan "
+            f"{keys.scan}, parallel.compile {keys.compile!r} and parallel.attention {keys.attention!r}. Leave one of them out.",
+        )
+        for operand in operands:
+            pattern, slash, _ = operand.rpartition("/")
+            if slash and not any(linear_selection.matches(pattern, layer) for layer in self.attention_layers):
+                raise ValueError(
+                    f"every pattern of numerics.attention_operands names a layer's attention (R-3); got {operand!r} for "
+                    f"{', '.join(self.attention_layers)}. Write layers.0/q, or q for all."
+                )
+
+    def attention_operands(self, layer: str) -> attention_casts.Casts | None:
+        """The operands of a layer's attention that alone are cast (E-9); None: it is computed by its variant, or the framework."""
+        keys = self.numerics
+        return None if keys.attention_operands is None else attention_casts.of(str(keys.attention), keys.attention_operands, layer)
+
     def require_tiles(self, who: str) -> None:
-        """ConfigError for attention by a library's kernel, whose passes ``who`` cannot look into."""
+        """ConfigError for attention by a library's kernel, whose passes ``who`` cannot look into, and for one whose operands are
+        cast one by one, which is no kernel's."""
+        if self.numerics.attention_operands is not None:
+            raise ConfigError(f"{who} takes attention by its variant; got numerics.attention_operands. Leave them out.")
         if self.parallel.attention == "kernel":
             raise ConfigError(f"{who} takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles.")
 
@@ -218,8 +278,9 @@ class Config:
 
     @property
     def attention_variant(self) -> Variant | None:
-        """The variant of numerics.attention; None for the framework's own attention."""
-        return None if self.numerics.attention is None else attention.by_name(self.numerics.attention)
+        """The variant of numerics.attention, with its backward pass; None for the framework's own attention."""
+        keys = self.numerics
+        return None if keys.attention is None else attention.differentiated(keys.attention, keys.attention_backward)
 
     @property
     def attention_casts(self) -> dict[str, attention_delayed.Casts]:
@@ -230,9 +291,14 @@ class Config:
 
     @property
     def attention_in_fp8(self) -> list[str]:
-        """The names of the layers' attention, if its variant is in FP8; else []."""
+        """The names of the layers' attention, if it is by a variant in FP8; else []."""
         low = self.attention_variant is not None and self.attention_variant.fmt.bits == 8
-        return [f"model.layers.{i}.self_attn" for i in range(self.model.num_hidden_layers)] if low else []
+        return self.attention_layers if low and self.numerics.attention_operands is None else []
+
+    @property
+    def attention_layers(self) -> list[str]:
+        """The names of all layers' attention, of the trainer's own Llama."""
+        return [f"model.layers.{i}.self_attn" for i in range(self.model.num_hidden_layers)]
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:

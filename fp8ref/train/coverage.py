@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from fp8ref import attention
 from fp8ref.linear_selection import Decision
 from fp8ref.train.config import Config
 
@@ -31,16 +30,17 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     custom = config.architecture.kind != "llama"  # of what is no linear nothing is known
     attended = (not custom) * 2 * length * model.num_attention_heads * model.head_dim * model.num_hidden_layers
     variant = config.numerics.attention
-    attends = variant is not None and attention.by_name(variant).fmt.bits == 8
+    attends, backward = bool(config.attention_in_fp8), config.numerics.attention_backward
     multiplications = (times + attends * attended) / (linears + attended)
+    of_backward = f", backward in {backward}" * (backward != "own")
     recipes = ", ".join(dict.fromkeys(d.recipe.name for d in fp8))
-    line = f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, {f'and attention ({variant}), ' * attends}"
+    line = f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, {f'and attention ({variant}{of_backward}), ' * attends}"
     line += f"{parameters:.1%} of the parameters and {multiplications:.1%} of the multiplications{' of linears' * custom}"
     left_out = [f"{d.path} ({d.reason})" for d in decisions if not d.fp8]
     more = [f"and {len(left_out) - SHOWN} more"] * (len(left_out) > SHOWN)
     line += f". Not in FP8: {'; '.join([*left_out[:SHOWN], *more])}." if fp8 and left_out else "."
     found = {"linears": len(fp8), "parameters": parameters, "multiplications": multiplications, "summary": line} | (
-        {"attention": variant} if variant else {}
+        ({"attention": variant} if variant else {}) | ({"attention_backward": backward} if backward != "own" else {})
     )
     layout = config.optimizer.moment_layout
     if layout is None:

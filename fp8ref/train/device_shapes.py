@@ -16,8 +16,12 @@ from fp8ref.train.config import Config
 
 def tokens(config: Config) -> int:
     """Tokens of one microbatch on a device, before tensor parallelism cuts any."""
-    shared = config.parallel.data * config.parallel.fsdp * config.data.microbatches
-    return config.data.batch_size // shared * config.data.sequence_length
+    return sequences(config) * config.data.sequence_length // config.parallel.context
+
+
+def sequences(config: Config) -> int:
+    """Sequences of one microbatch that a device has, or has a part of."""
+    return config.data.batch_size // (config.parallel.data * config.parallel.fsdp * config.data.microbatches)
 
 
 def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]:
@@ -32,23 +36,23 @@ def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]
 def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str) -> tuple[int, ...]:
     """Shape of the largest piece of a parameter that a device stores.
 
-    JAX cuts matrices over fsdp, evenly. FSDP2 cuts every parameter, and its last pieces may be
+    JAX cuts matrices over fsdp and context, evenly. FSDP2 cuts every parameter, and its last pieces may be
     shorter.
     """
     cut = used(parameter.removesuffix(".weight"), shape, config) if len(shape) == 2 else shape
     if backend == "jax" and len(shape) < 2:
         return cut
-    return (-(-cut[0] // config.parallel.fsdp), *cut[1:])
+    return (-(-cut[0] // config.parallel.shards), *cut[1:])
 
 
 def sharded(config: Config, backend: str) -> bool:
     """Whether parameters are all-gathered for use, and gradients reduce-scattered."""
-    return config.parallel.fsdp > 1 or (backend == "torch" and config.parallel.data > 1)
+    return config.parallel.shards > 1 or (backend == "torch" and config.parallel.data > 1)
 
 
 def ranks_share_amaxes(config: Config) -> bool:
     """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own, which pad and gather by themselves."""
-    return config.parallel.data * config.parallel.fsdp > 1 and config.parallel.amax_scope == "global"
+    return config.parallel.data * config.parallel.shards > 1 and config.parallel.amax_scope == "global"
 
 
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
@@ -136,8 +140,7 @@ def _cut(config: Config) -> list[str]:
     keys, model, data, faults = config.parallel, config.model, config.data, []
     if data.batch_size % (keys.data * keys.fsdp * data.microbatches):
         faults.append(data.indivisible(keys.data * keys.fsdp, "devices"))
-    if keys.sequence and data.sequence_length % keys.tensor:
-        faults.append(f"under parallel.sequence data.sequence_length is divisible by tensor = {keys.tensor}; got {data.sequence_length}.")
+    faults += config.uncut_sequences()
     faults += [
         f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}."
         for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -155,10 +158,10 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
             config.program_linears()
         except ConfigError as error:
             faults.append(str(error))
-    if config.model.vocab_size % keys.fsdp:
-        faults.append(f"model.vocab_size is divisible by parallel.fsdp = {keys.fsdp}; got {config.model.vocab_size}.")
+    if config.model.vocab_size % keys.shards:
+        faults.append(f"model.vocab_size is divisible by parallel.fsdp x context = {keys.shards}; got {config.model.vocab_size}.")
     for d in decisions:
-        parts = keys.fsdp * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
+        parts = keys.shards * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
         if d.shape[0] % parts:
             faults.append(f"{d.path}: its {d.shape[0]} rows must be divisible by the {parts} pieces that parallel cuts them into.")
         elif d.fp8 and keys.devices > 1 and keys.through == "shard_map":
@@ -171,12 +174,12 @@ def _blocks(decision: Decision, config: Config) -> list[str]:
     keys, last, faults = config.parallel, decision.path.split(".")[-1], []
     n, k = used(decision.path, decision.shape, config)
     # whether the mesh cuts rows (fsdp always, tensor for column-parallel) and columns (row-parallel)
-    cuts = (keys.fsdp > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
+    cuts = (keys.shards > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
     for which, spec in decision.recipe.gemms.items():
         if spec.b is None or "weight" not in OPERANDS[which] or granularity.by_name(spec.b.granularity).reduced is None:
             continue
         sizes = granularity.blocks(spec.b.granularity, decision.shape, REDUCED_AXES[which][1])
-        for what, length, size, cut in zip(("rows", "columns"), (n // keys.fsdp, k), sizes, cuts, strict=True):
+        for what, length, size, cut in zip(("rows", "columns"), (n // keys.shards, k), sizes, cuts, strict=True):
             if cut and length % size:
                 faults.append(
                     f"{decision.path}: no layout cuts a block (P-5), so its pieces hold a multiple of {size} {what}; they hold {length}."
@@ -205,7 +208,7 @@ def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
 def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     """PyTorch's faults: the limits of FSDP2 and tensor parallelism (P-13, P-14)."""
     keys, faults = config.parallel, []
-    shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
+    shared, recipe = keys.data * keys.shards, recipes.by_name(config.numerics.recipe)
     if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
         faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
     if keys.reduction == "ordered" and keys.data > 2:

@@ -61,6 +61,32 @@ def missing(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {**every, "num_key_value_heads": 4, "head_dim": from_heads, **of_experts}
 
 
+def model_of(found: Mapping[str, Any]) -> LlamaConfig:
+    """The trainer's model that a config.json describes; ``export.read`` compares all of it.
+
+    Raises:   ValueError: a model_type that none of ``KINDS`` is; sizes that are missing, or that are no model's.
+    """
+    model_type = found.get("model_type")
+    if model_type not in KINDS:
+        raise ValueError(f"the trainer's own model is of model_type {', '.join(KINDS)}; got {model_type!r}.")
+    experts = model_type == "qwen3_moe"
+    theta = found.get("rope_theta") or (found.get("rope_parameters") or {}).get("rope_theta")
+    given = {key: value for key, value in found.items() if value is not None} | ({"rope_theta": theta} if theta else {})
+    if "num_local_experts" in given:  # as transformers 5 writes it
+        given.setdefault("num_experts", given["num_local_experts"])
+    keys = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta"]
+    keys += ["tie_word_embeddings", *(["num_experts", "num_experts_per_tok", "norm_topk_prob"] if experts else [])]
+    inner = "moe_intermediate_size" if experts else "intermediate_size"
+    try:
+        every = missing(str(model_type), given) | given
+        head = every["head_dim"] if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"] else None
+        return LlamaConfig(
+            **{key: every[key] for key in keys}, intermediate_size=every[inner], head_size=head, qk_norm=model_type != "llama"
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"config.json of model_type {model_type!r} lacks {error}.") from error
+
+
 def apart(weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
     """Names and weights as files have them, of the trainer's."""
     for name, value in weights:

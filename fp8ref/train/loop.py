@@ -75,6 +75,10 @@ class Trainer(Protocol):
         """Restore the state that was saved after ``step`` steps."""
         ...
 
+    def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``."""
+        ...
+
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """The gradients of a batch's mean loss, before clipping; no state changes."""
         ...

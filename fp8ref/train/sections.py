@@ -10,8 +10,9 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 import tyro
 
-from fp8ref import attention, attention_delayed, gradient_reduction, states
+from fp8ref import attention, attention_casts, attention_delayed, gradient_reduction, layout_parts, states
 from fp8ref import recipe as recipes
+from fp8ref.attention import Backward
 from fp8ref.linear_rules import Rule
 from fp8ref.train import schedule as schedules
 
@@ -137,8 +138,11 @@ class NumericsConfig:
     """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe says), exact, f32, hopper_fast, hopper_slow,
     ada, blackwell, or a .json file of ``fp8ref probe``. native, the default: the framework's own GEMMs."""
     attention: str | None = None
-    """Attention, a tile of keys after another, by one of the variants that have gradients: cudnn or mxfp8 in FP8; bf16, or exact (spec A-1).
-    Default: the framework's own, in bfloat16."""
+    """Attention, a tile of keys after another, by a variant (spec A-1): in FP8 cudnn or mxfp8, or with numerics.attention_backward bf16 also fa3,
+    fa3_promoted, fa4, fa4_threshold4 and fa3_paper; bf16, or exact. Default: the framework's own, in bfloat16."""
+    attention_backward: Backward = "own"
+    """The backward pass of numerics.attention in FP8: the variant's own, or bf16, of q, k and v in bfloat16 with the log-sum-exp of the FP8 pass (spec
+    A-25). FlashAttention's kernels in FP8 have none of their own."""
     attention_arithmetic: Literal["fast", "stated"] = "fast"
     """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
     stated order, rounded once, several times slower."""
@@ -146,6 +150,10 @@ class NumericsConfig:
     attention_scaling: Literal["current", "delayed"] = "current"
     """Where numerics.attention has its scales from: the tensors of the step itself; or, of cudnn alone, the amaxes of past steps (spec A-19), a state
     for each of q, k, v, s, o, do, ds, dq, dk and dv of a layer."""
+
+    attention_operands: tuple[str, ...] | None = None
+    """Of numerics.attention 'cudnn', the operands that alone are cast, q, k, v, p, do and ds, of every layer or, as "layers.0/q", of those that a
+    pattern names. All else of attention is in float32, on whole matrices (spec E-9). Default: all, a tile of keys after another."""
 
     def __post_init__(self) -> None:
         recipes.check_trained(self.recipe, "numerics.recipe")
@@ -181,12 +189,38 @@ class NumericsConfig:
             "numerics.attention_scaling 'delayed' is of attention with one FP8 scale for a tensor; got numerics.attention "
             f"{self.attention!r}. Use variant 'cudnn', or leave it out.",
         )
-        if self.attention is not None:
-            trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
+        if self.attention_operands is not None:
             require(
-                self.attention in trained,
-                f"numerics.attention is one of {', '.join(trained)}, which have gradients; got {self.attention!r}. Leave it out for the "
-                "framework's own attention.",
+                self.attention in attention.VARIANTS
+                and (self.attention_scaling, self.attention_backward) == ("current", "own")
+                and not self.simulates,
+                "numerics.attention_operands are of numerics.attention, with its own backward pass, scales of the tensors themselves and the "
+                f"framework's own GEMMs; got {self.attention!r}, {self.attention_backward!r}, {self.attention_scaling!r} and numerics.accumulate "
+                f"{self.accumulate!r}. Leave them out, or set attention to cudnn.",
+            )
+            roles = frozenset(operand.rpartition("/")[2] for operand in self.attention_operands)
+            attention_casts.Casts(attention.by_name(str(self.attention)), roles)  # type: ignore[arg-type]  # refuses unknown ones
+        require(
+            self.attention_backward in get_args(Backward),
+            f"numerics.attention_backward is own or bf16; got {self.attention_backward!r}.",
+        )
+        if self.attention is None:
+            require(
+                self.attention_backward == "own",
+                f"numerics.attention_backward is of numerics.attention, which is left out; got {self.attention_backward!r}. Leave both out, or name "
+                "a variant.",
+            )
+        else:
+            trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
+            forward = [name for name in attention.VARIANTS if name not in trained]
+            require(
+                self.attention in trained or (self.attention in forward and self.attention_backward == "bf16"),
+                f"numerics.attention is one of {', '.join(trained)}, which have gradients, or with numerics.attention_backward 'bf16' of "
+                f"{', '.join(forward)}; got {self.attention!r}. Leave it out for the framework's own attention.",
+            )
+            require(
+                self.attention_backward == "own" or attention.by_name(self.attention).fmt.bits == 8,
+                f"numerics.attention_backward 'bf16' is of a forward pass in FP8; got numerics.attention {self.attention!r}. Leave it out.",
             )
             require(
                 not self.simulates or attention.by_name(self.attention).granularity != "mx_1x32",
@@ -221,13 +255,16 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """A mesh of data x fsdp x tensor devices, and how it shards the model (spec P)."""
+    """A mesh of data x fsdp x context x tensor devices, and how it shards the model (spec P)."""
 
     data: int = 1
     """Data-parallel devices: each has a part of the batch and a copy of the weights."""
     fsdp: int = 1
     """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8; in PyTorch those
     with one scale."""
+    context: int = 1
+    """Context-parallel devices: each has a part of every sequence, and together with fsdp a shard of every matrix. Of numerics.attention bf16 or cudnn,
+    which gathers keys and values (spec A-24)."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False
@@ -274,8 +311,12 @@ class ParallelConfig:
     """PyTorch: seconds that a rank waits for another before the run ends."""
 
     def __post_init__(self) -> None:
-        for key in ("data", "fsdp", "tensor", "timeout_s"):
+        for key in ("data", "fsdp", "context", "tensor", "timeout_s"):
             require(getattr(self, key) >= 1, f"parallel.{key} is at least 1; got {getattr(self, key)}.")
+        require(
+            self.context == 1 or self.through == "shard_map",
+            "parallel.context needs visible devices, and plain jit shows none. Use parallel.through 'shard_map'.",
+        )
         require(not self.sequence or self.tensor > 1, f"parallel.sequence needs parallel.tensor above 1; got {self.tensor}.")
         require(
             self.amax_scope == "global" or self.through == "shard_map",
@@ -333,7 +374,18 @@ class ParallelConfig:
     @property
     def devices(self) -> int:
         """Number of devices in the mesh; PyTorch has a process for each."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.shards * self.tensor
+
+    @property
+    def mesh(self) -> str:
+        """The axes and their sizes, as text."""
+        axes = ["data", "fsdp", *(["context"] if self.context > 1 else []), "tensor"]
+        return f"{' x '.join(axes)} = {' x '.join(str(getattr(self, axis)) for axis in axes)}"
+
+    @property
+    def shards(self) -> int:
+        """Number of pieces that fsdp and context cut every matrix into."""
+        return self.fsdp * self.context
 
     def unattended(self, head_dim: int) -> list[str]:
         """The error messages for heads of this size under ``attention``; empty if they fit."""
@@ -344,9 +396,9 @@ class ParallelConfig:
         """The error messages for gradients that this backend cannot sum as asked (P-25)."""
         if self.reduce_dtype != "float8_e4m3fn":
             return []
-        if self.data * self.fsdp == 1:
+        if self.data * self.shards == 1:
             return [
-                "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data and fsdp, of which there is one device. Leave it out."
+                "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data, fsdp and context, of which there is one device. Leave it out."
             ]
         if backend == "torch" and self.data > 1:
             return [
@@ -385,7 +437,7 @@ class OptimizerConfig:
     e4m3 moments in blocks of 256, which stores small second moments as 0: their updates explode."""
     layout: str | None = None
     """How adamw_states keeps its moments: float32, bfloat16, msamp, fishman, sqrt_e5m2, sqrt_e4m3, torchao, te or coat; and masters in float16
-    too: msamp_o2 or sqrt_e4m3_f16. Default: sqrt_e4m3."""
+    too: msamp_o2 or sqrt_e4m3_f16. Or some parts of one, with the others in float32: te/m, te/v, msamp_o2/v+master, te/none. Default: sqrt_e4m3."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     min_learning_rate: float = 1e-4
@@ -431,7 +483,10 @@ class OptimizerConfig:
             f"optimizer.layout is of optimizer.kind 'adamw_states'; got layout {self.layout!r} with kind {self.kind!r}. Leave one of them out.",
         )
         names = (*states.LAYOUTS, *states.WITH_MASTERS)
-        require(self.layout is None or self.layout in names, f"optimizer.layout is one of {', '.join(names)}; got {self.layout!r}.")
+        name, slash, _ = (self.layout or "sqrt_e4m3").partition("/")
+        require(name in names, f"optimizer.layout is one of {', '.join(names)}; got {self.layout!r}.")
+        if slash:
+            layout_parts.by_name(str(self.layout))  # refuses parts that it has not
         require(
             self.kind != "adamw_states" or self.learning_rate <= 1024,
             f"optimizer.learning_rate is at most 1024 under optimizer.kind 'adamw_states' (O-2); got {self.learning_rate}.",
@@ -449,7 +504,7 @@ class OptimizerConfig:
     @property
     def moment_layout(self) -> states.Layout | None:
         """The layout of both moments, and of masters, under ``adamw_states``; None under other kinds."""
-        return states.by_name(self.layout or "sqrt_e4m3") if self.kind == "adamw_states" else None
+        return layout_parts.by_name(self.layout or "sqrt_e4m3") if self.kind == "adamw_states" else None
 
     @property
     def keeps_masters(self) -> bool:

@@ -2,92 +2,107 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from fp8ref import console as consoles
-from fp8ref import linear_rules
+from fp8ref import attention_casts, layout_parts, linear_rules
+from fp8ref import states as layouts
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import GEMMS, Rule
-from fp8ref.recipe import OPERANDS, RECIPES, Gemm, Role, trained_recipes
-from fp8ref.train import checkpoint, log, loop
+from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
-from fp8ref.train.checkpoint import Checkpoint
+from fp8ref.train import loop
+from fp8ref.train.ablation_start import Start
 from fp8ref.train.config import Config
-from fp8ref.train.data import loader
 
 LOSSES = "losses.jsonl"
 """The file of an ablation's directory with the losses of each variant, so that it can be resumed."""
 
 
-def begin(run: Path, recipe: str | None) -> tuple[Checkpoint, Config]:
-    """The last checkpoint of a run, and its config in the recipe that is studied.
+Cast = tuple[str, str, str]
+"""What a config casts: (linear, GEMM, role); (a layer's attention, "attention", role); or ("", "states", part of a layout)."""
 
-    Raises:   ConfigError: no run or checkpoint; several devices; a recipe without FP8, or with delayed scaling.
+
+def studying(config: Config, *, attention: str | None, states: str | None) -> Config:
+    """The config with every operand of attention, and every narrow part of a layout, as a cast that ``without`` can leave out.
+
+    attention, states: a variant and a layout; None: neither is studied.
+    Raises:   ConfigError: a variant or layout that has no such casts.
     """
-    log.read_manifest(run)
-    config = configs.load(run / "config.toml")
-    if config.parallel.devices > 1:
-        raise ConfigError(f"an ablation takes a run on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
-    last = checkpoint.latest(run, consoles.say, aside=False)
-    if last is None:
-        raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
-    trained = config.recipes
-    recipe = recipe or (config.numerics.recipe if RECIPES[config.numerics.recipe].fp8 else "tensorwise")
-    if recipe not in trained_recipes() or not RECIPES[recipe].fp8:
-        raise ConfigError(
-            f"--recipe is one with FP8 that trains: {', '.join(name for name, one in trained_recipes().items() if one.fp8)}; got {recipe!r}."
-        )
-    for name in (*trained, recipe):
-        if RECIPES[name].delayed:
-            raise ConfigError(
-                f"an ablation takes recipes that scale by a tensor's own amax; {name!r} has states. Use tensorwise or rowwise."
+    try:
+        if attention is not None:
+            config = config.replace(
+                numerics={"attention": attention, "attention_scaling": "current", "attention_operands": attention_casts.ROLES},
+                parallel={"attention": "xla", "compile": "none"},
             )
-    rules = config.numerics.rules if recipe in trained else None
-    return last, config.replace(
-        numerics={"recipe": recipe, "rules": rules, "schedule": None, "accumulate": None},
-        parallel={"scan": False},
-        statistics={"every": 0},
-    )
+        if states is not None:
+            layout = layout_parts.named(layouts.by_name(states), layout_parts.narrow(layouts.by_name(states)))
+            config = config.replace(optimizer={"kind": "adamw_states", "layout": layout})
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return config
 
 
-def cast_operands(config: Config) -> list[tuple[str, Gemm, Role]]:
-    """Every operand that a config casts: (linear, GEMM, role)."""
-    return [(d.path, *key) for d in config.decisions() for key, cast in linear_rules.casts_of(d.recipe).items() if cast is not None]
+def cast_operands(config: Config) -> list[Cast]:
+    """Everything that a config casts, of linears, and of attention and states under ``studying``."""
+    found: list[Cast] = [
+        (d.path, *key) for d in config.decisions() for key, cast in linear_rules.casts_of(d.recipe).items() if cast is not None
+    ]
+    if config.numerics.attention_operands is not None:
+        for layer in config.attention_layers:
+            casts = config.attention_operands(layer)
+            found += [(layer, "attention", role) for role in attention_casts.ROLES if casts is not None and role in casts.roles]
+    layout = config.optimizer.moment_layout
+    if layout is not None and "/" in layout.name:
+        found += [("", "states", part) for part in layout_parts.narrow(layout)]
+    return found
 
 
-def without(config: Config, operands: Sequence[tuple[str, Gemm, Role]]) -> Config:
+def without(config: Config, operands: Iterable[Cast]) -> Config:
     """The config with these operands in high precision."""
+    operands = list(operands)
     rules = list(config.numerics.rules or ())
     for gemm in GEMMS:
         for role in OPERANDS[gemm]:
             paths = tuple(path for path, *key in operands if key == [gemm, role])
             rules += [Rule(layers=paths, gemms=(gemm,), roles=(role,), recipe="bf16")] if paths else []
-    return config.replace(numerics={"rules": tuple(rules) or None})
+    keys: dict = {"numerics": {"rules": tuple(rules) or None}}
+    left = [one for one in cast_operands(config) if one not in operands]
+    if config.numerics.attention_operands is not None:
+        keys["numerics"]["attention_operands"] = tuple(f"{layer}/{role}" for layer, gemm, role in left if gemm == "attention")
+    layout = config.optimizer.moment_layout
+    if layout is not None and "/" in layout.name:
+        whole = layouts.by_name(layout.name.partition("/")[0])
+        keys["optimizer"] = {"layout": layout_parts.named(whole, tuple(part for _, gemm, part in left if gemm == "states"))}
+    return config.replace(**keys)
 
 
-def losses(config: Config, backend: str, last: Checkpoint, batches: loader.Batches, *, steps: int, seeds: int) -> list[float | None]:
+def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[float | None]:
     """Validation losses: of each batch, or, after training, their mean for each order of data; None if one was not finite."""
-    trainer = loop.trainer(backend, config)
-    held_out = [batches.held_out(i) for i in range(config.run.eval_batches)]
+    trainer = loop.trainer(start.backend, config)
+    held_out = [start.batches.held_out(i) for i in range(config.run.eval_batches)]
     found: list[float] = []
     for seed in range(seeds if steps else 1):
-        trainer.load(last.state, last.step)
+        start.into(trainer, config)
         finite = True
         for step in range(steps):  # steps that the run has not seen, other ones for each seed
-            finite &= all(map(math.isfinite, trainer.step(batches.step(last.step + seed * steps + step)).values()))
+            finite &= all(map(math.isfinite, trainer.step(start.batches.step(start.step + seed * steps + step)).values()))
         losses = [trainer.evaluate(tokens) for tokens in held_out]
         found += [float(np.mean(losses)) if finite else math.nan] if steps else losses
     return [loss if math.isfinite(loss) else None for loss in found]
 
 
-def statistics(config: Config, backend: str, last: Checkpoint, batches: loader.Batches) -> dict[str, dict]:
-    """The quantization statistics of every operand, under the recipe, of the batch after the checkpoint (Q-8)."""
-    trainer = loop.trainer(backend, config)
-    trainer.load(last.state, last.step)
-    return trainer.statistics(batches.step(last.step))
+def statistics(config: Config, start: Start) -> dict[str, dict]:
+    """The quantization statistics of every operand, under the recipe, of the batch after the checkpoint (Q-8).
+
+    Of attention those of the variant itself, of q, k, v and do (Q-13).
+    """
+    config = config.replace(numerics={"attention_operands": None})
+    trainer = loop.trainer(start.backend, config)
+    start.into(trainer, config)
+    return trainer.statistics(start.batches.step(start.step))
 
 
 def keeping(out: Path, about: dict) -> Callable:

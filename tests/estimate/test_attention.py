@@ -13,7 +13,7 @@ from fp8ref import attention as data
 from fp8ref import attention_delayed
 from fp8ref.attention import Mask
 from fp8ref.errors import ConfigError
-from fp8ref.estimate import attention, memory, report, roofline
+from fp8ref.estimate import attention, memory, report, roofline, traffic
 from fp8ref.estimate.gpu_rates import PUBLISHED
 from fp8ref.jax import attention as attention_jax
 from fp8ref.torch import attention as attention_torch
@@ -122,3 +122,34 @@ def test_a_kernel_has_no_tiles(by_kernel):  # A-20
     by_tiles = by_kernel.replace(parallel={"attention": "tiles"})
     mine, tiles = (memory.lines(each, "jax") for each in (by_kernel, by_tiles))
     assert mine.keys() == tiles.keys() - {"attention scores"}
+
+
+def context(**parallel):
+    return config("cudnn", 1024).replace(parallel={"context": 2} | parallel)
+
+
+def test_parts_of_the_tokens_gather_keys_and_values():  # A-21, A-24
+    """Two layers of 2 heads of keys of 32 features, 2 sequences of 1,024 tokens: half of k and v come from the other device, as codes in both passes;
+    their gradients in float32."""
+    found, half = traffic.flows(context(), "torch"), 2 * 2 * 2 * 2 * 32 * 512
+    assert found["keys and values, gathered over context"].bytes == 2 * half
+    assert found["gradients of keys and values, summed over context"].bytes == 4 * half
+    wide = traffic.flows(context(checkpointing="full").replace(numerics={"attention": "bf16"}), "torch")
+    assert wide["keys and values, gathered over context"].bytes == 3 * half * 2
+    mine, fsdp = traffic.flows(context(), "jax"), traffic.flows(config("cudnn", 1024, fsdp=2), "jax")
+    name = "weights, gathered over fsdp"  # context cuts weights as fsdp does
+    assert mine[name] == fsdp[name]
+    assert memory.lines(context(), "jax")["keys and values of all parts"][0] == 2 * 5 * 2 * 2 * 1024 * 32
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("torch", [(512, 128)] * 5 + [(384, 128), (256, 128), (128, 128)]), ("jax", [(512, 128)] * 8)]
+)
+def test_pairs_of_the_last_part(backend, expected):  # A-21
+    """Its 512 queries see all tiles of the first half, and less of each later one; JAX's program is the same on all devices."""
+    assert attention.pairs(1024, 128, backend, parts=2) == expected
+
+
+def test_an_estimate_compares_whole_sequences():
+    with pytest.raises(ConfigError, match=r"which has no parts of the tokens; got parallel.context 2. fp8ref train --dry-run has"):
+        report.of(context(), "jax", H100)

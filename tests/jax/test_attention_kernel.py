@@ -216,3 +216,20 @@ def test_several_devices_are_refused():  # A-20
         layer(q, apart, v)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"got q on 2"):
         jax.jit(layer)(q, k, v)
+
+
+def test_a_mesh_of_a_jits_inputs_alone_is_refused_where_it_is_lowered(monkeypatch):  # A-20
+    """q, k and v come of arrays without a mesh, which XLA may cut all the same: another argument has one."""
+    monkeypatch.setattr(attention_kernel, "dot_product_attention", lambda q8, *_: (q8, *[jnp.zeros((1, 1, 1, 1))] * 2))
+    q, k, v, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given())
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    scales, other = scales_apart(), jax.ShapeDtypeStruct((2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+
+    def layer(q, k, v, other):
+        return attention_kernel.apply(q, k, v, scales=scales, platform="cuda")[0] + other[0]
+
+    traced = jax.jit(layer).trace(q, k, v, other)  # shows no mesh of q, k and v
+    with pytest.raises(ValueError, match=r"of one device's part; got the program on 2. Use fp8ref.jax.attention"):
+        traced.lower()
+    alone = jax.ShapeDtypeStruct(other.shape, other.dtype)
+    jax.jit(layer).trace(q, k, v, alone).lower()

@@ -291,6 +291,28 @@ def test_sums_over_devices_move_the_dtype_that_is_asked_for(parts, dtype, operan
     assert [(c.dtype, c.shape) for c in summed] == [(dtype, (rows, columns))]  # over data, after the scatter
 
 
+@pytest.mark.parametrize(("recipe", "bytes_"), [("rowwise", 1 + 1 / 8), ("rowwise_with_gw_hp", 1 + 2)])
+def test_one_gather_of_a_gradient_serves_both_gemms(recipe, bytes_, operands):  # P-6
+    """An element is a code and a bit, from which both sets of codes are made; or a code for one GEMM and bfloat16 for the other. The
+    proof misses no gather of grad_weight, unless the bits are gone."""
+    placement = placement_of("row, sequence")
+    of_x, of_w, of_y = specs_of(placement)
+
+    def run(x, w, g):
+        return results(lambda x, w: linear.apply(x, w, recipe=recipe, placement=placement, name="fc")[0], x, w, g)
+
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh_of((2, 2, 2)), in_specs=(of_x, of_w, of_y), out_specs=(of_y, of_x, of_w)))
+    program = proof.read(mapped.lower(*operands))
+    gathers = [c for c in proof.collectives(program) if c.kind == "all_gather"]
+    of_gradient = [c for c in gathers if c.shape[-1] in (N, N // 8)]
+    rows = B * T // 4  # of a device's part of the batch, from both devices along tensor
+    assert sum((2 if c.dtype == "bf16" else 1) * math.prod(c.shape) for c in of_gradient) == bytes_ * rows * N
+    assert proof.missing(program, {"fc": recipe}, {"fc": placement}) == []
+    without = dataclasses.replace(program, operations=[op for op in program.operations if op.result[0] != "ui8"])
+    lines = proof.missing(without, {"fc": recipe}, {"fc": placement})
+    assert lines == (["fc/grad_weight: planned 1 gathers in FP8, of grad_output; found 0"] if recipe == "rowwise" else [])
+
+
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operands):  # P-2, P-8

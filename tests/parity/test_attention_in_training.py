@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 
 from fp8ref import llama
+from fp8ref.attention import VARIANTS, Mask
 from fp8ref.crosscheck import one_device, rerun
 from fp8ref.errors import ConfigError
 from fp8ref.jax import attention as attention_jax
 from fp8ref.sim import llama as simulated
 from fp8ref.torch import attention as attention_torch
+from fp8ref.torch import attention_kernel
 from fp8ref.train import failed_step, hardware, loop
 from fp8ref.train.data import loader
 from fp8ref.train.processes import Alone
@@ -46,6 +49,47 @@ def test_it_trains(backend, config):
     tokens = loader.open_batches(config).step(0)
     losses = [trainer.step(tokens)["loss"] for _ in range(6)]
     assert losses[-1] < losses[0] - 0.05
+
+
+FORWARD_ALONE = [name for name, variant in VARIANTS.items() if variant.backward is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+@pytest.mark.parametrize("variant", [*FORWARD_ALONE, "cudnn"])
+def test_each_variant_trains_with_a_backward_pass_in_bf16(backend, variant, config):  # A-25, B-15
+    """The proof has two products in FP8; gradients are near those of real arithmetic."""
+    numerics = {"attention": variant, "attention_backward": "bf16", "attention_arithmetic": "stated"}
+    trainer, exact = (loop.trainer(backend, config.replace(numerics=keys)) for keys in (numerics, {"attention": "exact"}))
+    tokens = loader.open_batches(config).step(0)
+    proven = trainer.prove(tokens)
+    assert proven["missing"] == []
+    assert (proven["attention"]["variant"], proven["attention"]["backward"]) == (variant, "bf16")
+    in_fp8 = [gemm["gemm"].rpartition("/")[2] for gemm in proven["attention"]["gemms"] if gemm["fp8"]]
+    assert sorted(in_fp8) == ["scores", "values"]
+    mine, right = trainer.gradients(tokens), exact.gradients(tokens)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert np.linalg.norm(mine[name] - right[name]) < 2**-4 * np.linalg.norm(right[name])  # P is off by FP8's log-sum-exp, below 2^-4
+    losses = [trainer.step(tokens)["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0] - 0.02
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_fa3_trains(backend, config):  # A-25
+    config = config.replace(numerics={"attention": "fa3", "attention_backward": "bf16"})
+    trainer, tokens = loop.trainer(backend, config), loader.open_batches(config).step(0)
+    found = trainer.statistics(tokens)
+    assert {name.partition("self_attn/")[2] for name in found} == {"scores/q", "scores/k", "values/v"}  # dO is not in FP8
+    losses = [trainer.step(tokens)["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0] - 0.02
+
+
+@pytest.mark.slow
+def test_a_cross_check_holds_with_a_backward_pass_in_bf16(config):  # B-2, B-3, A-25
+    report = one_device.crosscheck(config.replace(numerics={"attention": "fa4", "attention_backward": "bf16"}), steps=1)
+    assert [name for name, check in report.checks.items() if not check.ok] == []
+    assert any("self_attn/q/codes" in name for name in report.checks)
+    assert not any("self_attn/do/codes" in name for name in report.checks)
 
 
 @pytest.mark.slow
@@ -99,7 +143,13 @@ def test_a_failed_step_names_the_scores(backend, config, tmp_path):  # K-9
 
 
 REFUSED = [
-    ({"attention": "fa3"}, r"numerics.attention is one of exact, bf16, cudnn, mxfp8, which have gradients; got 'fa3'"),
+    (
+        {"attention": "fa3"},
+        r"is one of exact, bf16, cudnn, mxfp8, which have gradients, or with numerics.attention_backward 'bf16' of .*; got 'fa3'",
+    ),
+    ({"attention": "bf16", "attention_backward": "bf16"}, r"'bf16' is of a forward pass in FP8; got numerics.attention 'bf16'"),
+    ({"attention": None, "attention_backward": "bf16"}, r"attention_backward is of numerics.attention, which is left out; got 'bf16'"),
+    ({"attention_backward": "fp8"}, r"attention_backward is own or bf16; got 'fp8'"),
     ({"attention": "flash"}, r"numerics.attention is one of .*; got 'flash'"),
     ({"attention": "cudnn", "attention_arithmetic": "exact"}, r"attention_arithmetic is one of fast, stated; got 'exact'"),
     ({"attention": None, "attention_arithmetic": "stated"}, r"is of numerics.attention, which is left out; got 'stated'"),
@@ -124,9 +174,17 @@ KERNEL = {"parallel": {"attention": "kernel"}}
 REFUSED_KERNELS = [
     (
         {},
-        r"numerics.attention 'cudnn' with numerics.attention_scaling 'delayed'; got 'cudnn' with 'current'. Use parallel.attention 'tiles'",
+        r"numerics.attention 'cudnn' with numerics.attention_scaling 'delayed' .*; got 'cudnn' with 'current' and 'own'. Use parallel.attention 'tiles'",
     ),
     ({"numerics": {"attention_scaling": "delayed"}}, r"heads of 128 features, and data.sequence_length in multiples of 128; got 32 and 16"),
+    (
+        {"numerics": {"attention": "fa4", "attention_backward": "bf16"}},
+        r"'fa3_promoted' with .* 'bf16'; got 'fa4' with 'current' and 'bf16'",
+    ),
+    (
+        {"numerics": {"attention": "fa3", "attention_backward": "bf16", "accumulate": "hopper"}},
+        r"of FlashAttention-3 takes heads of multiples of 16, in eager mode, without .*; got 32, 'none', 'hopper' and 0",
+    ),
     ({"numerics": {"attention": None}}, r"got None with 'current'|is of numerics.attention, which is left out"),
 ]
 
@@ -150,6 +208,45 @@ def test_a_kernel_is_never_replaced(small):  # A-20
         ValueError, match=r"without numerics.accumulate and statistics.every, which look into the tiles; got 1 devices, 'hopper'"
     ):
         config.replace(numerics={"accumulate": "hopper"})
+
+
+@torch.library.custom_op("flash_attn_3::fwd", mutates_args=())
+def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descales: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
+    """A stand-in for the operator of FlashAttention-3's kernel: causal, of codes [B, T, heads, D], computed by tiles."""
+    x = [
+        code.transpose(1, 2).float() * one[:, :, None, None].repeat_interleave(code.shape[2] // one.shape[1], dim=1)
+        for code, one in zip((q, k, v), descales, strict=True)
+    ]
+    scales = {role: 1 / one[:, :, None, None] for role, one in zip("qkv", descales, strict=True)}
+    result = attention_torch.forward(*x, variant="fa3", mask=Mask(causal=True), scale=scale, scales=scales)
+    return [result.o.bfloat16().transpose(1, 2).contiguous(), result.lse]
+
+
+def stand_in(q, k, v, *, softmax_scale, causal, window_size, return_attn_probs, q_descale, k_descale, v_descale):
+    assert (causal, window_size, return_attn_probs) == (True, (-1, -1), True)
+    return torch.ops.flash_attn_3.fwd(q, k, v, [q_descale, k_descale, v_descale], softmax_scale)
+
+
+def test_flash_attention_trains_by_its_kernel(config, monkeypatch):  # A-20, A-25, B-15
+    """The manifest names the operator of each layer; losses are those of tiles, but for ties of o (see tests/torch/test_attention_kernel)."""
+    config = config.replace(numerics={"attention": "fa3", "attention_backward": "bf16"})
+    by_kernel = config.replace(**KERNEL)
+    with pytest.raises(
+        ConfigError, match=r"'kernel': FlashAttention-3's FP8 kernel needs a Hopper GPU.*In the trainer set parallel.attention to tiles"
+    ):
+        loop.trainer("torch", by_kernel)
+    with pytest.raises(ConfigError, match=r"JAX has no kernel of variant 'fa3': .*train in PyTorch"):
+        loop.trainer("jax", by_kernel)
+    monkeypatch.setattr(attention_kernel, "library", lambda device: stand_in)
+    tokens, trainers = loader.open_batches(config).step(0), [loop.trainer("torch", each) for each in (by_kernel, config)]
+    proven = trainers[0].prove(tokens)
+    assert proven["attention"]["kernels"] == ["model.layers.0.self_attn: flash_attn_3::fwd"]
+    assert proven["missing"] == []
+    losses = [[trainer.step(tokens)["loss"] for _ in range(2)] for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1], rel=2**-10)
+    monkeypatch.setattr(attention_kernel, "apply", lambda q, k, v, **how: attention_torch.apply(q, k, v, **how))
+    with pytest.raises(ConfigError, match=r"self_attn/attention: planned the kernel flash_attn_3::fwd; no call of it was seen"):
+        trainers[0].prove(tokens)
 
 
 @pytest.mark.parametrize("backend", loop.BACKENDS)

@@ -1,4 +1,4 @@
-"""Exponentials and logarithms are rounded correctly (spec A-5, A-11)."""
+"""Exponentials, logarithms and hyperbolic tangents are rounded correctly (spec A-5, A-11, A-22)."""
 
 import numpy as np
 import pytest
@@ -62,3 +62,20 @@ def test_logarithms(mine, numpy):  # A-11
     expected, unsure = of_float64(x, numpy)
     np.testing.assert_array_equal(mine(x)[~unsure], expected[~unsure])
     assert mine(F(0)) == -np.inf
+
+
+def test_hyperbolic_tangents_are_their_definition():  # A-22
+    rng = np.random.default_rng(3)
+    x = np.concatenate([rng.normal(size=200), rng.uniform(-12, 12, 100), F(2.0) ** -np.arange(1, 60), -(F(2.0) ** -np.arange(1, 149, 7))])
+    x = np.concatenate([x, [9.01, 9.02, -9.03, 40, 100, -3e38, 1e-45, 2.0**-12, 2.0**-11.5]]).astype(F)
+    np.testing.assert_array_equal(elementary.tanh(x).view(np.uint32), elementary.tanh_plain(x).view(np.uint32))
+    assert elementary.tanh(F(-0.0)).view(np.uint32) == 0x80000000
+    assert elementary.tanh(F(20)) == 1
+    assert elementary.tanh(F(2.0**-13)) == F(2.0**-13)  # a third of x^3 is less than half a unit
+
+
+def test_hyperbolic_tangents_where_float64_decides():  # A-22
+    x = (np.random.default_rng(4).normal(size=1 << 16) * 4).astype(F)
+    expected, unsure = of_float64(x, lambda v: np.expm1(2 * v) / (np.expm1(2 * v) + 2))
+    assert unsure.mean() < 1e-4
+    np.testing.assert_array_equal(elementary.tanh(x)[~unsure], expected[~unsure])

@@ -8,7 +8,7 @@ import pytest
 from fp8ref import study
 from fp8ref.study import depth_error
 from fp8ref.study.depth_error import Seen
-from fp8ref.study.recording import Operand, Recording
+from fp8ref.study.recording import Attended, Operand, Recording
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +57,21 @@ def test_the_page_shows_both(judged, depth, tmp_path):
 def test_the_page_takes_casts_alone(judged, tmp_path):
     study.write_page(str(tmp_path / "study.html"), judged)
     assert "Through the model" not in (tmp_path / "study.html").read_text()
+
+
+def test_the_page_shows_attention_and_states(judged, tmp_path):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, heads, 16, 32)).astype(np.float32) for heads in (2, 1, 1))
+    one = Attended(layer="<first>", q=q, k=k, v=v, do=q, causal=True)
+    attention = study.judge_attention(Recording(framework="torch", attention={"<first>": one}, refused={"x": "why"}), ["cudnn", "fa3"])
+    states = study.judge_states([{"w": v}], ["te", "float32"])
+    study.write_page(tmp_path / "study.html", judged, attention=attention, states=states)
+    page = (tmp_path / "study.html").read_text()
+    row = attention.rows[0]
+    assert f'<td class="number">{100 * row.error:.3f} %</td>' in page
+    assert f'<td class="number">{row.gradients:.3%}</td>' in page
+    assert "x was left out:</span> why" in page
+    assert "<h2>Optimizer states</h2>" in page
+    assert page.index(">float32</th>") < page.index(">te</th>")
+    assert "<first>" not in page
+    assert page.count("<svg") == 3  # input, weight, attention

@@ -136,7 +136,10 @@ def test_what_is_refused():
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n not in WITH_GRADIENTS])
 def test_a_variant_without_a_backward_pass_refuses_gradients(name):
     leaves = inputs(requires_grad=True)
-    message = f"variant '{name}' has no backward pass (A-1). Use one of exact, bf16, cudnn, mxfp8, or call under torch.no_grad()."
+    message = (
+        f"variant '{name}' has no backward pass (A-1). Use one of exact, bf16, cudnn, mxfp8, attention.differentiated(variant, 'bf16') of fp8ref, "
+        "or call under torch.no_grad()."
+    )
     assert said(attention.apply, *leaves, variant=name) == message
     assert message in said(attention.backward, leaves[0], *leaves, None, variant=name)
     with torch.no_grad():

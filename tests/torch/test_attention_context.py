@@ -6,7 +6,7 @@ import torch
 from torch import distributed
 
 from fp8ref.attention import Mask
-from fp8ref.torch import attention, attention_context
+from fp8ref.torch import attention
 from tests import ranks
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(50, None))
@@ -32,8 +32,8 @@ def of_rank() -> list[list[np.ndarray]]:
     own = [x.chunk(size, dim=2)[rank].contiguous() for x in given()]
     found = []
     for variant, mask, arithmetic in CASES:
-        how = {"variant": variant, "mask": mask, "arithmetic": arithmetic, "group": group}
-        found.append(gradients(*own, lambda q, k, v, how=how: attention_context.apply(q, k, v, **how)))
+        how = {"variant": variant, "mask": mask, "arithmetic": arithmetic, "context": group}
+        found.append(gradients(*own, lambda q, k, v, how=how: attention.apply(q, k, v, **how)))
     return found
 
 
@@ -58,8 +58,11 @@ def test_two_ranks_have_the_rows_of_one_process():  # A-21
 def test_what_cannot_be_cut_is_refused():
     q, k, v, _ = given()
     with pytest.raises(ValueError, match=r"variant 'mxfp8' has scales of mx_1x32. Use 'cudnn' or 'bf16'"):
-        attention_context.apply(q, k, v, group="0", variant="mxfp8")
+        attention.apply(q, k, v, context="0", variant="mxfp8")
     with pytest.raises(ValueError, match=r"variant 'exact' has scales of real numbers"):
-        attention_context.apply(q, k, v, group="0", variant="exact")
-    with pytest.raises(ValueError, match=r"cuts queries and keys alike; got 192 queries and 100 keys"):
-        attention_context.apply(q, k[:, :, :100], v[:, :, :100], group="0", variant="cudnn")
+        attention.apply(q, k, v, context="0", variant="exact")
+    with pytest.raises(ValueError, match=r"cuts queries and keys alike, without documents; got 192 queries and 100 keys"):
+        attention.apply(q, k[:, :, :100], v[:, :, :100], context="0", variant="cudnn")
+    documents = torch.zeros(1, TOKENS, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"192 keys on a rank, and documents"):
+        attention.apply(q, k, v, context="0", variant="cudnn", documents=documents)

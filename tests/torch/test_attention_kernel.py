@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from fp8ref.attention import Mask
+from fp8ref.attention import Mask, differentiated
 from fp8ref.torch import attention, attention_kernel
 
 
@@ -87,3 +87,37 @@ def test_on_a_hopper_gpu_it_is_imported_or_its_lack_is_named(monkeypatch):  # A-
         attention_kernel.library(torch.device("cuda"))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", types.SimpleNamespace(flash_attn_func=flash_attn_func))
     assert attention_kernel.library(torch.device("cuda")) is flash_attn_func
+
+
+@pytest.mark.parametrize("mask", [Mask(causal=True), Mask()], ids=str)
+def test_gradients_are_of_its_own_output_and_log_sum_exp(mask, monkeypatch):  # A-20, A-25
+    """By tiles o is the same but for ties (see above), and so are gradients: a tie moves o by 2^-8, and D of its row by less than 2^-8 of |do| |o|."""
+    monkeypatch.setattr(attention_kernel, "library", lambda device: flash_attn_func)
+    variant, do = differentiated("fa3", "bf16"), torch.randn(2, 4, 70, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    q = torch.randn(2, 4, 70, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    _, k, v = given()
+    found = []
+    for of_kernel in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        how = {"variant": variant, "mask": mask, "scale": 0.11, "arithmetic": "stated"}
+        o = attention_kernel.apply(*leaves, **how) if of_kernel else attention.apply(*leaves, **how)
+        o.backward(do)
+        found.append([leaf.grad.float() for leaf in leaves])
+    for mine, right in zip(*found, strict=True):
+        assert (mine - right).norm() < 2**-9 * right.norm()
+        assert (mine == right).float().mean() > 0.9
+    changed = [x.clone().requires_grad_() for x in (q, k, v)]
+    monkeypatch.setattr(
+        attention_kernel, "library", lambda device: lambda *x, **how: (lambda o, lse: (o, lse + 1))(*flash_attn_func(*x, **how))
+    )
+    attention_kernel.apply(*changed, variant=variant, mask=mask, scale=0.11).backward(do)
+    assert (changed[2].grad.float() * 2.718 - found[0][2]).norm() < 2**-6 * found[0][2].norm()  # P is of the kernel's log-sum-exp
+
+
+def test_gradients_in_fp8_are_refused(monkeypatch):  # A-20
+    monkeypatch.setattr(attention_kernel, "library", lambda device: flash_attn_func)
+    q, k, v = given()
+    with pytest.raises(ValueError, match=r"no backward pass in FP8; got variant 'fa3' with backward None. Give attention.differentiated"):
+        attention_kernel.apply(q.requires_grad_(), k, v, variant="fa3")
+    with torch.no_grad():
+        assert attention_kernel.apply(q, k, v, variant="fa3").shape == q.shape

@@ -24,8 +24,9 @@ def test_it_is_torchs_attention_in_float64(causal):
     spec = Spec(variant=VARIANTS["exact"], mask=Mask(causal=causal), scale=0.25)
     with torch.no_grad():
         found = attention_real.forward(q, k, v, spec, shape, Documents(None, None))
-        dq, dk, dv, largest = attention_real.backward(do, q, k, v, spec, shape, Documents(None, None))
+        dq, dk, dv, largest, dsinks = attention_real.backward(do, q, k, v, spec, shape, Documents(None, None))
     torch.testing.assert_close(operands.by_head(found.o, shape), right, rtol=1e-12, atol=1e-13)
     for one, wanted in zip((dq, dk, dv), gradients, strict=True):
         torch.testing.assert_close(one, wanted.float(), rtol=2.0**-23, atol=2.0**-40)
     assert largest > 0
+    assert dsinks is None

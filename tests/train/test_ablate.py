@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -51,15 +52,25 @@ class Fake:
     """A trainer whose loss is 2 and, for each operand of layer 1 that is cast, 0.1 more; and 0.001 times the batch."""
 
     made = 0
+    configs: ClassVar[list] = []
 
     def __init__(self, config):
         Fake.made += 1
         casts = variants.cast_operands(config)
+        Fake.configs.append(config)
         self.loss = 2 + 0.1 * sum("layers.1" in path for path, *_ in casts) / 7 + 0.001 * len(casts)
         self.steps = 0
 
     def load(self, state, step):
         self.steps = 0
+
+    def adopt(self, arrays, step):
+        self.steps = 0
+
+    def weights(self):
+        return {}
+
+    moments = fp8_states = weights
 
     def step(self, tokens):
         self.steps += 1
@@ -76,8 +87,9 @@ class Fake:
 def run(two, tmp_path, monkeypatch):
     """A run of torch, whose trainers are then fakes."""
     loop.train(two, "torch", tmp_path / "run")
-    monkeypatch.setattr(loop, "trainer", lambda backend, config: Fake(config))
+    monkeypatch.setattr(loop, "trainer", lambda backend, config, weights=None: Fake(config))
     Fake.made = 0
+    Fake.configs.clear()
     return tmp_path / "run"
 
 
@@ -112,6 +124,29 @@ def test_training_is_matched_and_begins_again_for_each_order(run):
     assert found.baseline == pytest.approx(2 + 0.02, abs=0.01)
 
 
+def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, O-1
+    found = ablate.ablate(run, attention="cudnn", states="te", steps=1, seeds=2, batches=2, layers=(), gemms=["attention", "states"])
+    names = [f"layers.{i}/attention/{role}" for i in (0, 1) for role in ("q", "k", "v", "p", "do", "ds")] + [
+        "model/states/m",
+        "model/states/v",
+    ]
+    assert sorted(row.operand.name for row in found.rows) == sorted(names)
+    seen = [(config.numerics.attention_operands, config.optimizer.layout) for config in Fake.configs]
+    assert ((), "te/none") in seen  # the baseline
+    assert (("model.layers.1.self_attn/ds",), "te/none") in seen
+    assert ((), "te/v") in seen
+    whole = ablate.ablate(
+        run, attention="cudnn", states="te", base="fp8", steps=1, seeds=2, batches=2, gemms=["states"], out=run / "whole", by="model"
+    )
+    assert [row.operand.role for row in whole.rows] == ["m", "v"]
+    assert {config.optimizer.layout for config in Fake.configs[-3:]} >= {"te/m", "te/v"}
+
+
+def test_a_forward_pass_has_no_operand_of_gradients(run):
+    found = ablate.ablate(run, attention="cudnn", batches=2, by="model")
+    assert {row.operand.role for row in found.rows} == {"input", "weight", "q", "k", "v", "p"}
+
+
 def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
     monkeypatch.setattr(Fake, "evaluate", lambda self, tokens: math.nan if 2.006 < self.loss < 2.01 else self.loss)
     found = ablate.ablate(run, batches=2)
@@ -128,7 +163,9 @@ def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
     ("keys", "message"),
     [
         ({"recipe": "bf16"}, r"--recipe is one with FP8"),
-        ({"recipe": "delayed"}, r"'delayed' has states\. Use tensorwise"),
+        ({"attention": "mxfp8"}, r"one FP8 scale for a tensor, and gradients; got 'mxfp8'"),
+        ({"states": "te"}, r"states are written by steps of training; got --states 'te' without --steps"),
+        ({"states": "nn", "steps": 1}, r"got 'nn'"),
         ({"layers": ["absent"]}, r"--layers 'absent' names no linear in FP8"),
         ({"gemms": ["grad_weight"]}, r"no operand in FP8 is left"),
         ({"batches": 1}, r"2 or more batches; got 3 and 1"),
@@ -161,3 +198,28 @@ def test_rules_are_read_trained_and_recorded(small, tmp_path, backend):  # R-8
     assert manifest["proof"]["missing"] == []
     gemm = next(one for one in manifest["proof"]["gemms"] if one["gemm"].endswith("down_proj/grad_weight"))
     assert gemm["a"] == "f8e4m3fn"
+
+
+IN_A_LAYER = (Rule(layers=("layers.0",), roles=("grad_output",), format="e4m3fn", policy="unscaled"),)
+"""The gradients of layer 0 in e4m3 without a scale, which rounds nearly all of them to zero."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_a_planted_cast_of_a_transformer_layer_is_rank_1_at_the_run_s_peak_rate(two, tmp_path, backend):
+    config = two.replace(
+        data={"batch_size": 16, "sequence_length": 64},
+        numerics={"recipe": "tensorwise", "rules": IN_A_LAYER},
+        optimizer={
+            "learning_rate": 1e-2,
+            "min_learning_rate": 0.0,
+            "warmup_steps": 1,
+        },  # at the checkpoint the rate is 0: nothing would show
+        run={"steps": 10, "eval_every": 10},
+    )
+    loop.train(config, backend, tmp_path / "run")
+    found = ablate.ablate(tmp_path / "run", gemms=["grad_weight"], roles=["grad_output"], steps=25, seeds=4, batches=2)
+    assert [row.operand.group for row in found.rows] == ["layers.0", "layers.1"]
+    assert found.rows[0].low > 0
+    assert found.rows[0].underflow > 0.9
+    assert abs(found.rows[1].cost) < found.rows[0].cost / 10

@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 
 from fp8ref.errors import ConfigError
+from fp8ref.recipe import RECIPES
 from fp8ref.train import architecture, loop
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
@@ -34,7 +37,6 @@ def test_the_trainer_s_own_model_is_known_without_a_framework():
         (TORCH, {"parallel": {"reduce_dtype": "float8_e4m3fn", "reduce_mu": "automatic"}}, r"got parallel\.reduce_mu 'automatic'"),
         (TORCH, {"numerics": {"attention": "cudnn"}}, r"got numerics\.attention 'cudnn'"),
         (TORCH, {"optimizer": {"kind": "adamw_states", "layout": "msamp_o2"}}, r"optimizer\.layout 'msamp_o2' stores narrower ones"),
-        (NNX, {"numerics": {"schedule": ((0, "tensorwise"), (5, "bf16"))}}, r"got numerics\.schedule"),
         (NNX, {"run": {"init_from": "weights"}}, r"got run\.init_from"),
     ],
 )
@@ -55,6 +57,13 @@ def test_what_a_model_of_the_user_s_does_not_take_is_refused_by_name(kind, secti
 def test_a_section_is_checked(keys, message):
     with pytest.raises(ConfigError, match=message):
         configs.from_dict({"architecture": keys})
+
+
+def test_a_module_of_flax_keeps_the_states_of_one_recipe(monkeypatch):
+    monkeypatch.setitem(RECIPES, "again", dataclasses.replace(RECIPES["delayed"], name="again"))
+    with pytest.raises(ValueError, match="states of delayed scaling"):
+        custom(NNX, numerics={"recipe": "delayed", "schedule": ((0, "delayed"), (5, "again"))})
+    assert custom(NNX, numerics={"recipe": "delayed", "schedule": ((0, "delayed"), (5, "bf16"))}).recipes == ("delayed", "bf16")
 
 
 def test_a_model_has_one_backend():

@@ -135,3 +135,17 @@ def test_what_config_json_does_not_say_is_not_taken_for_equal(tmp_path, left_out
     (tmp_path / "config.json").write_text(json.dumps(keys))
     with pytest.raises(ConfigError, match=said):
         export._check_config(tmp_path, EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "model", [LlamaConfig(), LlamaConfig(qk_norm=True, head_size=64, tie_word_embeddings=True)], ids=["llama", "qwen3"]
+)
+def test_a_config_json_gives_the_model_back(model):
+    assert hugging_face.model_of(hugging_face.described(model)) == model
+
+
+def test_a_config_json_of_another_model_gives_none():
+    with pytest.raises(ValueError, match="is of model_type llama, qwen3, qwen3_moe; got 'gpt2'"):
+        hugging_face.model_of({"model_type": "gpt2"})
+    with pytest.raises(ValueError, match="lacks 'vocab_size'"):
+        hugging_face.model_of(hugging_face.described(LlamaConfig()) | {"vocab_size": None})

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.attention import GRADIENT_ROLES, ROLES, Variant, by_name
+from fp8ref.attention import GRADIENT_ROLES, ROLES, Variant, differentiated
 from fp8ref.crosscheck import attention
 from fp8ref.crosscheck.attention import MASK, SYMBOLS, AttentionPass
 from fp8ref.crosscheck.divergence.report import Reason
@@ -37,19 +37,20 @@ def explain(
     that differs from the simulator is at fault. All else is held to the exact result of its own equal operands (A-18).
     """
     what, forms = WHAT.get(a.role, a.role), [one.attention_arithmetic for one in numerics]
-    choices = [(one.attention, one.attention_scaling) for one in numerics]
+    choices = [(one.attention, one.attention_scaling, one.attention_backward) for one in numerics]
     if choices[0] != choices[1]:
-        a_has, b_has = (f"{variant!r} with {scaling} scales" for variant, scaling in choices)
-        return Reason(("A-1", "A-12"), f"numerics.attention and its scaling differ: {a_has}, and {b_has}")
+        a_has, b_has = (f"{variant!r} with {scaling} scales and the backward pass {backward!r}" for variant, scaling, backward in choices)
+        return Reason(("A-1", "A-12", "A-25"), f"numerics.attention, its scaling or backward pass differ: {a_has}, and {b_has}")
     assert numerics[0].attention is not None
-    variant = by_name(numerics[0].attention)
+    variant = differentiated(numerics[0].attention, numerics[0].attention_backward)
     if a.part == "value" and what in ("q", "k", "v", "do"):
         return _of_input(what)
     if what in attention.QUANTIZED:
         return _of_cast(a, b, what, names, variant, states)
     if a.part == "scale" and (what == "p" or f"{a.layer}/{what}" in states):
         return Reason((), f"no clause explains it: the scale of {a.role} is a state's or a constant (A-8, H-1): a fault")
-    if variant.fmt.bits == 8 and forms == ["stated", "stated"] and None not in multiply and multiply[0] == multiply[1]:
+    of_codes = variant.fmt.bits == 8 and (a.phase == "forward" or variant.backward == "cast")  # multiplied by the hardware
+    if of_codes and forms == ["stated", "stated"] and None not in multiply and multiply[0] == multiply[1]:
         return _of_bits(a, b, what, names, variant, multiply[0], states)
     form = " and ".join(dict.fromkeys(forms))
     if what == "p":

@@ -14,13 +14,14 @@ from flax import nnx
 from flax.core import Scope
 from jax import lax
 
-from fp8ref import linear_selection
+from fp8ref import linear_rules, linear_selection
 from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.jax.flax import report as reports
 from fp8ref.jax.sharding import Placement
+from fp8ref.linear_rules import Rule
 from fp8ref.recipe import Recipe
 
 _logger = logging.getLogger("fp8ref.jax.flax")
@@ -39,6 +40,7 @@ def convert(
     rngs: Any = None,
     multiply: Multiply | None = None,
     placement: Placements | None = None,
+    rules: Sequence[Rule] = (),
 ):
     """Put FP8 into the linears of a model, except those that filter_fqns names or whose dims are
     not multiples of 16.
@@ -54,6 +56,7 @@ def convert(
     placement of the linears on a mesh, as in ``linen_dot_general``: one for all of them; a mapping
               of patterns to placements, of which the first one that names a linear is its own; or a
               function of its path. A linear that gets None has none.
+    rules     change casts of single operands (R-8), of NNX models.
     Logs:     one line by ``logging``, of logger fp8ref.jax.flax: what is in FP8 and what is not; a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
     Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
@@ -70,7 +73,9 @@ def convert(
             raise ValueError(
                 "inputs and rngs are for linen models, which show their layers when they are called. Leave both out for an NNX model."
             )
-        return _convert_nnx(model, recipe, options, {"multiply": multiply, "placement": placement})
+        return _convert_nnx(model, recipe, options, {"multiply": multiply, "placement": placement}, rules)
+    if rules:
+        raise ValueError(f"rules change casts of an NNX model; got a {type(model).__name__}. Leave them out, or convert to NNX.")
     if isinstance(model, nn.Module):
         if inputs is None:
             raise ValueError(f"a linen model shows its layers when it is called: give arguments of {type(model).__name__} as inputs=(x,).")
@@ -99,12 +104,14 @@ def _hook_options(chosen: Sequence[str], given: Mapping) -> dict[str, dict]:
     return {name: {"multiply": given["multiply"], "placement": placed} for name, placed in found.items()}
 
 
-def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Mapping) -> nnx.Module:
+def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Mapping, rules: Sequence[Rule]) -> nnx.Module:
     """Put hooks into an NNX model's layers, after all of them were checked."""
     # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = _linears(model)
-    plan = linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
+    plan = linear_rules.apply(
+        rules, linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
+    )
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     for decision, layer in chosen:  # all of them, before the first one changes
         free = {nnx.Linear: (lax.dot_general,), nnx.LinearGeneral: (None,), nnx.Einsum: (jnp.einsum,)}

@@ -42,6 +42,7 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
     ]
     return {
         "variant": variant.name,
+        "backward": variant.backward,
         "gemms": [one for i, one in enumerate(found) if one not in found[:i]],
         "on_dequantised_operands": [
             f"{layer}/{product}" for layer in layers for product in products(variant) if _wanted(product, variant) is None

@@ -8,7 +8,13 @@ missing = proof.missing(trace, {"mlp.up_proj": "tensorwise"})  # absent GEMMs, a
 proof.manifest(trace, {"mlp.up_proj": "tensorwise"}, missing)  # the proof, for a run's manifest
 """
 
-from fp8ref.torch.proof.attention import manifest_of_products, missing_products, multiplies_codes
+from fp8ref.torch.proof.attention import (
+    manifest_of_kernels,
+    manifest_of_products,
+    missing_kernels,
+    missing_products,
+    multiplies_codes,
+)
 from fp8ref.torch.proof.compiled import trace_compiled
 from fp8ref.torch.proof.eager import trace_eager
 from fp8ref.torch.proof.records import GemmRecord, GemmTrace, ProductRecord
@@ -20,9 +26,11 @@ __all__ = [
     "ProductRecord",
     "gathers",
     "manifest",
+    "manifest_of_kernels",
     "manifest_of_products",
     "missing",
     "missing_gathers",
+    "missing_kernels",
     "missing_products",
     "multiplies_codes",
     "trace_compiled",

@@ -7,7 +7,7 @@ import torch
 from fp8ref.attention import Arithmetic, Variant
 from fp8ref.attention_products import formats, products
 from fp8ref.torch import attention_fast_operands, cast
-from fp8ref.torch.proof.records import GemmTrace, ProductRecord, type_name
+from fp8ref.torch.proof.records import KERNELS, GemmTrace, ProductRecord, type_name
 
 
 def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.device) -> bool:
@@ -39,6 +39,7 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
     """The proof of attention for a run's manifest: each distinct product once, and those on dequantized operands."""
     return {
         "variant": variant.name,
+        "backward": variant.backward,
         "gemms": [
             {"gemm": one.name, "a": one.a, "b": one.b, "accumulate": one.accumulate, "fp8": one.fp8}
             | ({"plan": one.plan} if one.plan else {})
@@ -49,7 +50,23 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
     }
 
 
+def missing_kernels(trace: GemmTrace, layers: Sequence[str]) -> list[str]:
+    """A line for each of these layers whose attention no library's kernel computed (A-20)."""
+    return [
+        f"{layer}/attention: planned the kernel {' or '.join(KERNELS)}; no call of it was seen"
+        for layer in layers
+        if not any(call.startswith(f"{layer}: ") for call in trace.kernels)
+    ]
+
+
+def manifest_of_kernels(trace: GemmTrace, variant: Variant) -> dict:
+    """The proof of attention by a library's kernel for a run's manifest: each distinct call once."""
+    return {"variant": variant.name, "backward": variant.backward, "gemms": [], "kernels": list(dict.fromkeys(trace.kernels))}
+
+
 def _planned(layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[ProductRecord]:
+    if not layers:  # of attention in high precision none is planned
+        return []
     accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
     of_variant = [(product, [type_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant)]) for product in products(variant)]
     return [ProductRecord(layer, product, a, b, accumulate, plan) for layer in layers for product, (a, b) in of_variant]

@@ -110,6 +110,8 @@ class _Tracer(TorchDispatchMode):
             if attends is not None and func in records.PRODUCTS_AT:
                 a, b = (records.type_name(args[i].dtype) for i in records.PRODUCTS_AT[func])
                 self._trace.products.append(records.of_product(attends, product, func, (a, b), args, kwargs))
+        elif attends is not None and func._schema.name in records.KERNELS:
+            self._trace.kernels.append(f"{attends}: {func._schema.name}")
         elif func in _ONES:
             self._ones[out] = True
         elif func in _TIMES and args[0] in self._unscaled and isinstance(args[1], torch.Tensor):

@@ -55,6 +55,9 @@ PRODUCTS_AT: dict[Any, tuple[int, int]] = {
 }
 """{operator of a product of attention: positions of both operands among its arguments}."""
 
+KERNELS = ("flash_attn_3::fwd",)
+"""The operators of kernels that compute attention (Dao-AILab/flash-attention, hopper/flash_api.cpp)."""
+
 # Parts of module names that torch.compile and checkpoint_wrapper insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -129,6 +132,7 @@ class GemmTrace:
     """The GEMMs of a model's linears, in the order in which they ran, repeated ones included.
 
     products    those of its attention, where ``fp8ref.torch.attention`` computes it.
+    kernels     calls of libraries' kernels that compute attention, as ``layer: operator`` (A-20).
     wanted      GEMMs of a backward pass, as ``layer/gemm``, whose gradient is needed.
     unwanted    those whose gradient is not needed.
     """
@@ -136,6 +140,7 @@ class GemmTrace:
     read_from: str
     gemms: list[GemmRecord] = field(default_factory=list)
     products: list[ProductRecord] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
     wanted: set[str] = field(default_factory=set)
     unwanted: set[str] = field(default_factory=set)
 

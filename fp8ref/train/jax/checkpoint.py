@@ -64,6 +64,21 @@ class Store:
         return found
 
 
+def filled(like: Mapping[str, Any], arrays: Mapping[str, np.ndarray], prefix: str = "") -> dict[str, Any]:
+    """A nested dict of the structure, dtypes and shardings of ``like``, of arrays by their names joined by dots."""
+
+    def of(name: str, value: jax.Array) -> jax.Array:
+        given = np.asarray(arrays[name])
+        given = given.view(value.dtype) if given.dtype == np.uint8 else given.astype(value.dtype)
+        assert given.shape == value.shape, (name, given.shape, value.shape)
+        return jax.device_put(given, value.sharding)
+
+    return {
+        key: filled(value, arrays, f"{prefix}{key}.") if isinstance(value, Mapping) else of(f"{prefix}{key}", value)
+        for key, value in like.items()
+    }
+
+
 def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a saved state, one after the other: (name, float32 array), in this process.
 

@@ -31,12 +31,14 @@ class CustomStep:
     """
 
     def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
+        """config: in one recipe, ``config.under`` that of a phase."""
         self.config, self.decisions = config, config.decisions()
         model = custom_model.build(config.architecture, config.model.vocab_size, seed=config.run.seed)
         self.linears = {d.path: d.recipe for d in self.decisions if d.fp8}
         if self.linears:
             keys = config.numerics
-            fj.convert(model, keys.recipe, filter_fqns=config.filter_fqns, fp8_fqns=keys.fp8_fqns, multiply=multiply)
+            how: dict = {"filter_fqns": config.filter_fqns, "fp8_fqns": keys.fp8_fqns, "rules": keys.rules or ()}
+            fj.convert(model, keys.recipe, **how, multiply=multiply)
         self._graph, params, fp8, self._rest = nnx.split(model, nnx.Param, fj.Fp8State, ...)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(params)
         self._names = [_name(path) for path, _ in leaves]

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,16 +18,30 @@ from fp8ref.stats import merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax import operand_statistics
-from fp8ref.train.jax.checkpoint import Store
+from fp8ref.train.jax.checkpoint import Store, filled
 from fp8ref.train.jax.custom_step import CustomStep
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.step import compiler_options
+
+
+class _Programs(NamedTuple):
+    """A step in one recipe, and its compiled functions."""
+
+    step: CustomStep
+    train: jax.stages.Wrapped
+    gradients: Callable
+    loss: Callable
+    logits: Callable
+    health: Callable
+    observed: Callable
 
 
 class Trainer:
     """One user's model being trained. ``step`` and ``evaluate`` take tokens [B, T + 1], integers."""
 
     backend = "jax"
+    _step: CustomStep
+    _train: jax.stages.Wrapped
 
     def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None = None, *, multiply: Multiply | None = None) -> None:
         """weights: float32 by name; None: the model's own initial weights, from run.seed.
@@ -41,25 +56,47 @@ class Trainer:
                 hardware.check_devices(1, mapped=False, platform=self._layout.devices[0].platform)
             except ValueError as error:
                 raise ConfigError(f"numerics.accumulate {config.numerics.accumulate!r}: {error}") from error
-        self._step = CustomStep(config, self._layout, multiply)
-        self.recipe, self.decisions = config.numerics.recipe, self._step.decisions
+        self._programs: dict[str, _Programs] = {}
+        self.recipe = config.numerics.recipe
+        self._fp8: dict[str, Any] = {}
+        self.switch(config.numerics.recipe)
         self._state = self._step.begin(weights)
-        compiled = functools.partial(jax.jit, compiler_options=compiler_options(self._layout.devices[0].platform))
-        self._train = compiled(self._step.train, donate_argnums=0)
-        self._gradients, self._loss, self._logits = (compiled(f) for f in (self._step.gradients, self._step.mean_loss, self._step.logits))
-        self._health = compiled(lambda grads, state: self._step.optimizer.health(grads, state.params, state.optimizer))
+        for recipe in config.recipes[1:]:  # now: a recipe that the model refuses would end the run in its middle
+            self._programs[recipe] = self._of_step(recipe)
+            self._fp8[recipe] = self._programs[recipe].step.begin(weights).fp8
         self._observer: Callable
-        # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
-        self._observed = compiled(lambda *arguments: self._step.gradients(*arguments)[1])
         self._count, self._store, self.device = 0, Store(), self._layout.description
 
     def switch(self, recipe: str) -> None:
-        """There is one recipe (T-10).
+        """Compute in this recipe of the config's from now on; the state stays, that of delayed scaling as its last phase left it (spec T-9).
 
-        Raises:   ValueError: another.
+        Each recipe's programs are compiled once, when they first run.
+        Raises:   ValueError: a recipe that the config does not have.
         """
-        if recipe != self.recipe:
-            raise ValueError(f"a module of Flax is trained in one recipe, {self.recipe!r}; got {recipe!r}.")
+        if recipe not in self.config.recipes:
+            raise ValueError(f"a trainer switches to a recipe of its config, {', '.join(self.config.recipes)}; got {recipe!r}.")
+        if recipe not in self._programs:
+            self._programs[recipe] = self._of_step(recipe)
+        elif recipe != self.recipe:
+            self._fp8[self.recipe] = self._state.fp8
+            self._state = self._state._replace(fp8=self._fp8.pop(recipe))
+        self.recipe = recipe
+        self._step, self._train, self._gradients, self._loss, self._logits, self._health, self._observed = self._programs[recipe]
+        self.decisions = self._step.decisions
+
+    def _of_step(self, recipe: str) -> "_Programs":
+        step = CustomStep(self.config.under(recipe), self._layout, self._multiply)
+        compiled = functools.partial(jax.jit, compiler_options=compiler_options(self._layout.devices[0].platform))
+        return _Programs(
+            step,
+            train=compiled(step.train, donate_argnums=0),
+            gradients=compiled(step.gradients),
+            loss=compiled(step.mean_loss),
+            logits=compiled(step.logits),
+            health=compiled(lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)),
+            # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
+            observed=compiled(lambda *arguments: step.gradients(*arguments)[1]),
+        )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update. If either is not finite, nothing changes (T-4)."""
@@ -93,19 +130,24 @@ class Trainer:
 
     def save(self, directory: Path) -> Callable[[], None]:
         """Copy the state to host memory and begin to write it. Returns a function that waits for it."""
-        tensors = self._step.tensors(self._state)
+        tensors = self._tensors()
         train_state.check(tensors, self.config, self.backend)
         return self._store.save(directory, tensors)
 
     def load(self, directory: Path, step: int) -> None:
         """Restore the state that ``save`` wrote after so many steps."""
-        like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), self._step.tensors(self._state))
-        self._state = self._step.restored(self._state, self._store.load(directory, like))
+        like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), self._tensors())
+        self._restore(self._store.load(directory, like))
+        self._count = step
+
+    def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one device."""
+        self._restore(filled(self._tensors(), arrays))
         self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (stored, amax_history, step) by "<linear>/<role>"."""
-        states = self._step.states(self._state.fp8)
+        states = self._delayed()
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
@@ -158,6 +200,24 @@ class Trainer:
                 "the compiled step lacks planned GEMMs:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
             )
         return proof.manifest(program, self._step.linears, missing, compiled, plan)
+
+    def _tensors(self) -> dict[str, Any]:
+        """The arrays of the state by the names of ``train_state``, nested, with those that another phase left."""
+        found = self._step.tensors(self._state)
+        if states := self._delayed():
+            found[train_state.FP8] = {name: {role: one._asdict() for role, one in roles.items()} for name, roles in states.items()}
+        return found
+
+    def _restore(self, tensors: dict[str, Any]) -> None:
+        """Take a state of arrays named as ``_tensors`` names them."""
+        for recipe, fp8 in self._fp8.items():
+            self._fp8[recipe] = self._programs[recipe].step.restored(self._state._replace(fp8=fp8), tensors).fp8
+        self._state = self._step.restored(self._state, tensors)
+
+    def _delayed(self) -> dict[str, dict[str, Any]]:
+        """The states of delayed scaling, which one recipe has at most (T-10), whether or not it is that of this phase."""
+        of_each = [(self._step, self._state.fp8), *((self._programs[recipe].step, fp8) for recipe, fp8 in self._fp8.items())]
+        return next((states for step, fp8 in of_each if (states := step.states(fp8))), {})
 
     def _states(self, tokens: np.ndarray) -> dict[str, dict]:
         layout = self.config.optimizer.moment_layout

@@ -17,9 +17,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
-from fp8ref.attention import Arithmetic, Mask, by_name
+from fp8ref.attention import Arithmetic, Mask, Variant
+from fp8ref.attention_casts import Casts
 from fp8ref.hardware import Multiply
-from fp8ref.jax import attention, attention_kernel, delayed, grouped, linear
+from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, grouped, linear
 from fp8ref.jax.scaling import Quantized
 from fp8ref.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig
 from fp8ref.recipe import Recipe
@@ -60,6 +61,7 @@ class Pass:
     copies     FP8 copies of weights by linear, which are multiplied in place of a cast of the weight (O-16).
     mu         factors by which gradients of weights are exchanged in FP8, by linear (P-22).
     balance    of experts, by layer (M-8); each replaces its own.
+    casts      of single operands of attention, by layer, in place of the variant's (E-9).
     """
 
     state: Mapping[str, delayed.State] = field(default_factory=dict)
@@ -67,17 +69,20 @@ class Pass:
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
     attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
-    variant: str | None = None
+    variant: Variant | None = None
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
     copies: Mapping[str, Quantized] = field(default_factory=dict)
     mu: Mapping[str, jax.Array] = field(default_factory=dict)
     balance: dict[str, Balance] = field(default_factory=dict)
+    casts: Mapping[str, Casts] = field(default_factory=dict)
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
         """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads."""
-        if self.variant is not None and self.attention == "kernel":
+        if name in self.casts:
+            y = attention_casts.apply(*(x.swapaxes(1, 2) for x in (q, k, v)), self.casts[name]).swapaxes(1, 2)
+        elif self.variant is not None and self.attention == "kernel":
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             scales = {role: one.stored for role, one in self.state[name].items()}
             by: dict = {"scales": scales, "variant": self.variant, "mask": Mask(causal=True), "platform": "cuda", "name": name}
@@ -88,7 +93,8 @@ class Pass:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
-            how["multiply"] = self.multiply if by_name(self.variant).fmt.bits == 8 else None
+            how["tokens"] = self.layout.context if self.layout else ""
+            how["multiply"] = self.multiply if self.variant.fmt.bits == 8 else None
             if (state := self.state.get(name)) is not None:
                 how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
             y, seen, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
@@ -318,7 +324,9 @@ class Llama(nnx.Module):
         Under sequence parallelism the logits are of a device's part of each sequence.
         """
         run = run or Pass()
-        cos, sin = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1]))
+        parts = run.layout.config.context if run.layout else 1
+        tables = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1] * parts))
+        cos, sin = (run.layout.own_context(table, axis=0) if run.layout else table for table in tables)
         h = self.embedded(tokens, run)
         if self.model.stacked:
             graph, params = nnx.split(self.model.layers, nnx.Param)

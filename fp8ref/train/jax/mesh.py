@@ -1,8 +1,8 @@
-"""The JAX trainer's device mesh: shardings of parameters, tokens and linears (spec P).
+"""The JAX trainer's device mesh: shardings of parameters, tokens and linears (spec P, A-24).
 
 Tensor parallelism cuts attention by heads and the MLP by inner features: q, k, v, gate and up are
 column-parallel, o and down row-parallel. fsdp cuts every matrix along its first dim, and gathers it
-for use: weights of linears in FP8. Norms are replicated.
+for use: weights of linears in FP8. context cuts every sequence, and matrices as fsdp does. Norms are replicated.
 """
 
 import functools
@@ -23,7 +23,7 @@ from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Role
 from fp8ref.train.config import Config, ParallelConfig
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 """The axes of the trainer's mesh, in order."""
 
 
@@ -47,14 +47,19 @@ class Layout:
         sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
         # Placements omit axes of one device: these cut nothing, and would add collectives to the
         # program.
-        self._batch, self._fsdp, self._tensor = (
-            tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp",), ("tensor",))
+        self._batch, self._fsdp, self._context, self._tensor = (
+            tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp", "context"), ("context",), ("tensor",))
         )
         if faults := config.parallel.unattended(config.model.head_dim):
             raise ConfigError(faults[0])
         if config.parallel.attention == "cudnn" and not self.on_gpu:
             raise ConfigError(
                 f"parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to xla."
+            )
+        if config.parallel.attention == "kernel" and config.numerics.attention != "cudnn":
+            raise ConfigError(
+                f"JAX has no kernel of variant {config.numerics.attention!r}: cuDNN's computes 'cudnn'. Set parallel.attention to tiles, or train in "
+                "PyTorch (--backend torch)."
             )
         if config.parallel.attention == "kernel" and not self.on_gpu:
             raise ConfigError(
@@ -71,10 +76,10 @@ class Layout:
         if jax.process_count() > 1 and config.parallel.devices != jax.device_count():
             raise ConfigError(
                 f"{jax.process_count()} processes train on all their devices, {jax.device_count()}; parallel asks for {config.parallel.devices} "
-                f"({sizes}). Make data, fsdp and tensor multiply to {jax.device_count()}."
+                f"({sizes}). Make {', '.join(AXES[:-1])} and {AXES[-1]} multiply to {jax.device_count()}."
             )
         self._check(config, sizes)
-        self.mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=self.devices)
+        self.mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=self.devices)
 
     @property
     def on_gpu(self) -> bool:
@@ -106,13 +111,23 @@ class Layout:
     @property
     def cutting_tokens(self) -> tuple[str, ...]:
         """The mesh axes that cut the tokens, after the embedding."""
-        return (*self._batch, *self._tensor) if self.config.sequence else self._batch
+        return (*self._batch, *self._context, *(self._tensor if self.config.sequence else ()))
+
+    @property
+    def logits(self) -> P:
+        """PartitionSpec of what the model returns, [B, T, ...]."""
+        return P(self._batch, tuple(axis for axis in self.cutting_tokens if axis not in self._batch))
 
     @property
     def cutting_heads(self) -> tuple[str, ...]:
-        """The axes of shard_map that cut the batch and heads of attention; () under plain jit, which
+        """The axes of shard_map that cut the batch, tokens and heads of attention; () under plain jit, which
         takes amaxes over all devices by itself."""
-        return (*self._batch, *self._tensor) if self.mapped else ()
+        return (*self._batch, *self._context, *self._tensor) if self.mapped else ()
+
+    @property
+    def context(self) -> str:
+        """The axis of shard_map that cuts every sequence; "" if none does."""
+        return self._context[0] if self._context else ""
 
     def placement(self, linear: str) -> Placement | None:
         """Placement of a linear's operands, by its name; None on one device."""
@@ -127,9 +142,9 @@ class Layout:
             reduce_outputs=_parts(config.reduce, config.tensor_reduce_dtype or "bfloat16"),
         )
         if last in llama.COLUMN:
-            return place(m=self._batch, n=self._tensor, sequence=config.sequence)
+            return place(m=(*self._batch, *self._context), n=self._tensor, sequence=config.sequence)
         if last in llama.ROW:
-            return place(m=self._batch, k=self._tensor, sequence=config.sequence)
+            return place(m=(*self._batch, *self._context), k=self._tensor, sequence=config.sequence)
         return place(m=self.cutting_tokens)
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> P:
@@ -184,6 +199,13 @@ class Layout:
         others = tuple(axis for axis in self.cutting_tokens if axis not in self._fsdp)
         return _gathered_rounded(table, jnp.dtype(dtype), self._fsdp, others)
 
+    def own_context(self, value: jax.Array, axis: int = 1) -> jax.Array:
+        """Under context parallelism, a device's part of tokens [B, T] along T, or of another array along another axis (A-24)."""
+        if not self._context:
+            return value
+        length = value.shape[axis] // self.config.context
+        return lax.dynamic_slice_in_dim(value, lax.axis_index(self._context) * length, length, axis=axis)
+
     def own_sequence(self, tokens: jax.Array) -> jax.Array:
         """Under sequence parallelism, a device's part of tokens [B, T] along T.
 
@@ -232,18 +254,16 @@ class Layout:
         return lax.pmean(mean, self.cutting_tokens) if self.mapped and self.cutting_tokens else mean
 
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
-        rows, tensor = sizes["data"] * sizes["fsdp"], sizes["tensor"]
+        rows, tensor, shards = sizes["data"] * sizes["fsdp"], sizes["tensor"], self.config.shards
         if config.data.batch_size % (rows * config.data.microbatches):
             raise ConfigError(config.data.indivisible(rows, "devices"))
-        if self.config.sequence and config.data.sequence_length % tensor:
-            raise ConfigError(
-                f"under parallel.sequence data.sequence_length is divisible by tensor = {tensor}; got {config.data.sequence_length}."
-            )
+        if faults := config.uncut_sequences():
+            raise ConfigError(faults[0])
         for key in ("num_attention_heads", "num_key_value_heads"):
             if getattr(config.model, key) % tensor:
                 raise ConfigError(f"model.{key} is divisible by parallel.tensor = {tensor}; got {getattr(config.model, key)}.")
-        if config.model.vocab_size % sizes["fsdp"]:
-            raise ConfigError(f"model.vocab_size is divisible by parallel.fsdp = {sizes['fsdp']}; got {config.model.vocab_size}.")
+        if config.model.vocab_size % shards:
+            raise ConfigError(f"model.vocab_size is divisible by parallel.fsdp x context = {shards}; got {config.model.vocab_size}.")
         tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length
         try:
             for name, shape in llama.linear_shapes(config.model).items():

@@ -251,13 +251,14 @@ class Step:
         """f(model, tokens [B, T], run) -> float32 [B, T, ...], inside shard_map if the layout is
         mapped."""
         params, copies = self.computed(params)
-        cut = P(self.layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
 
         def mapped(params, copies, fp8_state, tokens):
-            return f(self._model(params), tokens, self._pass(fp8_state, self._unseen(), copies)).astype(jnp.float32)
+            return f(self._model(params), self.layout.own_context(tokens), self._pass(fp8_state, self._unseen(), copies)).astype(
+                jnp.float32
+            )
 
         specs = (self._specs, self._specs_of(copies), P(), self.layout.tokens)
-        return self.layout.map(mapped, specs, cut)(params, copies, fp8_state, tokens)
+        return self.layout.map(mapped, specs, self.layout.logits)(params, copies, fp8_state, tokens)
 
     @property
     def measured_layers(self) -> list[str]:
@@ -310,12 +311,13 @@ class Step:
             self.layout,
             taps or {},
             attention=keys.attention,
-            variant=self.config.numerics.attention,
+            variant=self.config.attention_variant,
             arithmetic=self.config.numerics.attention_arithmetic,
             checkpointing=keys.checkpointing,
             multiply=self._multiply,
             copies=copies,
             mu=mu or {},
+            casts={layer: casts for layer in self.config.attention_layers if (casts := self.config.attention_operands(layer)) is not None},
         )
 
     def _unseen(self) -> dict[str, delayed.Seen]:
@@ -339,8 +341,9 @@ class Step:
         return self._loss_in(run, params, tokens, trains=trains), run.seen
 
     def _loss_in(self, run: Pass, params, tokens: jax.Array, *, trains: bool = True) -> jax.Array:
-        logits = self._model(params)(tokens[:, :-1], run)  # [B, T, V]
-        targets = self.layout.own_sequence(tokens[:, 1:])
+        own, targets = map(self.layout.own_context, (tokens[:, :-1], tokens[:, 1:]))
+        logits = self._model(params)(own, run)  # [B, T, V]
+        targets = self.layout.own_sequence(targets)
         loss = self.layout.mean(cross_entropy(logits, targets))
         if not (trains and run.balance):
             return loss

@@ -21,7 +21,7 @@ from fp8ref.jax import attention_observer, hardware, health, linear, proof, stat
 from fp8ref.stats import Operand, merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
-from fp8ref.train.jax.checkpoint import Store
+from fp8ref.train.jax.checkpoint import Store, filled
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.step import State, Step, compiler_options
@@ -170,6 +170,11 @@ class Trainer:
         like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), self._step.tensors(self._state))
         found = self._store.load(directory, like)
         self._state = self._step.restored(self._state, found)
+        self._count = step
+
+    def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one device."""
+        self._state = self._step.restored(self._state, filled(self._step.tensors(self._state), arrays))
         self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref.errors import ConfigError
 
@@ -18,24 +19,26 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
     """Compute tokens [1, length] as a step does, forward alone; generators and buffers are afterwards as before.
 
     name      of the model, for messages.
-    Raises:   ConfigError: the pass fails or gives other logits; it draws random numbers, of torch, NumPy or Python; it
-              changes a buffer or a parameter.
+    Raises:   ConfigError: the pass fails or gives other logits; it draws random numbers, of torch, a torch.Generator of its own, NumPy or
+              Python; it changes a buffer or a parameter.
     """
     masters, held = dict(model.named_parameters()), dict(model.named_buffers())
     buffers = {key: value.clone() for key, value in held.items()}
     rounded, device = _rounded(model), next(iter(masters.values())).device
     python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # what a model may draw from
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = _generators(device)
+        before, private = _generators(device), _OwnGenerators()
         try:
-            _logits(model, rounded, name, vocab_size, length)
+            with private:
+                _logits(model, rounded, name, vocab_size, length)
             same = [np.array_equal(a, b) for a, b in zip(np.random.get_state(), of_numpy, strict=True)]  # noqa: NPY002  # what a model may draw from
             same += [torch.equal(a, b) for a, b in zip(before, _generators(device), strict=True)]
-            drawn = not all(same) or random.getstate() != python
+            drawn = private.drawn or not all(same) or random.getstate() != python
             now = dict(model.named_buffers())  # with those that the pass made, such as tables of positions
             changed = [key for key, value in buffers.items() if key not in now or not _equal(now[key], value)]
             changed += [key for key, value in rounded.items() if not _equal(value, masters[key].to(value.dtype))]
         finally:
+            private.restore()
             random.setstate(python)
             np.random.set_state(of_numpy)  # noqa: NPY002  # what a model may draw from
             for key, value in buffers.items():
@@ -106,6 +109,30 @@ def _logits(model: nn.Module, rounded: Mapping[str, torch.Tensor], name: str, vo
         why = cast if "dtype" in str(error) or "scalar type" in str(error) else "It takes tokens [B, T], int64."
         raise ConfigError(f"{name} fails on tokens {list(tokens.shape)}: {type(error).__name__}: {error}. {why}") from error
     return logits_of(out, tokens, vocab_size)
+
+
+class _OwnGenerators(TorchDispatchMode):
+    """Sees every torch.Generator that an operator is given, whoever holds it. Operators that may draw, but do not, leave its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[torch.Generator, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for x in (*args, *(kwargs or {}).values()):
+            if isinstance(x, torch.Generator):
+                self._before.setdefault(x, x.get_state())
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def drawn(self) -> bool:
+        """Whether one of them is not in its first state."""
+        return any(not torch.equal(x.get_state(), state) for x, state in self._before.items())
+
+    def restore(self) -> None:
+        """Put all of them into their first states."""
+        for x, state in self._before.items():
+            x.set_state(state)
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:

@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn import functional
 
 from fp8ref import llama
-from fp8ref.attention import Arithmetic, Mask
+from fp8ref.attention import Arithmetic, Mask, Variant
+from fp8ref.attention_casts import Casts
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import attention, attention_delayed
+from fp8ref.torch import attention, attention_casts, attention_delayed, attention_kernel
 from fp8ref.torch.tensor_parallel import TensorPlan
 from fp8ref.train.torch import experts
 from fp8ref.train.torch.experts import MixtureMLP
@@ -92,13 +93,19 @@ class Attention(nn.Module):
 
     variant     of ``fp8ref.attention``; None: torch's own attention.
     arithmetic  of the variant.
-    amax_group  name of the process group whose ranks share the batch and heads.
+    amax_group  name of the process group whose ranks share the batch, tokens and heads.
+    casts       of single operands, in place of the whole variant's (E-9).
+    by_kernel   computed by FlashAttention-3's kernel, and not by tiles (spec A-20).
+    context     name of the process group whose ranks have the parts of the tokens (spec A-24); None: each has all.
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
-    variant: str | None = None
+    variant: Variant | None = None
     arithmetic: Arithmetic = "fast"
     amax_group: str | None = None
+    casts: Casts | None = None
+    context: str | None = None
+    by_kernel: bool = False
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -112,9 +119,19 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
         self.states = nn.ModuleDict()
 
-    def attend_by(self, variant: str | None, arithmetic: Arithmetic, amax_group: str | None, *, delays: bool) -> None:
+    def attend_by(
+        self,
+        variant: Variant | None,
+        arithmetic: Arithmetic,
+        amax_group: str | None,
+        *,
+        delays: bool,
+        context: str | None = None,
+        by_kernel: bool = False,
+    ) -> None:
         """Attend by a variant from now on; delays: by delayed scales."""
-        self.variant, self.arithmetic, self.amax_group = variant, arithmetic, amax_group
+        self.by_kernel = by_kernel
+        self.variant, self.arithmetic, self.amax_group, self.context = variant, arithmetic, amax_group, context
         if delays and variant is not None:
             self.states = attention_delayed.states(variant, self.q_proj.weight.device, amax_group)
 
@@ -126,10 +143,15 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        if self.variant is None:
+        if self.casts is not None:
+            y = attention_casts.apply(q, k, v, self.casts)
+        elif self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif self.by_kernel:
+            y = attention_kernel.apply(q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic)
         else:
             how: dict = {"variant": self.variant, "mask": _CAUSAL, "arithmetic": self.arithmetic, "amax_group": self.amax_group}
+            how["context"] = self.context
             y = attention_delayed.apply(q, k, v, states=self.states, **how) if self.states else attention.apply(q, k, v, **how)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
@@ -189,10 +211,13 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
+    part      (r, n): the tokens are the r-th of n equal parts of each sequence, whose others are on other ranks (spec A-24).
     Order:    spec M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
     (spec M-2).
     """
+
+    part: tuple[int, int] = (0, 1)
 
     rotary: torch.Tensor
     tensor_plan = TensorPlan(
@@ -215,7 +240,7 @@ class Llama(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, vocab_size] of tokens [B, T], which must be valid (``llama.check_tokens``)."""
         dtype = self.model.norm.weight.dtype
-        cos, sin = self.rotary[:, : tokens.shape[1]]
+        cos, sin = self.rotary[:, self.part[0] * tokens.shape[1] :][:, : tokens.shape[1]]
         h = self.model.embed_tokens(tokens, dtype)
         for layer in self.model.layers:
             h = layer(h, cos, sin)
@@ -237,8 +262,9 @@ def _make_tables(model: nn.Module, args: tuple) -> None:
     """
     assert isinstance(model, Llama)
     (tokens,) = args
-    if model.rotary.shape[1] < tokens.shape[1] or model.rotary.device != tokens.device:
-        tables = llama.rotary_tables(model.config, tokens.shape[1])
+    positions = tokens.shape[1] * model.part[1]
+    if model.rotary.shape[1] < positions or model.rotary.device != tokens.device:
+        tables = llama.rotary_tables(model.config, positions)
         model.rotary = torch.from_numpy(np.stack(tables)).to(tokens.device)
 
 

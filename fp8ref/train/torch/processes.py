@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import distributed
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8ref.errors import ConfigError, LostProcessError
@@ -144,22 +144,36 @@ def leave(code: int) -> NoReturn:
 def mesh_of(config: Config) -> DeviceMesh | None:
     """The device mesh data x fsdp x tensor of the processes that ``join`` connected.
 
-    None for one process.
+    None for one process. Ranks that share sequences are of fsdp (P-26): r of them in a row, for parallel.context r.
 
     Raises:   ConfigError: config.parallel asks for another number of processes, or they cannot share
-              the batch evenly.
+              the batch evenly, or a sequence.
     """
     keys = config.parallel
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
     if keys.devices != ranks:
         raise ConfigError(
-            f"parallel asks for data x fsdp x tensor = {keys.data} x {keys.fsdp} x {keys.tensor} = {keys.devices} processes; there are {ranks}. "
+            f"parallel asks for {keys.mesh} = {keys.devices} processes; there are {ranks}. "
             f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
         )
     shared = keys.data * keys.fsdp
     if config.data.batch_size % (shared * config.data.microbatches):
         raise ConfigError(config.data.indivisible(shared, "processes"))
+    if faults := config.uncut_sequences():
+        raise ConfigError(faults[0])
     if ranks == 1:
         return None
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(kind, (keys.data, keys.fsdp, keys.tensor), mesh_dim_names=AXES)
+    return init_device_mesh(_kind(), (keys.data, keys.shards, keys.tensor), mesh_dim_names=AXES)
+
+
+def context_of(config: Config) -> ProcessGroup | None:
+    """The ranks that have the parts of this rank's sequences, in the order of the tokens (spec A-24); None: it has all of each."""
+    keys = config.parallel
+    if keys.context == 1:
+        return None
+    mesh = init_device_mesh(_kind(), (keys.data * keys.fsdp, keys.context, keys.tensor), mesh_dim_names=("batch", "context", "tensor"))
+    return mesh.get_group("context")
+
+
+def _kind() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -34,6 +34,7 @@ from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.cross_entropy import cross_entropy
 from fp8ref.train.torch.llama import Attention, Llama, widen_before_passes
+from fp8ref.train.torch.processes import context_of
 
 
 class Step:
@@ -58,13 +59,14 @@ class Step:
         multiply: Multiply | None,
     ) -> None:
         self.config, self.mesh, self.device, self.multiply = config, mesh, device, multiply
+        self.context = context_of(config)
         with torch.device("meta"):  # a rank makes its own shards
             model = self._llama()
         keys, self._keeps_masters = config.parallel, config.optimizer.keeps_masters
         if self._keeps_masters:
             model.to(torch.bfloat16)
             # FSDP2 reduces the gradients of a model that it gathers whole in one dtype (P-19).
-            model.model.embed_tokens.widens = keys.compile != "model" or keys.data * keys.fsdp == 1
+            model.model.embed_tokens.widens = keys.compile != "model" or keys.data * keys.shards == 1
             if keys.compile == "model" and model.model.embed_tokens.widens:
                 widen_before_passes(model)
         self.model = parallelize(
@@ -109,12 +111,18 @@ class Step:
     def _llama(self) -> Llama:
         """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors (A-2)."""
         model = Llama(self.config.model)
+        context = self.context
+        if context is not None:
+            model.part = context.rank(), context.size()
         group = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
-        for module in model.modules():
+        for layer, module in model.named_modules():
             if isinstance(module, Attention):
-                keys = self.config.numerics
+                keys, module.casts = self.config.numerics, self.config.attention_operands(layer)
                 name = None if group is None else group.group_name
-                module.attend_by(keys.attention, keys.attention_arithmetic, name, delays=keys.attention_scaling == "delayed")
+                parts = None if context is None else context.group_name
+                how: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
+                how["by_kernel"] = self.config.parallel.attention == "kernel"
+                module.attend_by(self.config.attention_variant, keys.attention_arithmetic, name, **how)
         return model
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
@@ -300,13 +308,31 @@ class Step:
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found.to(self.device)
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
-        """This rank's rows of a batch [B, ...] (spec P-10)."""
+        """This rank's rows of a batch [B, T + 1] (spec P-10); under parallel.context of them its part of the tokens, with the one after
+        it (A-24)."""
         if self.mesh is None:
             return tokens
         keys = self.config.parallel
         rows = len(tokens) // (keys.data * keys.fsdp)
-        index = self.mesh.get_local_rank("data") * keys.fsdp + self.mesh.get_local_rank("fsdp")
-        return tokens[index * rows :][:rows]
+        index = self.mesh.get_local_rank("data") * keys.fsdp + self.mesh.get_local_rank("fsdp") // keys.context
+        rows_of = tokens[index * rows :][:rows]
+        return rows_of if self.context is None else rows_of[:, self.own_tokens(tokens.shape[1] - 1, behind=1)]
+
+    def own_tokens(self, length: int, behind: int = 0) -> slice:
+        """The tokens of a sequence of this length that this rank has, and so many behind them."""
+        group = self.context
+        if group is None:
+            return slice(length + behind)
+        part = length // group.size()
+        return slice(group.rank() * part, (group.rank() + 1) * part + behind)
+
+    def of_context(self, parts: torch.Tensor) -> torch.Tensor:
+        """The parts [B, T / n, ...] of all ranks that share sequences, as [B, T, ...]; as they are without such ranks."""
+        if self.context is None:
+            return parts
+        found = [torch.empty_like(parts) for _ in range(self.context.size())]
+        distributed.all_gather(found, parts.contiguous(), group=self.context)
+        return torch.cat(found, dim=1)
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from fp8ref.attention_products import AttentionOperand
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.stats import Operand, merged, planned
-from fp8ref.torch import attention_observer, attention_stats, delayed, hardware, health, proof, stats
+from fp8ref.torch import attention_kernel, attention_observer, attention_stats, delayed, hardware, health, proof, stats
 from fp8ref.torch.gemm_observer import observe_gemms
 from fp8ref.torch.parallel import AXES
 from fp8ref.torch.proof.records import unwrapped
@@ -51,10 +51,12 @@ class Trainer:
         self._multiply = multiply
         config.numerics.check_multiply(multiply)
         if config.parallel.attention == "kernel":
-            raise ConfigError(
-                f"PyTorch has no FP8 kernel of variant {config.numerics.attention!r} with gradients: FlashAttention-3's is forward alone. Set "
-                "parallel.attention to tiles, or train in JAX (--backend jax)."
-            )
+            if config.numerics.attention not in attention_kernel.VARIANTS:
+                raise ConfigError(
+                    f"PyTorch has no FP8 kernel of variant {config.numerics.attention!r} with gradients: FlashAttention-3's computes "
+                    f"{' and '.join(attention_kernel.VARIANTS)}. Set parallel.attention to tiles, or train in JAX (--backend jax)."
+                )
+            _check_kernel()
         if multiply is not None and torch.cuda.is_available():
             raise ConfigError(
                 f"numerics.accumulate {config.numerics.accumulate!r}: simulated hardware multiplies on the host's CPU; torch has "
@@ -103,9 +105,10 @@ class Trainer:
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [B, T, vocab_size] from tokens [B, T]."""
+        """float32 [B, T, vocab_size] from tokens [B, T]; under parallel.context of all ranks, which divide T."""
         with self._step.computing():
-            return self._step.logits(self._step.tokens(tokens)).float().cpu().numpy()
+            own = self._step.tokens(tokens[:, self._step.own_tokens(tokens.shape[1])])
+            return self._step.of_context(self._step.logits(own).float()).cpu().numpy()
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -142,6 +145,17 @@ class Trainer:
     def load(self, directory: Path, step: int) -> None:
         """Restore the state that ``save`` wrote after so many steps, on this mesh or another."""
         self._store.load(directory, train_state.flat(self._step.tensors()))
+        self._step.resume(step)
+        self._count = step
+
+    @torch.no_grad()
+    def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one device."""
+        mine = train_state.flat(self._step.tensors())
+        assert mine.keys() == arrays.keys(), sorted(mine.keys() ^ arrays.keys())
+        for name, tensor in mine.items():
+            given = torch.from_numpy(np.array(arrays[name]))
+            tensor.copy_(given.view(tensor.dtype) if given.dtype == torch.uint8 else given)
         self._step.resume(step)
         self._count = step
 
@@ -260,7 +274,7 @@ class Trainer:
             "fsdp": operand.role != "weight" or gathered,
             "tensor": style is not None and operand.role != whole,
         }
-        ranks = np.arange(keys.devices).reshape(keys.data, keys.fsdp, keys.tensor)
+        ranks = np.arange(keys.devices).reshape(keys.data, keys.shards, keys.tensor)
         return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
@@ -285,14 +299,27 @@ class Trainer:
         with hardware.simulating(self._multiply):
             codes = variant is not None and proof.multiplies_codes(variant, self.config.numerics.attention_arithmetic, self._device)
         layers = self.config.attention_in_fp8
-        if variant is not None:
+        by_kernel = keys.attention == "kernel"
+        if by_kernel:
+            missing += proof.missing_kernels(traced, layers)
+        elif variant is not None:
             missing += proof.missing_products(traced, layers, variant, codes=codes, plan=plan)
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
                 "the step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
             )
         found = proof.manifest(traced, planned, missing, proof.gathers(self.model), plan)
+        if variant is not None and by_kernel:
+            return found | {"attention": proof.manifest_of_kernels(traced, variant)}
         return found | ({"attention": proof.manifest_of_products(traced, layers, variant, codes=codes)} if variant and layers else {})
+
+
+def _check_kernel() -> None:
+    """ConfigError where FlashAttention-3's kernel does not run."""
+    try:
+        attention_kernel.library(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"parallel.attention 'kernel': {error} In the trainer set parallel.attention to tiles.") from error
 
 
 def _whole(x: torch.Tensor) -> np.ndarray:

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS
+from fp8ref.attention import VARIANTS, differentiated
 from fp8ref.attention_products import PRODUCTS
 from fp8ref.sim import hardware as simulated
 from fp8ref.torch import hardware
-from fp8ref.torch.proof.attention import manifest_of_products, missing_products, multiplies_codes
+from fp8ref.torch.proof.attention import manifest_of_kernels, manifest_of_products, missing_kernels, missing_products, multiplies_codes
 from fp8ref.torch.proof.records import GemmTrace, ProductRecord
 
 CUDNN = VARIANTS["cudnn"]
@@ -51,3 +51,22 @@ def test_a_cpu_multiplies_codes_in_the_stated_form_alone(variant, arithmetic, co
     assert multiplies_codes(VARIANTS[variant], arithmetic, torch.device("cpu")) == codes
     with hardware.simulating(simulated.by_name("exact")):
         assert multiplies_codes(CUDNN, "fast", torch.device("cpu"))
+
+
+def test_only_the_forward_products_are_planned_under_a_backward_pass_in_bf16():
+    variant, forward = differentiated("cudnn", "bf16"), PRODUCTS[:2]
+    assert missing_products(trace(leave_out=PRODUCTS[2:]), ["layer"], variant, codes=True) == []
+    assert len(missing_products(trace(leave_out=PRODUCTS), ["layer"], variant, codes=True)) == len(forward)
+    assert manifest_of_products(trace(), ["layer"], variant, codes=True)["backward"] == "bf16"
+
+
+def test_of_attention_in_high_precision_none_is_planned():
+    assert missing_products(trace(), [], VARIANTS["bf16"], codes=False) == []
+
+
+def test_a_layer_without_its_kernel_is_named():
+    seen = GemmTrace("eager", kernels=["a: flash_attn_3::fwd"] * 2)
+    assert missing_kernels(seen, ["a"]) == []
+    assert missing_kernels(seen, ["a", "b"]) == ["b/attention: planned the kernel flash_attn_3::fwd; no call of it was seen"]
+    found = manifest_of_kernels(seen, differentiated("fa3", "bf16"))
+    assert found == {"variant": "fa3", "backward": "bf16", "gemms": [], "kernels": ["a: flash_attn_3::fwd"]}

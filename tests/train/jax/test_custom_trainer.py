@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from fp8ref.errors import ConfigError
-from fp8ref.train import loop
+from fp8ref.linear_rules import Rule
+from fp8ref.train import loop, state_conversion
 from fp8ref.train.config import Config
 from fp8ref.train.jax.custom_trainer import Trainer
 from fp8ref.train.sections import ArchitectureConfig, DataConfig, RunConfig
+from fp8ref.train.state_conversion import Source
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 4, 17))
 
@@ -85,8 +87,57 @@ def test_other_logits_are_refused(of):
         Trainer(of("Misshapen")).step(TOKENS[0])
 
 
-def test_there_is_one_recipe(of):
-    trainer = Trainer(of())
-    trainer.switch("tensorwise")
-    with pytest.raises(ValueError, match="one recipe, 'tensorwise'; got 'bf16'"):
-        trainer.switch("bf16")
+def test_a_schedule_switches_and_its_states_outlive_a_phase(of, tmp_path):  # T-9
+    config = of(numerics={"recipe": "delayed", "schedule": ((0, "delayed"), (2, "bf16"))})
+    trainer, other = Trainer(config), Trainer(config)
+    trainer.step(TOKENS[0])
+    before = trainer.fp8_states()
+    assert all(int(step) == 1 for *_, step in before.values())
+    trainer.switch("bf16")
+    assert not any(d.fp8 for d in trainer.decisions)
+    in_bf16 = trainer.step(TOKENS[1])
+    trainer.save(tmp_path / "state")()
+    other.load(tmp_path / "state", 2)
+    for name, state in other.fp8_states().items():
+        for mine, theirs in zip(state, before[name], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    for one in (trainer, other):
+        one.switch("delayed")
+    assert trainer.step(TOKENS[2]) == other.step(TOKENS[2])
+    assert all(int(step) == 2 for *_, step in other.fp8_states().values())
+    alone = Trainer(of(numerics={"recipe": "delayed"}))
+    alone.step(TOKENS[0])
+    assert alone.step(TOKENS[1]) != in_bf16
+    with pytest.raises(ValueError, match="a recipe of its config, delayed, bf16; got 'rowwise'"):
+        trainer.switch("rowwise")
+
+
+def test_rules_change_single_casts(of):
+    rules = (Rule(layers=("up",), roles=("grad_output",), recipe="bf16"), Rule(layers=("down",), gemms=("output",), format="e5m2"))
+    trainer = Trainer(of(numerics={"recipe": "tensorwise", "rules": rules}))
+    proof = trainer.prove(TOKENS[0])
+    assert proof["missing"] == []
+    made = {gemm["gemm"]: (gemm["a"], gemm["b"]) for gemm in proof["gemms"] if gemm["fp8"]}
+    assert made["down/output"] == ("f8e5m2", "f8e5m2")
+    assert made["up/output"] == ("f8e4m3fn", "f8e4m3fn")
+    assert not {"up/grad_input", "up/grad_weight"} & made.keys()
+    measured = trainer.statistics(TOKENS[0])
+    assert {"down/output/input", "up/output/weight"} <= measured.keys()
+    assert "up/grad_weight/grad_output" not in measured
+
+
+def test_a_state_is_adopted_under_another_layout(of):  # E-8
+    first, second = (
+        Trainer(of(numerics={"recipe": "delayed"})),
+        Trainer(of(numerics={"recipe": "delayed"}, optimizer={"kind": "adamw_states", "layout": "te"})),
+    )
+    first.step(TOKENS[0])
+    source = Source(weights=first.weights(), moments=first.moments(), delayed=first.fp8_states(), step=1)
+    second.adopt(state_conversion.converted(source, second.config, "jax"), 1)
+    for name, value in first.weights().items():
+        np.testing.assert_array_equal(value, second.weights()[name])
+    for name, state in first.fp8_states().items():
+        for mine, theirs in zip(state, second.fp8_states()[name], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert first.evaluate(TOKENS[1]) == second.evaluate(TOKENS[1])
+    assert np.isfinite(second.step(TOKENS[1])["loss"])

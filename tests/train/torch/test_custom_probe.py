@@ -37,6 +37,28 @@ def test_random_numbers_of_a_pass_are_refused(name):  # T-10
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]  # noqa: NPY002  # what a model may draw from
 
 
+class OwnNoise(torch.nn.Module):
+    """Draws from a generator that it holds itself."""
+
+    def __init__(self, drawn: float) -> None:
+        super().__init__()
+        self.embed, self.drawn, self.generator = torch.nn.Embedding(256, 256), drawn, torch.Generator().manual_seed(0)
+
+    def forward(self, tokens):
+        out = self.embed(tokens)
+        noise = torch.randn(out.shape, generator=self.generator, dtype=out.dtype) if self.drawn else 0
+        return out + self.drawn * noise
+
+
+def test_random_numbers_of_a_models_own_generator_are_refused():  # T-10
+    model = OwnNoise(0.1)
+    before = model.generator.get_state()
+    with pytest.raises(ConfigError, match="mine draws random numbers in its forward pass"):
+        custom_probe.check(model, "mine", 256, 8)
+    assert torch.equal(model.generator.get_state(), before)
+    custom_probe.check(OwnNoise(0), "mine", 256, 8)
+
+
 def test_jitter_of_a_router_is_refused(tmp_path):  # T-10
     keys = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
     probed(transformers(tmp_path, **keys))

@@ -1,0 +1,133 @@
+"""Record what a Flax NNX model gives to jax.nn.dot_product_attention, which nnx.MultiHeadAttention calls too."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fp8ref.study import recording as recordings
+from fp8ref.study.recording import Attended, Recording
+
+TAKEN = "a study takes causal or full attention [B, T, H, D] of as many keys as queries, without bias, window or lengths, and no mask but the causal one"
+"""Why a call is left out."""
+
+_NAME = "name_in_study"
+"""The attribute of a module that holds its path."""
+
+
+@contextlib.contextmanager
+def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) -> Iterator[None]:
+    """Keep, in this context, of each layer the first call, of it the first sequence, so many query heads with
+    their keys and values, so many first tokens, and the gradient of their output.
+
+    The function of jax.nn is replaced as long as it lasts. Traced functions report from inside the compiled program; one that
+    was traced before is not traced again, unless a linear of its model is recorded too.
+    """
+    modules = [(path, layer) for path, layer in nnx.iter_graph(model, graph=True) if isinstance(layer, nnx.Module)]
+    inner, kept = jax.nn.dot_product_attention, _Kept(recording)
+
+    @functools.wraps(inner)
+    def attending(query, key, value, *args, **more):
+        out = inner(query, key, value, *args, **more)
+        layer = _caller()
+        mask = args[1] if len(args) > 1 else more.get("mask")
+        others = {
+            name: x
+            for name, x in more.items()
+            if name not in ("mask", "scale", "is_causal", "implementation") and x is not None and x is not False
+        }
+        bias, scale = args[0] if args else None, more.get("scale")
+        if not isinstance(scale, int | float | None):
+            others["scale"] = scale
+        if query.ndim != 4 or query.shape[1] != key.shape[1] or others or bias is not None:
+            recording.refused.setdefault(layer, TAKEN)
+            return out
+        n, of_keys = recordings.heads_of(query.shape[2], key.shape[2], heads)
+        few = [x[:1, :tokens, :h].swapaxes(1, 2).astype(jnp.float32) for x, h in ((query, n), (key, of_keys), (value, of_keys))]
+        seen = (
+            None
+            if mask is None
+            else jnp.broadcast_to(mask, (*mask.shape[:-2], query.shape[1], key.shape[1]))[:1].reshape(-1, query.shape[1], key.shape[1])
+        )
+        keep = functools.partial(kept.call, layer, bool(more.get("is_causal")), scale)
+        jax.debug.callback(keep, *few, seen)
+        return _reporting(out, few[0], functools.partial(kept.gradient, layer), n, tokens)
+
+    for path, layer in modules:  # static attributes, which a traced copy of the model has too
+        setattr(layer, _NAME, nnx.static(".".join(map(str, path)) or type(model).__name__))
+    jax.nn.dot_product_attention = attending
+    try:
+        yield
+        jax.effects_barrier()
+    finally:
+        jax.nn.dot_product_attention = inner
+        for _, layer in modules:
+            delattr(layer, _NAME)
+
+
+def _reporting(out: jax.Array, q: jax.Array, keep: Callable, heads: int, tokens: int) -> jax.Array:
+    """The output, whose gradient is handed to ``keep`` with the queries that say of which call it is."""
+
+    @jax.custom_vjp
+    def same(out, q):
+        return out
+
+    def backward(q, grad):
+        jax.debug.callback(keep, q, grad[:1, :tokens, :heads].swapaxes(1, 2).astype(jnp.float32))
+        return grad, jnp.zeros_like(q)
+
+    same.defvjp(lambda out, q: (out, q), backward)
+    return same(out, q)
+
+
+class _Kept:
+    """Fills a recording from callbacks, which may arrive in any order: a gradient waits for its call."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._waiting: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def call(self, layer: str, causal: bool, scale: float | None, q, k, v, mask) -> None:
+        """Keep a layer's first call."""
+        found = self._recording
+        if layer in found.attention or layer in found.refused:
+            return
+        if mask is not None:
+            lower = np.tril(np.ones(mask.shape[-2:], bool))
+            of_all = [bool(np.array_equal(one, lower)) for one in np.asarray(mask, bool)]
+            if not (all(of_all) or np.asarray(mask).all()):
+                found.refused[layer] = TAKEN
+                return
+            causal |= all(of_all)
+        own = None if scale is None or math.isclose(scale, q.shape[-1] ** -0.5) else float(scale)
+        q, k, v = (np.array(x, np.float32) for x in (q, k, v))
+        found.attention[layer] = Attended(layer=layer, q=q, k=k, v=v, causal=causal, scale=own)
+        for waiting in self._waiting.pop(layer, []):
+            self.gradient(layer, *waiting)
+
+    def gradient(self, layer: str, q, do) -> None:
+        """Keep the gradient of the call that had these queries."""
+        first = self._recording.attention.get(layer)
+        if first is None:
+            self._waiting.setdefault(layer, []).append((np.array(q), np.array(do)))
+        elif first.do is None and np.array_equal(first.q, q, equal_nan=True):
+            self._recording.attention[layer] = dataclasses.replace(first, do=np.array(do, np.float32))
+
+
+def _caller() -> str:
+    """The name of the innermost module among the callers: the ``self`` of a method."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        of = frame.f_locals.get("self")
+        if isinstance(of, nnx.Module) and (name := getattr(of, _NAME, None)) is not None:
+            return str(name)
+        frame = frame.f_back
+    return "the model"

@@ -1,0 +1,38 @@
+"""What an ablation switches, by group (spec E-8)."""
+
+import pytest
+
+from fp8ref.errors import ConfigError
+from fp8ref.train import ablation_operands, variants
+from fp8ref.train.ablation_operands import KINDS, ROLES
+
+
+@pytest.fixture
+def studied(small):
+    config = small.replace(model={"num_hidden_layers": 2}, numerics={"recipe": "rowwise_with_gw_hp"})
+    return variants.studying(config, attention="cudnn", states="msamp_o2")
+
+
+def names(config, by="layer", layers=(), gemms=KINDS, roles=ROLES):
+    return [operand.name for operand in ablation_operands.chosen(config, by, layers, gemms, roles)]
+
+
+def test_operands_are_what_the_config_casts(studied):
+    of_layer = ["output/input", "output/weight", "grad_input/grad_output", "grad_input/weight"]  # grad_weight is in high precision
+    linears = [f"layers.{i}/{operand}" for i in (0, 1) for operand in of_layer]
+    attention = [f"layers.{i}/attention/{role}" for i in (0, 1) for role in ("q", "k", "v", "p", "do", "ds")]
+    assert sorted(names(studied)) == sorted([*linears, *attention, "model/states/m", "model/states/v", "model/states/master"])
+    assert names(studied, layers=["layers.0.self_attn"], gemms=["attention"], roles=["p"]) == ["layers.0/attention/p"]
+    assert names(studied, by="kind", gemms=["output"], roles=["weight"], layers=["mlp"]) == [
+        f"{kind}/output/weight" for kind in ("gate_proj", "up_proj", "down_proj")
+    ]
+    with pytest.raises(ConfigError, match="names no linear in FP8, nor attention"):
+        names(studied, layers=["layers.2"])
+
+
+def test_casts_are_left_out_one_by_one(studied):
+    every = variants.cast_operands(studied)
+    for operand in ablation_operands.chosen(studied, "model", (), KINDS, ROLES):
+        assert set(variants.cast_operands(variants.without(studied, operand.casts))) == set(every) - operand.casts
+        others = [one for one in every if one not in operand.casts]
+        assert set(variants.cast_operands(variants.without(studied, others))) == operand.casts

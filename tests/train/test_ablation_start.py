@@ -1,0 +1,42 @@
+"""An ablation begins from a run, or from weights of Hugging Face's format (spec E-8)."""
+
+import json
+
+import pytest
+
+from fp8ref.errors import ConfigError
+from fp8ref.train import ablate, ablation_start, export, loop
+
+
+@pytest.fixture
+def two(small):
+    return small.replace(run={"steps": 4, "eval_every": 4})
+
+
+def test_weights_of_hugging_faces_format_are_taken_in_place_of_a_run(two, text, tmp_path):
+    one = two.replace(model={"num_hidden_layers": 1}, numerics={"recipe": "bf16"}, run={"steps": 1, "eval_every": 1})
+    loop.train(one, "torch", tmp_path / "run")
+    export.export(tmp_path / "run", tmp_path / "hf")
+    how = {"data": str(text), "sequence_length": 16, "batch_size": 4}
+    start = ablation_start.of_weights(tmp_path / "hf", "torch", "delayed", **how)
+    assert start.config.model == one.model
+    found = ablate.ablate(start, out=tmp_path / "out", by="model", roles=["weight"], batches=2)
+    same = ablate.ablate(tmp_path / "run", recipe="delayed", by="model", roles=["weight"], batches=2)
+    assert found.step == 0
+    # One set of weights and batches; the amaxes of delayed scaling are of one batch, of step 0 here and of step 1 there.
+    assert found.baseline == same.baseline
+    assert found.rows[0].cost == pytest.approx(same.rows[0].cost, abs=0.01)
+    with pytest.raises(ConfigError, match="no run, and has no config"):
+        ablation_start.of_weights(tmp_path / "run", "torch", None, **how)
+
+
+def test_another_model_of_transformers_is_taken_in_pytorch_alone(two, text, tmp_path):
+    described = {"model_type": "gpt_neox", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    how = {"data": str(text), "sequence_length": 16, "batch_size": 4}
+    with pytest.raises(ConfigError, match="JAX trains the trainer"):
+        ablation_start.of_weights(tmp_path, "jax", None, **how)
+    start = ablation_start.of_weights(tmp_path, "torch", None, **how)
+    assert start.config.architecture.kind == "transformers"
+    with pytest.raises(ConfigError, match="--attention takes the trainer's own Llama"):
+        ablate.ablate(start, attention="cudnn", batches=2, out=tmp_path / "out")
