@@ -73,7 +73,8 @@ def mfma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | Matri
         )
     if c.dtype != np.float32:
         raise ValueError(f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32).")
-    acc = chain(*(accumulate.finite_part(v).astype(np.float64) for v in (a, b, c)), fmt_a, fmt_b, unit)
+    left, right, given = (accumulate.finite_part(v).astype(np.float64) for v in (a, b, c))
+    acc = chain(left, right, given, fmt_a, fmt_b, unit)
     return accumulate.with_specials(acc.astype(np.float32), a, b, c)
 
 
