@@ -170,6 +170,21 @@ def test_the_page_shows_the_losses_of_attention():
         assert all(abs(gap[0]) < 0.004 for gap in attention_losses.gaps(kept["runs"]).values())  # as the page says
 
 
+def test_the_page_shows_the_losses_under_delayed_scales():
+    page = (PAGE.parent / "how-to" / "attention.md").read_text(encoding="utf-8")
+    kept = json.loads(attention_losses.RESULTS.with_name("attention_losses_delayed.json").read_text())
+    assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (60, 4, 128, "bf16")
+    assert {(r["attention"], r["seed"]) for r in kept["runs"]} == {
+        (name, seed) for name in ("framework's", "cudnn, delayed") for seed in range(3)
+    }
+    (row,) = attention_losses.page(kept)
+    assert row in page
+    gaps = [gap[0] for (_, name), gap in attention_losses.gaps(kept["runs"]).items() if name != attention_losses.OWN]
+    assert len(gaps) == 2
+    assert all(-0.04 < gap < -0.03 for gap in gaps)  # as the page says
+    assert attention_losses.keys_of("cudnn, delayed") == {"attention": "cudnn", "attention_scaling": "delayed"}
+
+
 @pytest.mark.slow
 def test_losses_of_attention_are_of_the_variant(tmp_path):
     file = tmp_path / "losses.json"

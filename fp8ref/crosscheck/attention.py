@@ -112,16 +112,25 @@ def first_states(config: Config) -> dict[str, delayed.DelayedState]:
 
 
 def states_after(
-    states: Mapping[str, delayed.DelayedState], config: Config, passes: Sequence[AttentionPass]
+    states: Mapping[str, delayed.DelayedState], config: Config, passes: Sequence[AttentionPass], trained: Mapping[str, Any] | None = None
 ) -> dict[str, delayed.DelayedState]:
-    """The states of q, k, v and do after a step with these passes (A-19): of what exists whole, and so has an amax that is defined."""
+    """The states after a step with these passes (A-19), by ``<layer>/<role>``.
+
+    trained   a trainer's ``fp8_states`` after the step: the amaxes of all roles but q, k, v and do are sums, and are taken from it. Without,
+              the states of q, k, v and do alone.
+    """
     found = {}
     for layer, casts in config.attention_casts.items():
-        for role in (role for role in QUANTIZED if role in casts):
-            fmt, how = casts[role]
-            shown = [one.arrays[f"{role}/value"] for one in passes if one.layer == layer and f"{role}/value" in one.arrays]
-            seen = [delayed.observe(scaling.amax(np.asarray(x, np.float32))) for x in shown]
-            found[f"{layer}/{role}"] = delayed.update(states[f"{layer}/{role}"], *seen, config=how, fmt=fmt)
+        for role, (fmt, how) in casts.items():
+            name = f"{layer}/{role}"
+            if role in QUANTIZED:
+                shown = [one.arrays[f"{role}/value"] for one in passes if one.layer == layer and f"{role}/value" in one.arrays]
+                seen = [delayed.observe(scaling.amax(np.asarray(x, np.float32))) for x in shown]
+            elif trained is None:
+                continue
+            else:
+                seen = [delayed.observe(np.asarray(trained[name][1], np.float32)[0])]
+            found[name] = delayed.update(states[name], *seen, config=how, fmt=fmt)
     return found
 
 

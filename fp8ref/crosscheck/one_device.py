@@ -19,7 +19,7 @@ import numpy as np
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
-from fp8ref.crosscheck import attention, bounds, operands
+from fp8ref.crosscheck import attention, attention_states, bounds, operands
 from fp8ref.crosscheck.operands import Quantizer, amaxes, check_operands, compare_quantized, initial_states, states_after
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
@@ -76,11 +76,14 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
                         report, trainer, batches.step(step), recipes, quantizers, states, multiply, config.attention_variant
                     )
                     of_linears = states_after(of_linears, recipes, amaxes(observations))
-                    of_attention = attention.states_after(of_attention, config, passes)
                 if step in (0, steps):
                     advance(f"{name}: operands after {step} steps")
                 if step < steps:
                     curves[name].append(trainer.step(batches.step(step)))
+                    if of_attention:
+                        trained, before = trainer.fp8_states(), of_attention
+                        of_attention = attention.states_after(before, config, passes, trained)
+                        attention_states.check(report, name, config, passes, before, of_attention, trained)
                     advance(f"{name}: training")
         if len(backends) > 1 and steps:
             check_curves(report, curves, weights, batches, config, advance=lambda: advance("noise of rounding"))

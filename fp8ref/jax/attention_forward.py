@@ -30,6 +30,7 @@ class Result(NamedTuple):
     tensors        the quantized q, k and v, and an FP8 output o, by role.
     amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
     saturated      int32: probabilities that the cast clipped, a fault of the variant (A-8).
+    lost           int32: probabilities of at least 2^-126 that the cast made 0.
     p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
                    own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
@@ -47,12 +48,13 @@ class Result(NamedTuple):
     scale_p: jax.Array
     scale_inv_p: jax.Array
     scores: jax.Array | None = None
+    lost: jax.Array | None = None
 
 
 def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
     """One pass over all blocks and tiles.
 
-    observe   also count clipped probabilities, and take amaxes of what has no scale by them.
+    observe   also count clipped and lost probabilities, and take amaxes of what has no scale by them.
     """
     if use.variant.real:
         o, lse = real.forward(given, use)
@@ -68,11 +70,11 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     order: data.SumOrder = "tile" if use.fast else variant.sum_order
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
     rows = online_softmax.start(parts.zeros(b, n, g, t), order)
-    largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
+    largest, counts = parts.zeros(), parts.zeros(2, dtype=jnp.int32)
     kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)
 
     def body(carry, block, tile):
-        rows, o, largest, lost, matrices = carry
+        rows, o, largest, counts, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
         s = parts.scores(block, tile)
@@ -83,17 +85,18 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
         else:
             p, c, own = online_softmax.step(s, own, seen, variant, factor, use.arithmetic)
         scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else elementary.times(p, p_scale, use.arithmetic)
-        if observe:
-            largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
         cast = operands.narrow(scaled, variant)
+        if observe:
+            clipped, lost = operands.clipped(scaled, variant.fmt), operands.lost(p, cast, variant.fmt)
+            largest, counts = jnp.maximum(largest, jnp.max(p)), counts + jnp.stack([clipped, lost])
         if keep_p:
             matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
         of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
         rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
-        return rows, parts.put_block(o, of_block, block), largest, lost, matrices
+        return rows, parts.put_block(o, of_block, block), largest, counts, matrices
 
-    start = rows, parts.zeros(b, n, g, t, d), largest, lost, kept.start
-    rows, o, largest, lost, matrices = operands.loop(body, start, grid)
+    start = rows, parts.zeros(b, n, g, t, d), largest, counts, kept.start
+    rows, o, largest, counts, matrices = operands.loop(body, start, grid)
     total, maximum = online_softmax.total(rows, order), rows.maximum
     if given.sinks is not None:
         o, total, maximum = attention_sinks.add(o, total, maximum, given.sinks, use, None if use.fast else factor)
@@ -103,12 +106,12 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
     if observe:
         amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
-        lost = lax.psum(lost, use.over) if use.over else lost
+        counts = lax.psum(counts, use.over) if use.over else counts
     if variant.out.bits == 8:
         tensors["o"] = rounded
     found = kept.whole(matrices)
     of_p = found.get("p_codes"), p_scale, p_scale_inv
-    return Result(_values(rounded, variant), lse, tensors, amaxes, lost, *of_p, found.get("scores"))
+    return Result(_values(rounded, variant), lse, tensors, amaxes, counts[0], *of_p, found.get("scores"), counts[1])
 
 
 def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:

@@ -29,6 +29,7 @@ class Gradients(NamedTuple):
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
     saturated    int32: elements of P and dS that their casts clipped.
+    lost         int32: elements of dS of at least 2^-126 that the cast made 0; under MX that along the keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
     dsinks       float32 [H]: the gradient of sinks, of this device's rows; None without any.
@@ -43,6 +44,7 @@ class Gradients(NamedTuple):
     scale_ds: Scales
     matrices: dict[str, jax.Array] = {}  # noqa: RUF012
     dsinks: jax.Array | None = None
+    lost: jax.Array | None = None
 
 
 def output_scaling(variant: Variant) -> tuple:
@@ -115,15 +117,16 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
         scaled_p = times(p, p_scale, use.arithmetic) if low else p
         scaled_ds = times(ds, scale_ds[0], use.arithmetic) if low else ds
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
-        lost = lost + operands.clipped(scaled_p, variant.fmt) + operands.clipped(scaled_ds, fmt)
         p8, ds8 = operands.narrow(scaled_p, variant), operands.narrow(scaled_ds, variant, fmt)
+        clipped = operands.clipped(scaled_p, variant.fmt) + operands.clipped(scaled_ds, fmt)
+        lost = lost + jnp.stack([clipped, operands.lost(ds, ds8, fmt)])
         for name, x in (("p_codes", p8), ("ds", ds), ("ds_codes", ds8)):
             matrices = kept.put(matrices, name, block, tile, x)
         rows = parts.block(values_do, block), parts.block(parts.q, block)
         dq, dk, dv = added((dq, dk, dv), parts, (p8, ds8, ds8), (*rows, parts.tile(parts.k, tile)), block, tile)
         return dq, dk, dv, largest, lost, matrices
 
-    start = *sums(parts), parts.zeros(), parts.zeros(dtype=jnp.int32), kept.start
+    start = *sums(parts), parts.zeros(), parts.zeros(2, dtype=jnp.int32), kept.start
     dq, dk, dv, largest, lost, matrices = operands.loop(second, start, parts.grid)
     if low:
         dq = moments.product(moments.product(dq, scale_ds[1]), parts.inverse["k"])
@@ -187,7 +190,7 @@ def rounded(raw: tuple, do: Heads, largest, lost, scale_ds: Scales, parts: Parts
         if variant.out.bits == 8:
             coded[role] = of_role
     lost = lax.psum(lost, use.over) if use.over else lost
-    return Gradients(**values, tensors=coded, amaxes=amaxes, saturated=lost, scale_ds=scale_ds)
+    return Gradients(**values, tensors=coded, amaxes=amaxes, saturated=lost[0], scale_ds=scale_ds, lost=lost[1])
 
 
 def _over_heads(x: jax.Array) -> jax.Array:

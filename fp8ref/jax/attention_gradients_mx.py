@@ -66,15 +66,17 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
         ds = times(dp - parts.block(d, block)[..., None], p, use.arithmetic)
         ds = ds if slope is None else times(ds, slope, use.arithmetic)
         ds = times(ds, jnp.float32(use.scale), use.arithmetic)
-        largest, lost = jnp.maximum(largest, jnp.max(jnp.abs(ds))), lost + operands.clipped(scaled, variant.fmt)
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
+        of_queries, of_keys = blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
+        lost = lost + jnp.stack([operands.clipped(scaled, variant.fmt), operands.lost(ds, of_keys, fmt)])
         p8 = operands.narrow(scaled, variant)
         matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(p8, variant))
         matrices = kept.put(matrices, "ds", block, tile, ds)
-        of_scores = p8, blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
+        of_scores = p8, of_queries, of_keys
         others = parts.block(do_tokens, block), parts.block(q_tokens, block), parts.tile(k_tokens, tile)
         return *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile), largest, lost, matrices
 
-    carry = *gradients.sums(parts), parts.zeros(), parts.zeros(dtype=jnp.int32), kept.start
+    carry = *gradients.sums(parts), parts.zeros(), parts.zeros(2, dtype=jnp.int32), kept.start
     dq, dk, dv, largest, lost, matrices = operands.loop(body, carry, parts.grid)
     one = jnp.ones((), jnp.float32)
     raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)

@@ -123,6 +123,15 @@ def clipped(x: jax.Array, fmt) -> jax.Array:
     return jnp.sum(magnitude >= limit if fmt.max_code & 1 else magnitude > limit, dtype=jnp.int32)
 
 
+def lost(x: jax.Array, operand: jax.Array, fmt) -> jax.Array:
+    """How many numbers of at least 2^-126 a cast to FP8 made 0, int32 (A-12); the operand has codes, or numbers."""
+    if fmt.bits != 8:
+        return jnp.int32(0)
+    narrow = operand.dtype.itemsize == 1
+    zero = (lax.bitcast_convert_type(operand, jnp.uint8) & 0x7F) == 0 if narrow else operand == 0
+    return jnp.sum(zero & (jnp.abs(x) >= np.finfo(np.float32).tiny), dtype=jnp.int32)
+
+
 class Parts:
     """Operands in whole blocks and tiles, and the scales that belong to them."""
 

@@ -36,6 +36,7 @@ class Result(NamedTuple):
     tensors        the quantized q, k and v, and an FP8 output o, by role.
     amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
     saturated      probabilities that the cast clipped: a fault of the variant (A-8).
+    lost           probabilities of at least 2^-126 that the cast made 0.
     p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
                    own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
@@ -53,6 +54,7 @@ class Result(NamedTuple):
     scale_p: np.float32
     scale_inv_p: np.float32
     scores: np.ndarray | None = None
+    lost: int = 0
 
 
 def forward(
@@ -110,7 +112,7 @@ def forward(
     codes = np.zeros((b, h, tq, tk), np.uint8) if keep_p else None
     kept_scores = np.full((b, h, tq, tk), -np.inf, np.float32) if keep_s else None
     jobs = [(i, j, r) for i in range(b) for j in range(h) for r in range(0, tq, ROWS)]
-    largest, clipped = np.zeros(len(jobs), np.float32), np.zeros(len(jobs), np.int64)
+    largest, clipped, lost = np.zeros(len(jobs), np.float32), np.zeros(len(jobs), np.int64), np.zeros(len(jobs), np.int64)
     parts = Parts(problem, tensors)
 
     def work(begin: int, end: int) -> None:
@@ -119,7 +121,8 @@ def forward(
                 i, j, r = jobs[n]
                 rows = slice(r, min(r + ROWS, tq))
                 kept = None if codes is None else codes[i, j, rows]
-                out[i, j, rows], lse[i, j, rows], largest[n], clipped[n] = _rows(parts, i, j, rows, p_scale, p_scale_inv, kept)
+                out[i, j, rows], lse[i, j, rows], *counts = _rows(parts, i, j, rows, p_scale, p_scale_inv, kept)
+                largest[n], clipped[n], lost[n] = counts
                 if kept_scores is not None:
                     kept_scores[i, j, rows] = _scores(parts, i, j, rows)
 
@@ -128,7 +131,8 @@ def forward(
     o = head_scaling.quantize(out, variant.out, *output_scaling(variant), heads=problem.k.shape[1], scale=given.get("o"))
     if variant.out.bits == 8:
         tensors["o"] = o
-    return Result(o.values * o.scale_inv, lse, tensors, amaxes, int(clipped.sum()), codes, p_scale, p_scale_inv, kept_scores)
+    clipped_lost = int(clipped.sum()), int(lost.sum())
+    return Result(o.values * o.scale_inv, lse, tensors, amaxes, clipped_lost[0], codes, p_scale, p_scale_inv, kept_scores, clipped_lost[1])
 
 
 def output_scaling(variant: Variant) -> tuple:
@@ -137,11 +141,11 @@ def output_scaling(variant: Variant) -> tuple:
 
 
 def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scale_inv: np.float32, kept: np.ndarray | None):
-    """(unrounded o, lse, largest probability, clipped probabilities) of some rows of one head."""
+    """(unrounded o, lse, largest probability, clipped and lost probabilities) of some rows of one head."""
     variant, count = parts.variant, rows.stop - rows.start
     state = online_softmax.start(count)
     o = Product(count, parts.v.shape[3], variant, p_scale_inv)
-    largest, clipped = np.float32(0), 0
+    largest, clipped, zeros = np.float32(0), 0, 0
     factor, of_v = np.float32(1), np.ones((), np.float32)
     for place, (begin, end) in enumerate(parts.tiles):
         s_seen = parts.seen(i, rows, begin, end)
@@ -153,6 +157,7 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
         largest = max(largest, p.max())
         values, lost = round_probabilities(p, p_scale, variant.fmt)
         clipped += lost
+        zeros += count_lost(p, values, variant.fmt)
         if kept is not None:
             kept[:, begin:end] = cast.encode(values[:, : end - begin], variant.fmt)
         o.rescale(c, place)
@@ -163,7 +168,7 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
         factor = parts.factors(i, j, rows.start, 0)[1]
         of_keys, total, maximum = attention_sinks.add(of_keys, total, maximum, parts.problem.sinks[j], variant, factor)
     at_end = np.float32(of_v if variant.out_scales == "end" and variant.granularity else 1)
-    return _finish(of_keys, total, at_end, variant), log_sum(maximum, total, factor, variant), largest, clipped
+    return _finish(of_keys, total, at_end, variant), log_sum(maximum, total, factor, variant), largest, clipped, zeros
 
 
 def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
@@ -185,6 +190,11 @@ def round_probabilities(p: np.ndarray, scale: np.float32, fmt: Format) -> tuple[
     values = np.empty_like(p)
     lost = kernels.round_values(p.reshape(-1), scale, fmt.mantissa_bits, fmt.emin, np.float32(fmt.max), values.reshape(-1))
     return values, int(lost)
+
+
+def count_lost(x: np.ndarray, values: np.ndarray, fmt: Format) -> int:
+    """How many numbers of at least 2^-126 a cast to FP8 made 0 (A-12)."""
+    return int(((values == 0) & (np.abs(x) >= np.finfo(np.float32).tiny)).sum()) if fmt.bits == 8 else 0
 
 
 def _finish(o: np.ndarray, total: np.ndarray, scale_inv: np.float32, variant: Variant) -> np.ndarray:

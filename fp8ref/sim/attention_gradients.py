@@ -39,6 +39,7 @@ class Gradients(NamedTuple):
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
     saturated    elements of P and dS that their casts clipped.
+    lost         elements of dS of at least 2^-126 that the cast made 0; under MX that along the keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS before its cast and its codes [B, H, Tq, Tk] by "p_codes", "ds", "ds_codes"; {} unless
                  asked for.
@@ -54,6 +55,7 @@ class Gradients(NamedTuple):
     scale_ds: Scales
     matrices: dict[str, np.ndarray] = {}  # noqa: RUF012
     dsinks: np.ndarray | None = None
+    lost: int = 0
 
 
 def backward(
@@ -171,7 +173,8 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep
     raw = {"dq": dq, "dk": dk, "dv": dv}
     found = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
     matrices = {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
-    return found._replace(matrices=matrices, dsinks=_of_sinks(problem, of_rows, result.lse))
+    zeros = attention.count_lost(ds, ds8, of_gradients)
+    return found._replace(matrices=matrices, dsinks=_of_sinks(problem, of_rows, result.lse), lost=zeros)
 
 
 def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
@@ -180,7 +183,7 @@ def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
     one = np.ones((), np.float32)
     found = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
     gradients = _rounded(found, copies.do_features, raw.largest, raw.clipped, Scales(one, one), problem, {})
-    return gradients._replace(dsinks=_of_sinks(problem, raw.d, result.lse))
+    return gradients._replace(dsinks=_of_sinks(problem, raw.d, result.lse), lost=raw.lost)
 
 
 def _of_sinks(problem: Problem, d: np.ndarray, lse: np.ndarray) -> np.ndarray | None:

@@ -30,7 +30,8 @@ class Copies(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """Unrounded gradients float32, the largest |dS|, how many elements of P were clipped, and D of each row [B, H, Tq]."""
+    """Unrounded gradients float32, the largest |dS|, how many elements of P were clipped, D of each row [B, H, Tq], and how
+    many elements of dS were lost."""
 
     dq: np.ndarray
     dk: np.ndarray
@@ -38,6 +39,7 @@ class Raw(NamedTuple):
     largest: np.float32
     clipped: int
     d: np.ndarray
+    lost: int
 
 
 def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse: np.ndarray) -> tuple[Raw, Copies]:
@@ -58,7 +60,7 @@ def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse
     v = v.values * head_scaling.spread(v.scale_inv, problem.v.shape, "mx_1x32", along_tokens=True)
     of_do = tensor.values * head_scaling.spread(tensor.scale_inv, do.shape, "mx_1x32")
     dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (problem.q, problem.k, problem.v))
-    largest, clipped, of_rows = np.float32(0), 0, np.zeros(do.shape[:3], np.float32)
+    largest, clipped, zeros, of_rows = np.float32(0), 0, 0, np.zeros(do.shape[:3], np.float32)
     for i in range(do.shape[0]):
         for j in range(do.shape[1]):
             g = j // problem.group
@@ -71,10 +73,11 @@ def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse
             ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * of_cap * problem.scale
             largest = max(largest, np.abs(ds).max())
             along_keys, along_queries = _both(ds, fmt, policy)
+            zeros += attention.count_lost(ds, along_keys.values[0, 0], fmt)
             dq[i, j] = blocks(along_keys.values[0, 0], along_keys.scale_inv[0, 0], copies.k.values[i, g].T, copies.k.scale_inv[i, g].T)
             queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
             dk[i, g] += blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
-    return Raw(dq, dk, dv, largest, clipped, of_rows), copies
+    return Raw(dq, dk, dv, largest, clipped, of_rows, zeros), copies
 
 
 def blocks(a: np.ndarray, of_a: np.ndarray, b: np.ndarray, of_b: np.ndarray) -> np.ndarray:

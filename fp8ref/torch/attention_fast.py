@@ -49,6 +49,7 @@ def run(
     maximum, sums = torch.full((n, rows), -torch.inf, device=device), torch.zeros(n, rows, device=device)
     o = torch.zeros(n, rows, width, device=device)
     largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    lost = torch.zeros_like(saturated)
     kept = Kept(keep, (n, rows, layout.k.shape[1]), device)
     # GEMMs of codes take them along the tokens.
     v = layout.v.transpose(1, 2).contiguous() if layout.codes else layout.v.transpose(1, 2)
@@ -70,6 +71,7 @@ def run(
                 largest = torch.maximum(largest, p.amax())
             if report == "all":
                 saturated = saturated + attention_forward.count_clipped(p, scale_p, variant)
+                lost = lost + _lost(p, scale_p, variant)
             p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
             if "p_codes" in kept:
                 kept.put("p_codes", (part, at, tile.keys), cast.to_fp8(p, fmt))
@@ -90,7 +92,16 @@ def run(
     inverse = _inverse(sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant)
     out = layout.by_head(o.mul_(inverse[..., None]))
     lse = layout.by_head(_log_sum(maximum, sums, variant)[..., None])[..., 0]
-    return attention_forward.result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)
+    return attention_forward.result(
+        out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report
+    )._replace(lost=lost)
+
+
+def _lost(p: Tensor, scale: Tensor, variant: Variant) -> Tensor | int:
+    """How many probabilities the cast makes 0, whose scaled numbers are at most half of the least one."""
+    if variant.fmt.bits != 8:
+        return 0
+    return attention_forward.count_lost(p, cast.to_fp8(p * scale, variant.fmt), variant.fmt)
 
 
 def _inside(variant: Variant, given: dict[str, Tensor]) -> bool:

@@ -64,7 +64,7 @@ def gradients(
     raw = attention_gradients.own_keys(of_pass.raw(scales), spec, shape)
     found = attention_gradients.rounded(raw, do8, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
     dsinks = None if sinks is None else attention_sinks.gradient(of_pass.d_by_head(), saved.lse, sinks, spec)
-    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks)
+    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, lost=of_pass.lost)
 
 
 class Pass:
@@ -91,6 +91,7 @@ class Pass:
         self.dq = torch.zeros(layout.q.shape, device=device)
         self.dk, self.dv = torch.zeros(layout.k.shape, device=device), torch.zeros(layout.v.shape, device=device)
         self.largest, self.saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+        self.lost = torch.zeros_like(self.saturated)
         self._has_dv = False
         self.kept = Kept(keep, (*layout.q.shape[:-1], layout.k.shape[1]), device)
 
@@ -156,6 +157,8 @@ class Pass:
         layout, at = self.layout, self.layout.at(tile)
         self.kept.put("ds", (part, at, tile.keys), ds)
         if self.fmt.bits == 8:
+            if self.report == "all":
+                self.lost = self.lost + forward.count_lost(ds, cast.to_fp8(ds * scales.scale, self.fmt), self.fmt)
             ds = ds.mul_(scales.scale)
             if self.report == "all":
                 self.saturated = self.saturated + head_scaling.above_range(ds.abs(), self.fmt).sum()

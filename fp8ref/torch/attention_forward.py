@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8ref.attention import Variant
+from fp8ref.formats import Format
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import attention_sinks, cast, float_values, hardware, head_scaling, online_softmax
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
@@ -38,6 +39,7 @@ class Result(NamedTuple):
     tensors        the quantized q, k and v, and an FP8 output o, by role.
     amaxes         of q, k, v by their groups; of s, the unrounded probabilities, and of o, unrounded.
     saturated      int64 (): probabilities that the cast clipped, on this rank.
+    lost           int64 (): probabilities of at least 2^-126 that the cast made 0, on this rank.
     p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
@@ -54,6 +56,7 @@ class Result(NamedTuple):
     scale_p: Tensor
     scale_inv_p: Tensor
     scores: Tensor | None = None
+    lost: Tensor | None = None
 
 
 class Documents(NamedTuple):
@@ -101,6 +104,7 @@ def run(
     state = online_softmax.start(rows, variant.sum_order, device)
     o = torch.zeros(*rows, v.shape[2], device=device)
     largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    lost = torch.zeros_like(saturated)
     kept = Kept(keep, (*rows, k.shape[2]), device)
     for tile in operands.tiles(spec, shape):
         factors = operands.score_factors(tensors, tile, spec, shape)
@@ -113,6 +117,7 @@ def run(
             largest = torch.maximum(largest, p.amax())
         if report == "all":
             saturated = saturated + count_clipped(p, scale_p, variant)
+            lost = lost + count_lost(p, p8, variant.fmt)
         at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
         if "scores" in kept:
             kept.put("scores", at, _visible(online_softmax.scaled(s, factors), visible))
@@ -134,7 +139,9 @@ def run(
     at_end = operands.key_scale(tensors["v"].scale_inv, operands.Tile(0, 0, 0, 0, 0, False), variant) if _scaled_at_end(variant) else None
     out = operands.by_head(_finish(o, total, at_end, variant), shape)
     lse = operands.by_head(log_sum(maximum, total, factor, variant)[..., None], shape)[..., 0]
-    return result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)
+    return result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)._replace(
+        lost=lost
+    )
 
 
 def _visible(x: Tensor, visible: Tensor | None) -> Tensor:
@@ -169,6 +176,14 @@ def count_clipped(p: Tensor, scale: Tensor, variant: Variant) -> Tensor | int:
     if variant.fmt.bits != 8:
         return 0
     return head_scaling.above_range(p if variant.p_scale == 1 else p * scale, variant.fmt).sum()
+
+
+def count_lost(x: Tensor, cast_x: Tensor, fmt: Format) -> Tensor | int:
+    """How many numbers of at least 2^-126 a cast to FP8 made 0 (A-12); cast_x has codes, or numbers."""
+    if fmt.bits != 8:
+        return 0
+    zero = (cast_x.view(torch.uint8) & 0x7F) == 0 if cast_x.dtype.itemsize == 1 else cast_x == 0
+    return (zero & (x.abs() >= torch.finfo(torch.float32).tiny)).sum()
 
 
 def log_sum(maximum: Tensor, total: Tensor, factor: Tensor | float, variant: Variant) -> Tensor:

@@ -44,6 +44,7 @@ class Gradients(NamedTuple):
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
     saturated    int64 (): elements of P and dS that their casts clipped, on this rank.
+    lost         int64 (): elements of dS of at least 2^-126 that the cast made 0, on this rank; under MX that along the keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
     dsinks       float32 [H]: the gradient of sinks, of this rank's rows; None without any.
@@ -58,6 +59,7 @@ class Gradients(NamedTuple):
     scale_ds: Scales
     matrices: dict[str, Tensor] = {}  # noqa: RUF012
     dsinks: Tensor | None = None
+    lost: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -109,6 +111,7 @@ class Pass:
         device = do.device
         self.largest = torch.zeros((), device=device)
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
+        self.lost = torch.zeros_like(self.saturated)
         self.kept = Kept(keep, (*self.q.shape[:-1], self.k.shape[2]), device)
 
     def _row_sums(self) -> Tensor:
@@ -203,7 +206,10 @@ class Pass:
         scaled = ds * scale
         if self.report == "all":
             self.saturated = self.saturated + head_scaling.above_range(scaled.abs(), self.fmt).sum()
-        return cast.to_fp8(scaled, self.fmt)
+        found = cast.to_fp8(scaled, self.fmt)
+        if self.report == "all":
+            self.lost = self.lost + forward.count_lost(ds, found, self.fmt)
+        return found
 
 
 def _at(tile: Tile) -> tuple:
@@ -231,7 +237,7 @@ def gradients(
     raw = own_keys(raw, spec, shape)
     found = rounded(raw, of_pass.do, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
     dsinks = None if sinks is None else attention_sinks.gradient(by_rows(of_pass.d, shape), saved.lse, sinks, spec)
-    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks)
+    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, lost=of_pass.lost)
 
 
 def by_rows(d: Tensor, shape: Shape) -> Tensor:

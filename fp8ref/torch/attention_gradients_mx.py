@@ -76,6 +76,7 @@ def gradients(
     dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device)
     dk, dv = torch.zeros_like(k8), torch.zeros_like(k8)
     largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    lost = torch.zeros_like(saturated)
     kept = Kept(keep, (*q8.shape[:-1], k8.shape[2]), device)
     for tile in operands.tiles(spec, shape, MX):
         s = forward.scores(q8, k8, tile, variant)
@@ -93,6 +94,8 @@ def gradients(
             saturated = saturated + head_scaling.above_range(p * P_SCALE, variant.fmt).sum()
         add_heads(dv, products_of_heads("grad_v", p8.float() / P_SCALE, do_tokens, tile, variant), tile)
         low = _quantize(ds, 4, variant)
+        if report == "all":
+            lost = lost + forward.count_lost(ds, low, fmt)
         with multiplying("grad_q"):
             found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
         dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds.shape[:-1], -1)
@@ -104,7 +107,7 @@ def gradients(
     raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
     of_pass = rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)
     dsinks = None if sinks is None else attention_sinks.gradient(by_rows(d, shape), saved.lse, sinks, spec)
-    return of_pass._replace(matrices=kept.all(shape), dsinks=dsinks)
+    return of_pass._replace(matrices=kept.all(shape), dsinks=dsinks, lost=lost)
 
 
 def along_tokens(x: Tensor, role: Role, variant: Variant, shape: Shape) -> Heads:

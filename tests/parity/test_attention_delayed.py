@@ -139,8 +139,23 @@ REFUSED = [
 def test_what_has_no_states_is_refused(numerics, said, config):
     with pytest.raises(ValueError, match=said):
         config.replace(numerics=numerics)
-    with pytest.raises(ValueError, match=r"which is traced eagerly alone; got parallel.compile 'block'"):
-        config.replace(parallel={"compile": "block"})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")  # inductor and dynamo
+def test_a_compiled_block_observes_as_eager_does(config):  # A-19, B-9
+    """Graphs have eager's bits (tests/torch/test_attention_delayed); inductor keeps norms and activations in float32, so that an amax is of numbers a
+    rounding to 8 bits apart."""
+    trainers = [loop.trainer("torch", config.replace(parallel={"compile": how})) for how in ("none", "block")]
+    batches = loader.open_batches(config)
+    losses = [[trainer.step(batches.step(step))["loss"] for step in range(3)] for trainer in trainers]
+    assert losses[1] == pytest.approx(losses[0], rel=2**-8)
+    eager, compiled = map(states_of, trainers)
+    for role in (*ROLES, "do"):
+        for mine, right in zip(compiled[f"{LAYER}/{role}"], eager[f"{LAYER}/{role}"], strict=True):
+            np.testing.assert_allclose(mine, right, rtol=2**-3, err_msg=role)
+        assert compiled[f"{LAYER}/{role}"][2] == 3
+    assert all(compiled[f"{LAYER}/{role}"][1][0] > 0 for role in GRADIENT_ROLES)
 
 
 def test_weights_of_zero_leave_scales_as_they_are(config):  # H-5

@@ -95,6 +95,17 @@ def test_codes_of_probabilities():  # A-8: O is the codes' product with v, where
     assert p.max() == 256
 
 
+def test_lost_probabilities_are_counted():  # A-12
+    """One tile and D = 64: P times 448 is 0 in e4m3 up to 2^-10, unless it is below 2^-126."""
+    q, k, v = inputs()
+    k = k[:, :, :100] * F(8)
+    found = attention.forward(q, k, v[:, :, :100], variant="cudnn", keep_p=True, keep_s=True)
+    p = np.exp(found.scores.astype(np.float64) - found.scores.max(axis=-1, keepdims=True))
+    lost = (p * 448 <= 2.0**-10) & (p >= 2.0**-126)
+    assert 100 < found.lost == lost.sum() < p.size
+    assert (found.p_codes[lost] == 0).all()
+
+
 def test_delayed_scales_are_taken():  # A-2, A-8, A-12, H-1
     q, k, v = inputs()
     current = attention.forward(q, k, v, variant="cudnn")

@@ -169,6 +169,9 @@ def test_delayed_scales_are_taken():  # A-12, A-15
         np.testing.assert_array_equal(mine, other)
     late = backward(do, q, k, v, result, variant="cudnn", scales=given | {"ds": given["ds"] * F(8)})
     assert late.saturated > 0
+    early = backward(do, q, k, v, result, variant="cudnn", scales=given | {"ds": given["ds"] / F(4096)}, keep=True)
+    ds, codes = early.matrices["ds"], early.matrices["ds_codes"]
+    assert early.lost == ((codes & 0x7F == 0) & (ds != 0)).sum() > current.lost
     assert late.amaxes["ds"] == current.amaxes["ds"]
 
 

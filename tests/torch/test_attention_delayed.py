@@ -92,3 +92,35 @@ def test_a_pass_that_nobody_differentiates_observes_nothing(case):  # A-19
     tensors[1].requires_grad_()  # one is enough
     attention_delayed.apply(*tensors, states=made.states.train(), variant="cudnn", mask=CAUSAL)
     assert made.states["q"].seen.any()
+
+
+class Layer(nn.Module):
+    """Attention with states of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = attention_delayed.states("cudnn", "cpu")
+
+    def forward(self, q, k, v):
+        return attention_delayed.apply(q, k, v, states=self.states, variant="cudnn", mask=CAUSAL)
+
+
+@pytest.mark.slow
+def test_one_graph_observes_with_eagers_bits():  # A-19, B-9
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, h, 16, 16, generator=generator).bfloat16() for h in (2, 1, 1, 2))
+    found = []
+    for compiled in (False, True):
+        layer, seen = Layer(), []
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        for _ in range(3):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            o = run(*leaves)
+            o.backward(do)
+            seen += [o.detach(), *(leaf.grad for leaf in leaves), *(state.seen.clone() for state in layer.states.values())]
+            delayed.update(layer)
+            seen += [state.scale.clone() for state in layer.states.values()]
+        found.append(seen)
+    assert len(found[0]) == 3 * (4 + 2 * len(layer.states))
+    assert all(map(torch.equal, *found))
+    assert all(state.amax_history[0] > 0 for state in layer.states.values())

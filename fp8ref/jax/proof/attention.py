@@ -25,6 +25,8 @@ def missing_products(program: Program, layers: Sequence[str], variant: Variant, 
         for product in products(variant):
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, product)]
             wanted = _wanted(product, variant)
+            if wanted and variant.backward == "bf16":  # whose backward pass makes scores again, of no codes
+                here = [dot for dot in here if dot.fp8]
             wanted = wanted and wanted + (f", under {plan}" if plan else "")
             promise = f"{layer}/{product}: planned {wanted or 'a dot of dequantized operands'}"
             others = {_said(dot) for dot in here} - {wanted} if wanted else set()

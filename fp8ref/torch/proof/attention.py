@@ -29,6 +29,8 @@ def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, 
     lines = []
     for wanted in _planned(layers, variant, plan):
         found = here.get(wanted.name, set())
+        if codes and variant.backward == "bf16":  # whose backward pass makes scores again, of no codes
+            found = {one for one in found if one.fp8}
         others = sorted(str(one) for one in found - {wanted}) if codes else []
         promise = f"{wanted.name}: planned {wanted if codes else 'a product of dequantized operands'}"
         lines += [f"{promise}; {have}" for have in (others if found else ["no product of it was seen"])]

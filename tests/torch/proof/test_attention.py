@@ -58,6 +58,14 @@ def test_only_the_forward_products_are_planned_under_a_backward_pass_in_bf16(): 
     assert missing_products(trace(leave_out=PRODUCTS[2:]), ["layer"], variant, codes=True) == []
     assert len(missing_products(trace(leave_out=PRODUCTS), ["layer"], variant, codes=True)) == len(forward)
     assert manifest_of_products(trace(), ["layer"], variant, codes=True)["backward"] == "bf16"
+    again = trace(leave_out=PRODUCTS[1:], a="bf16", b="bf16", accumulate=None).products  # scores, in the backward pass
+    both = trace(leave_out=PRODUCTS[2:])
+    both.products += again
+    assert missing_products(both, ["layer"], variant, codes=True) == []
+    both.products = [*again, both.products[1]]
+    assert missing_products(both, ["layer"], variant, codes=True) == [
+        "layer/scores: planned f8e4m3fn x f8e4m3fn, slow; no product of it was seen"
+    ]
 
 
 def test_of_attention_in_high_precision_none_is_planned():
