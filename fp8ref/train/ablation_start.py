@@ -40,8 +40,8 @@ class Start:
     weights: Path | None = None
 
     def into(self, trainer: loop.Trainer, config: Config) -> None:
-        """Have a trainer of ``config`` begin here. A checkpoint of the same names and formats is read as it is."""
-        if self.checkpoint is not None and train_state.schema(config, self.backend) == train_state.schema(self.own, self.backend):
+        """Have a trainer of ``config`` begin here. A checkpoint whose numbers mean the same there is read as it is."""
+        if self.checkpoint is not None and train_state.interchangeable(config, self.own, self.backend):
             trainer.load(self.checkpoint.state, self.step)
         else:
             trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
@@ -60,7 +60,12 @@ class Start:
             return Source(weights=trainer.weights(), step=0, amaxes=self._amaxes)
         trainer.load(self.checkpoint.state, self.step)
         return Source(
-            weights=trainer.weights(), moments=trainer.moments(), delayed=trainer.fp8_states(), step=self.step, amaxes=self._amaxes
+            weights=trainer.weights(),
+            moments=trainer.moments(),
+            delayed=trainer.fp8_states(),
+            casts={f"{path}/{role}": how for (path, role), how in train_state.delayed_states(self.own).items()},
+            step=self.step,
+            amaxes=self._amaxes,
         )
 
     def _amaxes(self) -> dict[str, float]:

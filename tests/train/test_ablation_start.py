@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from fp8ref.errors import ConfigError
-from fp8ref.train import ablate, ablation_start, export, loop
+from fp8ref.linear_rules import Rule
+from fp8ref.train import ablate, ablation_start, export, loop, train_state, variants
 
 
 @pytest.fixture
@@ -40,3 +42,28 @@ def test_another_model_of_transformers_is_taken_in_pytorch_alone(two, text, tmp_
     assert start.config.architecture.kind == "transformers"
     with pytest.raises(ConfigError, match="--attention takes the trainer's own Llama"):
         ablate.ablate(start, attention="cudnn", batches=2, out=tmp_path / "out")
+
+
+def test_codes_of_a_checkpoint_are_not_read_as_another_layout_s(small, tmp_path):  # te has v in e4m3, sqrt_e5m2 its root in e5m2
+    own = small.replace(optimizer={"kind": "adamw_states", "layout": "te"}, run={"steps": 1, "eval_every": 1})
+    loop.train(own, "torch", tmp_path / "run")
+    start = ablation_start.of_run(tmp_path / "run", None)
+    config = variants.studying(start.config, attention=None, states="sqrt_e5m2")
+    trainer = loop.trainer("torch", config)
+    start.into(trainer, config)
+    kept, made = (found["exp_avg_sq"] for found in (start.source.moments, trainer.moments()))
+    for name, v in kept.items():
+        # e5m2 rounds a root by at most 2^-3 of it, and so v by (1 + 2^-3)^2 - 1 < 0.27. What e4m3 has not rounded to 0 is at least 2^-18 of the
+        # largest, and its root 2^-9: no subnormal of e5m2.
+        np.testing.assert_allclose(made[name], v, rtol=0.27, atol=0)
+
+
+def test_a_state_is_another_s_if_its_numbers_mean_the_same(small):
+    own = small.replace(optimizer={"kind": "adamw_states", "layout": "te"})
+    assert train_state.interchangeable(own, own.replace(numerics={"recipe": "rowwise"}), "jax")
+    assert train_state.interchangeable(own, own.replace(optimizer={"layout": "te/m+v"}), "jax")
+    assert not train_state.interchangeable(own, own.replace(optimizer={"layout": "sqrt_e5m2"}), "jax")
+    delayed = small.replace(numerics={"recipe": "delayed"})
+    other = delayed.replace(numerics={"rules": (Rule(layers=("up_proj",), roles=("weight",), format="e5m2"),)})
+    assert train_state.schema(delayed, "torch") == train_state.schema(other, "torch")
+    assert not train_state.interchangeable(delayed, other, "torch")
