@@ -1,5 +1,6 @@
 """Configs with operands in high precision, their losses from a checkpoint, and a file that keeps them (spec E-8)."""
 
+import glob
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -61,13 +62,13 @@ def cast_operands(config: Config) -> list[Cast]:
 
 
 def without(config: Config, operands: Iterable[Cast]) -> Config:
-    """The config with these operands in high precision."""
+    """The config with these operands in high precision, and no others."""
     operands = list(operands)
     rules = list(config.numerics.rules or ())
     for gemm in GEMMS:
         for role in OPERANDS[gemm]:
             paths = tuple(path for path, *key in operands if key == [gemm, role])
-            rules += [Rule(layers=paths, gemms=(gemm,), roles=(role,), recipe="bf16")] if paths else []
+            rules += [Rule(layers=tuple(map(_alone, paths)), gemms=(gemm,), roles=(role,), recipe="bf16")] if paths else []
     keys: dict = {"numerics": {"rules": tuple(rules) or None}}
     left = [one for one in cast_operands(config) if one not in operands]
     if config.numerics.attention_operands is not None:
@@ -76,7 +77,19 @@ def without(config: Config, operands: Iterable[Cast]) -> Config:
     if layout is not None and "/" in layout.name:
         whole = layouts.by_name(layout.name.partition("/")[0])
         keys["optimizer"] = {"layout": layout_parts.named(whole, tuple(part for _, gemm, part in left if gemm == "states"))}
-    return config.replace(**keys)
+    made = config.replace(**keys)
+    if differ := set(cast_operands(made)) ^ set(left):
+        raise ConfigError(f"an ablation leaves out what it names alone; a rule would change {'/'.join(min(differ))} too. Rename that module.")
+    return made
+
+
+def _alone(path: str) -> str:
+    """The pattern (R-3) of this path and no other. Without a bracket "proj" would name attn.proj too.
+
+    >>> _alone("layers.0.proj")
+    '[l]ayers.0.proj'
+    """
+    return f"[{path[0]}]{glob.escape(path[1:])}"
 
 
 def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[float | None]:
