@@ -161,6 +161,7 @@ def ablate(
         "backend": start.backend,
         "config": configs.to_dict(config),
         "step": start.step,
+        "weights": start.identity,
         "base": base,
         "steps": steps,
         "seeds": seeds * bool(steps),
@@ -183,7 +184,7 @@ def ablate(
         for operand in operands:
             off = operand.casts if base == "fp8" else [one for one in every if one not in operand.casts]
             changed = variants.without(config, off)
-            costs[operand.name] = kept(operand.name, lambda one=changed: losses(one))
+            costs[operand.name] = kept(operand.key, lambda one=changed: losses(one))
             advance(operand.name)
     rows = [_row(operand, costs[operand.name], baseline, base, measured, confidence) for operand in operands]
     rows.sort(key=lambda row: math.inf if row.cost is None else row.cost, reverse=True)

@@ -1,5 +1,7 @@
 """The operands that an ablation switches: of linears, of attention, and the stored states of AdamW (spec E-8, E-9)."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +53,11 @@ class Operand:
     def name(self) -> str:
         """``group/gemm/role``."""
         return f"{self.group}/{self.gemm}/{self.role}"
+
+    @property
+    def key(self) -> str:
+        """The name, and a digest of the casts: of other --layers a group of the same name has others."""
+        return f"{self.name} {hashlib.sha256(json.dumps(sorted(self.casts)).encode()).hexdigest()[:16]}"
 
     @property
     def casts(self) -> set[variants.Cast]:

@@ -5,6 +5,7 @@ start.into(trainer, config)                    # whatever layouts and delayed sc
 """
 
 import functools
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,17 @@ class Start:
             trainer.load(self.checkpoint.state, self.step)
         else:
             trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A sha256 of what is begun with: of the checkpoint's files, or of the directory's weights and config."""
+        if self.checkpoint is not None:
+            of = {name: one["sha256"] for name, one in self.checkpoint.manifest["files"].items()}
+        else:
+            assert self.weights is not None
+            files = [self.weights / "config.json", *sorted(self.weights.glob("*.safetensors"))]
+            of = {path.name: _sha256(path) for path in files if path.is_file()}
+        return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
     def batches(self) -> loader.Batches:
@@ -138,6 +150,11 @@ def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, seque
         ).replace(**sections)
     studied = _studied(own.replace(numerics={"recipe": "bf16"}), recipe or "tensorwise", keeps_rules=False)
     return Start(name=str(path), backend=backend, step=0, own=own.replace(numerics={"recipe": "bf16"}), config=studied, weights=path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:

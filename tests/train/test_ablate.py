@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import Rule
-from fp8ref.train import ablate, loop, variants
+from fp8ref.train import ablate, ablation_start, loop, variants
 from fp8ref.train import config as configs
 
 PLANTED = (
@@ -109,6 +109,18 @@ def test_operands_are_ranked_with_their_statistics_and_resumed(run, tmp_path):
     written = json.loads((run / "ablation" / "ablation.json").read_text())
     assert written["rows"][0]["rank"] == 1
     assert written["rows"][0]["linears"][0] == "model.layers.1.self_attn.q_proj"
+
+
+def test_losses_are_of_their_casts_and_weights(run, tmp_path, two):
+    of_attention = ablate.ablate(run, layers=["self_attn"], roles=["weight"], batches=2)
+    of_mlps = ablate.ablate(run, layers=["mlp"], roles=["weight"], batches=2)  # groups of the same names, in the same directory
+    assert [row.operand.name for row in of_attention.rows] == [row.operand.name for row in of_mlps.rows]
+    assert of_mlps.rows[0].cost == pytest.approx(0.1 * 3 / 7 + 0.003)
+    assert of_attention.rows[0].cost == pytest.approx(0.1 * 4 / 7 + 0.004)
+    start = ablation_start.of_run(run, None)
+    start.checkpoint.manifest["files"]["another"] = {"bytes": 1, "sha256": "0"}
+    with pytest.raises(ConfigError, match="it differs in weights"):
+        ablate.ablate(start, layers=["mlp"], roles=["weight"], batches=2, out=run / "ablation")
 
 
 def test_from_fp8_a_cost_has_the_same_sign(run):

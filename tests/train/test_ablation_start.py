@@ -1,6 +1,7 @@
 """An ablation begins from a run, or from weights of Hugging Face's format (spec E-8)."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -25,6 +26,12 @@ def test_weights_of_hugging_faces_format_are_taken_in_place_of_a_run(two, text, 
     found = ablate.ablate(start, out=tmp_path / "out", by="model", roles=["weight"], batches=2)
     same = ablate.ablate(tmp_path / "run", recipe="delayed", by="model", roles=["weight"], batches=2)
     assert found.step == 0
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "hf", other)
+    assert ablation_start.of_weights(other, "torch", "delayed", **how).identity == start.identity
+    weights = next(other.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert ablation_start.Start(name="", backend="torch", step=0, own=one, config=one, weights=other).identity != start.identity
     # One set of weights and batches; the amaxes of delayed scaling are of one batch, of step 0 here and of step 1 there.
     assert found.baseline == same.baseline
     assert found.rows[0].cost == pytest.approx(same.rows[0].cost, abs=0.01)
