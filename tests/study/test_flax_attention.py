@@ -7,6 +7,8 @@ import pytest
 from flax import nnx
 
 from fp8ref import study
+from fp8ref.study import flax_attention
+from fp8ref.study.recording import Recording
 
 X = np.random.default_rng(0).standard_normal((2, 20, 32)).astype(np.float32)
 
@@ -57,3 +59,17 @@ def test_what_a_study_does_not_take_is_said(how):
     found = study.attention(Windowed(), lambda m: m(jnp.asarray(X)), ["bf16"])
     assert not found.rows
     assert "causal or full attention" in found.refused["Windowed"]
+
+
+def test_a_compiled_model_is_recorded_again():
+    class Attention(nnx.Module):
+        def __call__(self, x):
+            q = x.reshape(*x.shape[:2], 4, 8)
+            return jax.nn.dot_product_attention(q, q, q, is_causal=True)
+
+    model, run = Attention(), nnx.jit(lambda m, x: m(x))
+    for factor in (1, 2):
+        recording = Recording(framework="flax")
+        with flax_attention.record(model, recording, heads=1, tokens=20):
+            run(model, factor * jnp.asarray(X))
+        np.testing.assert_array_equal(recording.attention["Attention"].q[0, 0], factor * X[0, :, :8])
