@@ -91,8 +91,8 @@ def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[str], 
                     found.append(Operand(group=group, gemm=gemm, role=role, linears=tuple(path for path in of if path)))
     if not found:
         raise ConfigError(
-            "no operand in FP8 is left. Without --steps there are those of GEMM output and of attention's forward pass alone; name other --layers, "
-            "--gemms or --roles."
+            "no operand in FP8 is left. Those of gradients take --steps, those of attention --attention cudnn, and those of states --steps with "
+            "--states te, unless the run has its own. Add these, or name other --layers, --gemms or --roles."
         )
     return found
 

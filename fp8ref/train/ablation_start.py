@@ -20,7 +20,7 @@ from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
-from fp8ref.train.sections import ArchitectureConfig
+from fp8ref.train.sections import ArchitectureConfig, NumericsConfig
 from fp8ref.train.state_conversion import Source
 
 
@@ -82,9 +82,8 @@ class Start:
 
     def _amaxes(self) -> dict[str, float]:
         """The amax of every operand of the linears, under scales of the tensors themselves, of the batch after the checkpoint."""
-        config = self.config.replace(
-            numerics={"recipe": "tensorwise", "rules": None, "attention": None, "attention_operands": None},
-            optimizer={"kind": "adamw", "layout": None},
+        config = with_plain_attention(self.config).replace(
+            numerics={"recipe": "tensorwise", "rules": None}, optimizer={"kind": "adamw", "layout": None}
         )
         trainer = loop.trainer(self.backend, config)
         trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
@@ -93,6 +92,15 @@ class Start:
             linear, _, role = name.rsplit("/", 2)
             found[f"{linear}/{role}"] = float(measured["amax"])
         return found
+
+
+def with_plain_attention(config: Config) -> Config:
+    """The config with the framework's own attention, in high precision."""
+    keys, parallel = NumericsConfig(), config.parallel
+    plain = {key: getattr(keys, key) for key in vars(keys) if key.startswith("attention")}
+    return config.replace(
+        numerics=plain, parallel={"attention": "xla" if parallel.attention in ("tiles", "kernel") else parallel.attention}
+    )
 
 
 def of_run(run: Path, recipe: str | None) -> Start:
@@ -136,13 +144,18 @@ def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, seque
         }
     }
     config = Config().replace(**sections)
+    if found.get("model_type") in hugging_face.KINDS:  # else transformers' model would be taken, and say less of damaged weights
+        try:
+            export.stored(path)
+        except ConfigError as error:
+            raise ConfigError(_of_weights(error)) from error
     try:
         own = config.replace(model=vars(hugging_face.model_of(found)))
         export.read(path, own.model)
     except (ValueError, ConfigError) as error:
         if backend != "torch":
             raise ConfigError(
-                f"JAX trains the trainer's own model alone, which {path} is not: {error} Use --backend torch, which takes transformers' model."
+                f"JAX trains the trainer's own model alone, which {path} is not: {_of_weights(error)} Use --backend torch, which takes transformers' model."
             ) from error
         own = Config(
             model=LlamaConfig(vocab_size=found.get("vocab_size", 256)),
@@ -150,6 +163,11 @@ def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, seque
         ).replace(**sections)
     studied = _studied(own.replace(numerics={"recipe": "bf16"}), recipe or "tensorwise", keeps_rules=False)
     return Start(name=str(path), backend=backend, step=0, own=own.replace(numerics={"recipe": "bf16"}), config=studied, weights=path)
+
+
+def _of_weights(error: Exception) -> str:
+    """A message of ``export``, without the key that no user of an ablation gave."""
+    return str(error).removeprefix("run.init_from ")
 
 
 def _sha256(path: Path) -> str:
@@ -164,6 +182,8 @@ def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:
             f"--recipe is one with FP8 that trains: {', '.join(name for name, one in trained_recipes().items() if one.fp8)}; got {recipe!r}."
         )
     rules = config.numerics.rules if keeps_rules else None
+    if config.optimizer.kind == "adamw_fp8":  # torchao's own states, which no layout converts
+        config = config.replace(optimizer={"kind": "adamw"})
     return config.replace(
         numerics={"recipe": recipe, "rules": rules, "schedule": None, "accumulate": None},
         parallel={"scan": False},

@@ -14,7 +14,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import GEMMS, Rule
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
-from fp8ref.train import loop
+from fp8ref.train import ablation_start, loop
 from fp8ref.train.ablation_start import Start
 from fp8ref.train.config import Config
 
@@ -32,6 +32,8 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
     attention, states: a variant and a layout; None: neither is studied.
     Raises:   ConfigError: a variant or layout that has no such casts.
     """
+    if attention is not None:
+        config = ablation_start.with_plain_attention(config)
     try:
         if attention is not None:
             config = config.replace(
@@ -39,10 +41,21 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
                 parallel={"attention": "xla", "compile": "none"},
             )
         if states is not None:
-            layout = layout_parts.named(layouts.by_name(states), layout_parts.narrow(layouts.by_name(states)))
+            parts = layout_parts.narrow(layout_parts.by_name(states))
+            layout = layout_parts.named(layouts.by_name(states.partition("/")[0]), parts)
             config = config.replace(optimizer={"kind": "adamw_states", "layout": layout})
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return config
+
+
+def in_high_precision(config: Config, *, attention: bool, states: bool) -> Config:
+    """The config with attention in high precision if it is in FP8, and with states in float32, in their layout's order of operations."""
+    variant, layout = config.attention_variant, config.optimizer.moment_layout
+    if attention and variant is not None and variant.fmt.bits == 8:
+        config = ablation_start.with_plain_attention(config)
+    if states and layout is not None:
+        config = config.replace(optimizer={"layout": layout_parts.named(layouts.by_name(layout.name.partition("/")[0]), ())})
     return config
 
 
