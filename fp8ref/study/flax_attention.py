@@ -37,6 +37,7 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
     """
     modules = [(path, layer) for path, layer in nnx.iter_graph(model, graph=True) if isinstance(layer, nnx.Module)]
     inner, kept, number = jax.nn.dot_product_attention, _Kept(recording), next(_NUMBERS)
+    taken: set[str] = set()  # while traced: callbacks come later
 
     @functools.wraps(inner)
     def attending(query, key, value, *args, **more):
@@ -52,8 +53,10 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
         if not isinstance(scale, int | float | None):
             others["scale"] = scale
         if query.ndim != 4 or query.shape[1] != key.shape[1] or others or bias is not None:
-            recording.refused.setdefault(layer, TAKEN)
+            if layer not in taken:  # the first call decides
+                recording.refused[layer] = TAKEN
             return out
+        taken.add(layer)
         n, of_keys = recordings.heads_of(query.shape[2], key.shape[2], heads)
         few = [x[:1, :tokens, :h].swapaxes(1, 2).astype(jnp.float32) for x, h in ((query, n), (key, of_keys), (value, of_keys))]
         seen = (

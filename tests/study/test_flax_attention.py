@@ -73,3 +73,20 @@ def test_a_compiled_model_is_recorded_again():
         with flax_attention.record(model, recording, heads=1, tokens=20):
             run(model, factor * jnp.asarray(X))
         np.testing.assert_array_equal(recording.attention["Attention"].q[0, 0], factor * X[0, :, :8])
+
+
+def test_a_layer_s_first_call_decides():
+    class Twice(nnx.Module):
+        def __init__(self, *windows):
+            self.windows = nnx.static(windows)
+
+        def __call__(self, x):
+            q = x.reshape(*x.shape[:2], 4, 8)
+            for window in self.windows:
+                q = jax.nn.dot_product_attention(q, q, q, local_window_size=window, is_causal=True)
+            return q
+
+    run = nnx.jit(lambda m: m(jnp.asarray(X)))
+    first, second = (study.attention(Twice(*windows), run, ["bf16"]) for windows in ((None, 3), (3, None)))
+    assert ([row.layer for row in first.rows], list(first.refused)) == (["Twice"], [])
+    assert ([row.layer for row in second.rows], list(second.refused)) == ([], ["Twice"])
