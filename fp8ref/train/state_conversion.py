@@ -94,7 +94,9 @@ def _delayed(source: Source, config: Config) -> dict[str, tuple[np.ndarray, ...]
     given = {name: state for name, state in source.delayed.items() if source.casts.get(name, wanted.get(name)) == wanted.get(name)}
     amaxes = source.amaxes() if wanted.keys() - given.keys() else {}
     if absent := sorted(wanted.keys() - given.keys() - amaxes.keys()):
-        raise ConfigError(f"a delayed state goes on from the checkpoint's, or from an amax; got neither of {absent[0]}. Use another recipe.")
+        raise ConfigError(
+            f"a delayed state goes on from the checkpoint's, or from an amax; got neither of {absent[0]}. Use another recipe."
+        )
     return {name: given.get(name) or _full_of(amaxes[name], *how) for name, how in wanted.items()}
 
 

@@ -92,7 +92,9 @@ def without(config: Config, operands: Iterable[Cast]) -> Config:
         keys["optimizer"] = {"layout": layout_parts.named(whole, tuple(part for _, gemm, part in left if gemm == "states"))}
     made = config.replace(**keys)
     if differ := set(cast_operands(made)) ^ set(left):
-        raise ConfigError(f"an ablation leaves out what it names alone; a rule would change {'/'.join(min(differ))} too. Rename that module.")
+        raise ConfigError(
+            f"an ablation leaves out what it names alone; a rule would change {'/'.join(min(differ))} too. Rename that module."
+        )
     return made
 
 

@@ -159,7 +159,9 @@ def beginning(run, **sections):
     return dataclasses.replace(start, own=start.own.replace(**sections), config=start.config.replace(**sections))
 
 
-@pytest.mark.parametrize("attention", [{"attention": "cudnn"}, {"attention": "mxfp8"}, {"attention": "cudnn", "attention_backward": "bf16"}])
+@pytest.mark.parametrize(
+    "attention", [{"attention": "cudnn"}, {"attention": "mxfp8"}, {"attention": "cudnn", "attention_backward": "bf16"}]
+)
 def test_all_else_is_in_high_precision_or_as_the_run_has_it(run, attention):  # E-8
     start = beginning(run, numerics=attention, optimizer={"kind": "adamw_states", "layout": "te"}, model={"hidden_size": 64})
     how = {"by": "model", "gemms": ["output"], "batches": 2}
@@ -231,9 +233,15 @@ def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
         ({"layers": ["absent"]}, r"--layers 'absent' names no linear in FP8"),
         ({"gemms": ["grad_weight"]}, r"no operand in FP8 is left"),
         ({"batches": 1}, r"2 or more batches; got 3 and 1"),
-        ({"attention": "nonsense", "gemms": ["output"]}, r"--attention nonsense studies operands of attention; got --gemms output\. Add attention"),
+        (
+            {"attention": "nonsense", "gemms": ["output"]},
+            r"--attention nonsense studies operands of attention; got --gemms output\. Add attention",
+        ),
         ({"states": "te", "steps": 1, "gemms": ["output"]}, r"--states te studies operands of states; got --gemms output"),
-        ({"states": "te", "steps": 1, "layers": ["mlp"]}, r"--states te studies operands of states, of which --gemms, --roles and --layers leave none"),
+        (
+            {"states": "te", "steps": 1, "layers": ["mlp"]},
+            r"--states te studies operands of states, of which --gemms, --roles and --layers leave none",
+        ),
         ({"states": "float32", "steps": 1}, r"--states float32 studies operands of states, of which"),
         ({"attention": "cudnn", "roles": ["weight"]}, r"--attention cudnn studies operands of attention, of which"),
         ({"gemms": ["states"], "steps": 1}, r"those of states --steps with --states te"),
