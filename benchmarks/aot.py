@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # before jax starts
@@ -33,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import aot_attention
 import aot_kernels
+import aot_moe
 import fp8ref.jax as fj
 from fp8ref.jax import grouped_operands, proof, states
 from fp8ref.jax.proof import hlo
@@ -145,7 +147,7 @@ LARGE = [
     ("llama-70b", 8, 64, "tensorwise", "full"),
     ("llama-70b", 80, 64, "tensorwise", "full"),
 ]
-PARTS = ("rows", "layers", "models", "states", "experts", "attention")
+PARTS = ("rows", "layers", "models", "states", "experts", "moe", "attention")
 NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
 MOVING = {"parameter", "transpose", "copy", "bitcast", "reshape", "concatenate", "slice", "pad", "tuple", "get-tuple-element"}
 
@@ -414,14 +416,14 @@ def of_experts(name: str, target: str) -> dict:
 
 def collectives(text: str) -> dict[str, float]:
     """MiB that a device's collectives move, by kind and dtype: the larger of operands and results."""
-    types: dict[str, tuple[hlo.Typed, ...]] = {}
+    of_results: dict[str, tuple[hlo.Typed, ...]] = {}
     bytes_: collections.Counter = collections.Counter()
     for one in hlo.instructions(text):
-        types[one.name] = one.types
+        of_results[one.name] = one.types
         if _collective(one):
             kind = one.kind.removesuffix("-start")
             given, made = (collections.Counter() for _ in range(2))  # XLA combines collectives, of several dtypes too
-            for dtype, shape in (typed for name in one.operands for typed in types.get(name, ())):
+            for dtype, shape in (typed for name in one.operands for typed in of_results.get(name, ())):
                 given[dtype] += _bytes((dtype, shape))
             for dtype, shape in one.types:
                 made[dtype] += _bytes((dtype, shape))
@@ -442,6 +444,10 @@ def _h200s(devices: int, target: str):
 
 def _bytes(typed: hlo.Typed) -> int:
     return BYTES.get(typed[0], 1) * math.prod(typed[1])
+
+
+TOOLS = SimpleNamespace(h200s=_h200s, kernels=kernels, bytes=_bytes, collective=_collective, collectives=collectives)
+"""What ``aot_moe`` takes from here."""
 
 
 def markdown(found: dict) -> str:
@@ -476,7 +482,7 @@ def markdown(found: dict) -> str:
     for row in found["experts"]:
         taken = ", ".join(f"{types} {count}" for types, count in row["taken"].items())
         lines.append(f"| {row['of']} | {taken} | {row['rows']:,} | {row['temporary_mib']:,} |")
-    return "\n".join(lines) + "\n" + aot_attention.markdown(found["attention"])
+    return "\n".join(lines) + "\n" + aot_moe.markdown(found["moe"], _moved) + aot_attention.markdown(found["attention"])
 
 
 def cells(row: dict, bf16: float) -> list[str]:
@@ -535,6 +541,7 @@ def main() -> None:
             "models": (large, LARGE),
             "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS, *WITH_MASTERS)]),
             "experts": (of_experts, [(name,) for name in (RAGGED, "rowwise", "tensorwise", "blockwise", "mxfp8")]),
+            "moe": (functools.partial(aot_moe.of_step, tools=TOOLS), aot_moe.CASES),
             "attention": (aot_attention.of_attention, aot_attention.CASES),
         }
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}

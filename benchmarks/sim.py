@@ -48,7 +48,7 @@ def medians(*functions: Callable[[], object], repetitions: int = REPETITIONS) ->
     return [statistics.median(taken) for taken in times]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def memory_bound(bits, out):
     """Read 4 bytes, write 1: what any cast from float32 does at least."""
     for i in range(bits.size):

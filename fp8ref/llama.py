@@ -147,6 +147,11 @@ def experts_of(linear: str, config: LlamaConfig) -> int | None:
     return config.num_experts if config.num_experts and f"{EXPERTS}." in linear else None
 
 
+def is_router(name: str) -> bool:
+    """Whether a name is a router's, or of its weight."""
+    return name.removesuffix(".weight").endswith(f".mlp{ROUTER}")
+
+
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter: matrices (the embedding, then the linears, each router before
     its experts), then norms. Those of experts are [E, N, K]."""

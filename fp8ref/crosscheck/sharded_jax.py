@@ -50,6 +50,7 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
     Raises:   ConfigError: a recipe without FP8 or that only JAX runs, gradients in FP8, too few
               devices, no mesh that fits.
     """
+    config.require_no_experts("--sharded")
     taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
     if config.numerics.recipe not in taken:
         raise ConfigError(f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set --recipe to one of these.")

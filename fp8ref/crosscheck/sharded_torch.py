@@ -229,6 +229,7 @@ def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
 
 
 def _check(config: Config, n: int, steps: int) -> None:
+    config.require_no_experts("--sharded")
     keys = config.parallel
     taken = [name for name, recipe in trained_recipes().items() if recipe.fp8]
     if config.numerics.recipe not in taken:

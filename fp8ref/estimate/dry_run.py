@@ -60,8 +60,14 @@ def _sizes(config: Config, backend: str) -> Table:
     for kind, count in device_shapes.kinds(config).items():
         share = f"{count / 1e9:.2f} billion" if count >= 1e8 else ""
         table.add_row(f"parameters: {kind}", f"{count:,}", share)
-    context = f" x context {keys.context}" * (keys.context > 1)
-    mesh = f"data {keys.data} x fsdp {keys.fsdp}{context} x tensor {keys.tensor}" + ", sequences cut over tensor" * keys.sequence
+    if config.model.num_experts:
+        active = device_shapes.active(config)
+        table.add_row(
+            "parameters: active",
+            f"{active:,}",
+            f"{active / 1e9:.2f} billion: those that take a token, of its {config.model.num_experts_per_tok} experts",
+        )
+    mesh = " x ".join(f"{axis} {getattr(keys, axis)}" for axis in keys.axes) + ", sequences cut over tensor" * keys.sequence
     table.add_row("devices", f"{keys.devices:,}", mesh)
     tokens = data.batch_size * data.sequence_length
     parts = f", in {data.microbatches} parts" * (data.microbatches > 1)
@@ -121,17 +127,18 @@ def _gemms(config: Config, backend: str) -> Table:
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
     for d in roofline.with_tied(config):
+        own = (d.experts or 1) // (config.parallel.expert if d.experts else 1)  # experts of a device
         for g in roofline.gemm_shapes(d, config, backend):
-            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).extend([roofline.short_name(g.linear)] * (d.experts or 1))
-            flops += 2 * g.m * g.n * g.k * (d.experts or 1)
-            in_fp8 += 2 * g.m * g.n * g.k * g.fp8 * (d.experts or 1)
+            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).extend([roofline.short_name(g.linear)] * own)
+            flops += 2 * g.m * g.n * g.k * own
+            in_fp8 += 2 * g.m * g.n * g.k * g.fp8 * own
     for (which, m, n, k, how), names in groups.items():
         times = len(names) * config.data.microbatches
         table.add_row(which, f"{m:,}", f"{n:,}", f"{k:,}", f"{times:,}", ", ".join(dict.fromkeys(names)), how)
     again = "; what checkpointing runs again is not counted" if config.parallel.checkpointing != "none" else ""
     share = f"{100 * in_fp8 / flops:.1f} % of their {flops * config.data.microbatches:.3g} FLOPs in FP8"
-    model = config.model
-    rows = device_shapes.tokens(config) * model.num_experts_per_tok // max(model.num_experts, 1)
+    model, keys = config.model, config.parallel
+    rows = device_shapes.tokens(config) * keys.expert * model.num_experts_per_tok // max(model.num_experts, 1)
     grouped = f"; an expert has {rows:,} rows on average" if model.num_experts else ""
     table.caption = f"{share}; attention's own products are not linears{again}{grouped}"
     return table
@@ -162,8 +169,7 @@ def _break_even(config: Config, backend: str) -> Table:
         slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio is not None and ratio < 1]
         table.add_row(key[0], *cells, f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else "")
     eager = "" if kernels.fusion(config, backend) != "eager" else "; casts not fused, as without parallel.compile"
-    detail = "grouped GEMMs of experts are left out" if config.model.num_experts else "fp8ref estimate says what they are made of"
-    table.caption = f"Estimates from published rates, not measurements{eager}; {detail}."
+    table.caption = f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what they are made of."
     return table
 
 

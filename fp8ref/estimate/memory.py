@@ -145,9 +145,14 @@ def _compute(config: Config, backend: str, kept: Collection[str]) -> tuple[int, 
     elements: dict[str, int] = {}
     for decision in config.decisions():
         block = ".".join(decision.path.split(".")[:3])
-        size = math.prod(used(decision.path, decision.shape, config))
+        size = (
+            math.prod(used(decision.path, decision.shape, config))
+            * (decision.experts or 1)
+            // (config.parallel.expert if decision.experts else 1)
+        )
+        codes = decision.experts is None and in_fp8(decision.recipe, config, backend)
         elements[block] = elements.get(block, 0) + size
-        blocks[block] = blocks.get(block, 0) + size * (1 if in_fp8(decision.recipe, config, backend) else 2)
+        blocks[block] = blocks.get(block, 0) + size * (1 if codes else 2)
     head, layer = blocks.pop("lm_head", 0), max(blocks.values())
     if backend == "jax":
         return own + layer + head + 4 * table + 6 * max(elements.values()), (
@@ -186,8 +191,10 @@ def _activations(config: Config, backend: str) -> tuple[int, str]:
     count, layers = tokens(config), model.num_hidden_layers
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
     attended, inner = model.num_attention_heads * model.head_dim, model.intermediate_size
+    # Where devices have experts of their own, JAX has buffers for all rows of all of them.
+    copies = model.num_experts_per_tok * (keys.expert if backend == "jax" else 1)
     if model.num_experts:  # a token's own experts, and the shared one
-        inner = inner * model.num_experts_per_tok + model.shared_expert_intermediate_size
+        inner = inner * copies + model.shared_expert_intermediate_size
     a, kv, f = (n / keys.tensor for n in (attended, model.num_key_value_heads * model.head_dim, inner))
     if backend == "jax" or keys.compile != "none":
         # bf16: the inputs of both norms and what they give; q, k, v; attention's output; gate, up
@@ -199,7 +206,7 @@ def _activations(config: Config, backend: str) -> tuple[int, str]:
     if model.num_experts:
         # copies of a token for its experts in bf16, and what they give: in bf16 by XLA, widened by autograd
         of_copy = 4 if backend == "jax" else 6
-        layer, formula = layer + of_copy * model.num_experts_per_tok * h, f"{formula} + {of_copy} k H"
+        layer, formula = layer + of_copy * copies * h, f"{formula} + {of_copy} k H"
     if keys.checkpointing == "full":
         return int(count * (layers * 2 * h + layer)), f"tokens x (layers x 2 H + one layer's {formula}) bytes"
     if keys.checkpointing == "selective":

@@ -7,6 +7,7 @@ PyTorch moves more bytes. Attention also multiplies.
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.memory import piece_sizes, states, sum_bytes
+from fp8ref.llama import EXPERTS
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import tokens
 
@@ -15,10 +16,22 @@ LOGITS = {"jax": 4, "torch": 4 + 6 * 4}
 time, also float32 logits and their logarithmic softmax, both in the forward and the backward pass, and the gradients of both."""
 
 
+ROUTER = 67 / 989.4
+"""A router's products are of float32 (M-8), outside of tensor cores: that rate by bfloat16's, of an H100's and an H200's data sheet."""
+
+OF_COPY = {"jax": 34, "torch": 38}
+"""{backend: bytes}: of an element of a token's copy for an expert, that are read and written to sort it, bring its result back and weigh that,
+in both passes: the copy in float32, written and read; the sorted row in bfloat16; the result, its sorted form and its weighted sum's float32."""
+
+
 def seconds(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     """{what: seconds} of an optimizer step of a device, all microbatches included."""
     found = {what: size / ceilings.bandwidth for what, size in moved(config, backend).items()}
     found["attention"] += config.model.num_hidden_layers * _products_of_attention(config, backend, ceilings)
+    if config.model.num_experts:
+        model = config.model
+        products = 3 * 2 * tokens(config) * config.data.microbatches * model.hidden_size * model.num_experts
+        found["routers' products"] = model.num_hidden_layers * products / (ROUTER * ceilings.bf16)
     return found
 
 
@@ -30,7 +43,9 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     recipes = {f"{d.path}.weight": d.recipe for d in config.decisions()}
     how = kernels.fusion(config, backend)
     copied = sum(
-        piece for name, (piece, _) in held.items() if name not in recipes or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
+        piece
+        for name, (piece, _) in held.items()
+        if name not in recipes or EXPERTS in name or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
     )
     master = 2 if config.optimizer.keeps_masters else 4
     logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
@@ -50,10 +65,12 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     if parts > 1:
         found["sums of gradients over parts"] = parts * (4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held))
     rounded = keys.reduce == "rounded" and keys.through == "shard_map"
-    if backend == "jax" and rounded and keys.reduce_dtype == "float32" and keys.fsdp * keys.data > 1:
+    if backend == "jax" and rounded and keys.reduce_dtype == "float32" and keys.sharing > 1:
         # GEMMs write bfloat16, which a kernel of its own widens before devices sum it (P-9)
         found["gradients in float32, for their sums"] = (
-            parts * (2 + 4) * sum(min(keys.fsdp * piece, whole) for piece, whole in held.values())
+            parts
+            * (2 + 4)
+            * sum(min(keys.shards * piece, whole // (1 if "experts" not in name else keys.expert)) for name, (piece, whole) in held.items())
         )
     return found
 
@@ -98,7 +115,11 @@ def _elementwise(config: Config, backend: str) -> float:
         for n in (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim, model.intermediate_size)
     )
     of_residual = (40, 93) if backend == "jax" else (18, 38)
+    if model.num_experts:  # SwiGLU of a token's own experts, and of the shared one
+        f = f * model.num_experts_per_tok + model.shared_expert_intermediate_size
     forward, backward = of_residual[0] * h + 4 * a + 4 * kv + 6 * f, of_residual[1] * h + 4 * a + 4 * kv + 10 * f
+    copies = OF_COPY[backend] * model.num_experts_per_tok * h / 2
+    forward, backward = forward + copies, backward + copies
     return forward * (1 if keys.checkpointing == "none" else 2) + backward
 
 

@@ -28,6 +28,7 @@ class Row:
     shape: tuple[int, int]  # [N, K], whole
     count: int
     ledger: Ledger
+    experts: int | None = None  # of each such linear, on all devices
 
     @property
     def loses(self) -> bool:
@@ -46,6 +47,8 @@ class Forecast(Result):
     step: Step
     fused: bool
     named: bool  # whether fp8_fqns names a linear that FP8 makes slower
+    parameters: int = 0
+    active: int = 0  # parameters that take a token: of experts its own
 
     @property
     def to_filter(self) -> list[str]:
@@ -59,7 +62,7 @@ class Forecast(Result):
             one = row.ledger
             cells = [_us(sum(one.parts[part] for part in parts)) if one.parts else "-" for parts in COLUMNS.values()]
             cells += ["-", "-"] if one.ratio is None else [_us(one.floor), f"{one.ratio:.2f}"]
-            shape = f"{row.shape[0]} x {row.shape[1]}"
+            shape = f"{row.experts} x " * bool(row.experts) + f"{row.shape[0]} x {row.shape[1]}"
             table.add_row(row.linear, shape, str(row.count), _us(one.bf16), *cells, "FILTER" if row.loses else "")
         title = f"Linears under recipe {self.recipe!r} with {self.backend}, microseconds per device and microbatch, PREDICTED"
         console.print(Text(title, style="bold"), table, Text(self._advice()), "", sep="\n")
@@ -78,6 +81,7 @@ class Forecast(Result):
             "backend": self.backend,
             "recipe": self.recipe,
             "ceilings": dataclasses.asdict(self.ceilings) | {"measured": self.ceilings.measured},
+            "parameters": {"all": self.parameters, "active": self.active},
             "linears": rows,
             "filter_fqns": self.to_filter,
             "step": dataclasses.asdict(self.step) | ratios,
@@ -109,8 +113,9 @@ class Forecast(Result):
         return table
 
     def _caption(self) -> str:
+        of_experts = f"{self.parameters:,} parameters, of which {self.active:,} take a token. " if self.active < self.parameters else ""
         return (
-            f"If linears took no time, the step's speed-up would be {self.step.limit:.2f}. "
+            f"{of_experts}If linears took no time, the step's speed-up would be {self.step.limit:.2f}. "
             "Collectives and the host are left out: they mostly bring speed-ups nearer to 1. "
             f"{self.ceilings.caption}."
         )
@@ -122,11 +127,6 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     Raises:   ConfigError: the backend would refuse the config on any devices; a schedule of recipes.
     """
     config.require_one_recipe("an estimate")
-    if config.model.num_experts:
-        raise ConfigError(
-            f"fp8ref estimate knows no rates of grouped GEMMs; got model.num_experts {config.model.num_experts}. fp8ref train --dry-run has its "
-            "memory and its GEMMs."
-        )
     if config.parallel.context > 1:
         raise ConfigError(
             f"fp8ref estimate compares with bf16's own attention, which has no parts of the tokens; got parallel.context {config.parallel.context}. fp8ref "
@@ -136,13 +136,23 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}
     for decision, one in roofline.linears(config, backend, ceilings):
-        key = (decision.path.split(".")[-1], decision.shape, decision.fp8)
+        key = (decision.path.split(".")[-1], decision.shape, decision.fp8, decision.experts)
         groups[key] = (groups.get(key, (0, one))[0] + 1, one)
-    rows = [Row(name, shape, count, one) for (name, shape, _), (count, one) in groups.items()]
+    rows = [Row(name, shape, count, one, experts) for (name, shape, _, experts), (count, one) in groups.items()]
     fused = backend == "jax" or config.parallel.compile != "none"
     lost = {row.linear for row in rows if row.loses}
     named = any(d.reason.startswith("named by fp8_fqns") and d.path.split(".")[-1] in lost for d in config.decisions())
-    return Forecast(backend, config.numerics.recipe, ceilings, rows, roofline.of_step(config, backend, ceilings), fused, named)
+    return Forecast(
+        backend,
+        config.numerics.recipe,
+        ceilings,
+        rows,
+        roofline.of_step(config, backend, ceilings),
+        fused,
+        named,
+        device_shapes.kinds(config)["all"],
+        device_shapes.active(config),
+    )
 
 
 def _us(seconds: float) -> str:

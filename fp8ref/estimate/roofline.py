@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fp8ref import llama
-from fp8ref.estimate import attention, kernels, outside_linears
+from fp8ref.estimate import attention, grouped, kernels, outside_linears
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
 from fp8ref.linear_selection import Decision
@@ -130,13 +130,11 @@ def with_tied(config: Config) -> list[Decision]:
 
 
 def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Decision, Ledger]]:
-    """(linear, cost) for one microbatch, without experts. The cost of equal linears is computed once."""
+    """(linear, cost) for one microbatch. The cost of equal linears is computed once."""
     made: dict[tuple, Ledger] = {}
     found = []
     for decision in with_tied(config):
-        if decision.experts is not None:
-            continue
-        key = (decision.path.split(".")[-1], decision.shape, decision.recipe.name)
+        key = (decision.path.split(".")[-1], decision.shape, decision.recipe.name, decision.experts)
         if key not in made:
             made[key] = of_decision(decision, config, backend, ceilings)
         found.append((decision, made[key]))
@@ -169,7 +167,8 @@ def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[Ge
     rows as the others."""
     m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
     if decision.experts is not None:
-        m = m * config.model.num_experts_per_tok // decision.experts
+        # with experts apart, from all devices that hold different ones
+        m = m * config.parallel.expert * config.model.num_experts_per_tok // decision.experts
     if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
         m //= config.parallel.tensor  # its weight is not cut over tensor; its tokens are
     for which, dims in (("output", (m, n, k)), ("grad_input", (m, k, n)), ("grad_weight", (n, k, m))):
@@ -252,7 +251,7 @@ def quantizing(
 def in_place(decision: Decision, config: Config, backend: str) -> dict:
     """Keywords of ``quantizing`` for a config's linear."""
     keys, name = config.parallel, short_name(decision.path)
-    parts: dict[Role, int] = {"weight": keys.fsdp} if keys.fsdp > 1 and in_fp8(decision.recipe, config, backend) else {}
+    parts: dict[Role, int] = {"weight": keys.shards} if keys.shards > 1 and in_fp8(decision.recipe, config, backend) else {}
     if backend != "jax":
         return {"linear": name, "parts": parts}
     if keys.sequence and decision.path.startswith("model.layers."):
@@ -261,14 +260,51 @@ def in_place(decision: Decision, config: Config, backend: str) -> dict:
     first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
     recipes = {d.path: d.recipe for d in config.decisions()}
     shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
-    sent = ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.fsdp * keys.data > 1 else []
+    sent = ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.sharing > 1 else []
     return {"linear": name, "parts": parts, "roles": [role for role in ROLES if role != "input" or not shares], "sent": sent}
 
 
 def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:
-    """Cost of a config's linear on one device, for one microbatch."""
+    """Cost of a config's linear on one device, for one microbatch; of experts that of all of the device's."""
     sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
-    return of_sizes(decision.recipe, sizes, kernels.fusion(config, backend), ceilings, **in_place(decision, config, backend))
+    how = kernels.fusion(config, backend)
+    if decision.experts is not None:
+        return of_groups(decision.recipe, sizes, decision.experts // config.parallel.expert, how, ceilings)
+    return of_sizes(decision.recipe, sizes, how, ceilings, **in_place(decision, config, backend))
+
+
+def of_groups(recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, ceilings: Ceilings) -> Ledger:
+    """Cost of grouped GEMMs, each of ``experts`` GEMMs of a size."""
+    backend = "jax" if how == "xla" else "torch"
+    wide = 4 if backend == "jax" else 2  # JAX's loop writes accumulators
+    bf16, multiplied, count, plain = 0.0, 0.0, 0, 0
+    made = (
+        quantizing(recipe, [(which, m, n, k) for which, m, n, k in sizes], how)
+        if any(recipe.gemms[which].fp8 for which, *_ in sizes)
+        else []
+    )
+    made = [Kernel(kernel.part, kernel.bytes * experts) for kernel in made if kernel.part != "rescale"]
+    for which, m, n, k in sizes:
+        spec, size = recipe.gemms[which], (m, n, k)
+        of_bf16 = grouped.by(RECIPES["bf16"].gemms[which], backend)
+        laid = sum(kernel.bytes for kernel in grouped.around(which, size, experts, of_bf16, how, 2))
+        bf16 += (
+            grouped.seconds(which, size, experts, of_bf16, ceilings.bf16, (2, wide), ceilings, gemm_seconds, TILES)
+            + laid / ceilings.bandwidth
+        )
+        plain += grouped.launches(which, size, experts, of_bf16)
+        by, fp8 = grouped.by(spec, backend), grouped.in_fp8(spec, backend)
+        rate = ceilings.bf16 if not fp8 else ceilings.fp8_rowwise if spec.rowwise and backend == "torch" else ceilings.fp8
+        multiplied += grouped.seconds(which, size, experts, by, rate, (1 if fp8 else 2, wide), ceilings, gemm_seconds, TILES)
+        count += grouped.launches(which, size, experts, by)
+        made += grouped.around(which, size, experts, by, how, 1 if fp8 else 2)
+    if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
+        return Ledger(bf16, {}, plain, plain * ceilings.launch)
+    parts = {"gemm": multiplied} | dict.fromkeys(("amax", "scale", "cast", "layout", "rescale"), 0.0)
+    for kernel in made:
+        parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
+    count += len(made)
+    return Ledger(bf16, parts, count, count * ceilings.launch)
 
 
 def sizes_of(m: int, n: int, k: int) -> list[Size]:

@@ -44,18 +44,23 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
     decisions = {d.path: d for d in config.decisions()}
     in_codes = keys.reduce_dtype == "float8_e4m3fn"  # of linears' weights, all else in float32 (P-25)
     wide = 2 if keys.reduce_dtype == "bfloat16" else 4
-    gathered, copies = (keys.shards - 1) / keys.shards, (keys.data - 1) / keys.data
+    copies = (keys.data - 1) / keys.data
     for name, shape in llama.parameter_shapes(config.model).items():
         linear = name.removesuffix(".weight")
         piece = math.prod(at_rest(name, shape, config, backend))
         whole = math.prod(used(linear, shape, config) if len(shape) == 2 else shape)
-        if len(shape) == 2 or backend == "torch":
+        shards = keys.shards
+        if len(shape) == 3:  # of experts a device has its own
+            whole, shards = whole // keys.expert, keys.fsdp
+        gathered = (shards - 1) / shards
+        if (len(shape) > 1 and not llama.is_router(name)) or backend == "torch":
             # gathered in the forward and in the backward pass; the embedding table once in both
             # backends
             table = name == llama.EMBEDDING
             # bytes an element: float32 of a table that is not rounded first, FP8 codes, or bfloat16
             as_it_is = table and (backend == "torch" or keys.through == "jit")
-            size = 4 if as_it_is else 1 if linear in decisions and in_fp8(decisions[linear].recipe, config, backend) else 2
+            codes = linear in decisions and decisions[linear].experts is None and in_fp8(decisions[linear].recipe, config, backend)
+            size = 4 if as_it_is else 1 if codes else 2
             times = 1 if table else 3 if _runs_again(linear, config, backend) else 2
             yield "weights, gathered over fsdp", times * gathered * whole, size
             # JAX reduces the table's gradient in the table's own dtype.
@@ -69,13 +74,26 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
                 yield "gradients, summed over data and tensor", 2 * others * piece, summed
             else:
                 yield "gradients, summed over data", 2 * copies * piece, summed
-        else:  # JAX replicates norms
-            parts = keys.shards * keys.data * (keys.tensor if keys.sequence else 1)
+        else:  # JAX replicates norms and routers
+            parts = keys.sharing * (keys.tensor if keys.sequence else 1)
             yield "gradients, summed over data", 2 * (parts - 1) / parts * whole, 4
     if keys.context > 1:
         yield from _context(config)
     if keys.tensor > 1:
         yield from _tensor(config, backend)
+    if keys.expert > 1:
+        yield from _rows(config, backend)
+
+
+def _rows(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+    """Rows of tokens that are sent to their experts and back (X-13), in bfloat16, and their gradients: in PyTorch those rows alone,
+    as if experts took equally many; in JAX a buffer of all of a device's rows to every other."""
+    keys, model = config.parallel, config.model
+    others = (keys.expert - 1) / keys.expert if backend == "torch" else keys.expert - 1
+    rows = tokens(config) * model.num_experts_per_tok * model.hidden_size * others
+    passes = 3 if keys.checkpointing == "full" else 2  # forward, again in the backward pass, and of gradients
+    yield "rows, sent to their experts", model.num_hidden_layers * passes * rows, 2
+    yield "rows, sent back", model.num_hidden_layers * passes * rows, 2
 
 
 def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, float]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8ref import grouped as recipes
 from fp8ref.granularity import by_name
@@ -30,6 +31,8 @@ class Use:
     """One call: all that is static about it. dtypes are those of output, grad_input and grad_weight.
 
     observer   of ``linear.observing``, or None; measures: whether statistics are measured.
+    over       the mesh axes along which devices have rows of the same groups, and share their scales.
+    axes       inside shard_map those that any tensor varies along: observations are of all of them.
     """
 
     recipe: GroupedRecipe
@@ -37,6 +40,8 @@ class Use:
     dtypes: tuple = ()
     observer: Callable | None = None
     measures: bool = False
+    over: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
 
 
 def apply(
@@ -47,6 +52,7 @@ def apply(
     recipe: str | Recipe | GroupedRecipe,
     state: delayed.State | None = None,
     seen: delayed.Seen | None = None,
+    over: tuple[str, ...] = (),
     name: str = "grouped",
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """output [M, N] = each group's rows of x [M, K] x its weight of w [E, K, N], and gradients by
@@ -55,6 +61,10 @@ def apply(
     Works under jit, grad, vmap and scan; group_sizes may be traced. Under jit on sharded arrays XLA
     divides it, and amaxes are of whole arrays. Inside shard_map rows and weights are a device's own,
     as of experts that a mesh axis cuts; gradients of what all devices have are summed.
+
+    over      mesh axes of shard_map along which devices have the same weights, and rows of the same
+              groups: an amax that covers rows is of a group's rows on all of them, unless blocks cut
+              the rows (X-3, X-13). Observations of delayed scaling are always of all devices.
 
     Shapes:   x [M, K] and w [E, K, N] of one dtype, bfloat16, float16 or float32; group_sizes
               integers [E], of a sum of at most M; output [M, N] of x's dtype.
@@ -67,7 +77,7 @@ def apply(
               is no multiple of 16; a recipe this backend cannot run, a state or seen of another
               recipe, or none if the recipe needs them; inside shard_map amaxes of all groups.
     """
-    y, seen, _ = apply_with_stats(x, w, group_sizes, recipe=recipe, state=state, seen=seen, name=name, tap=None)
+    y, seen, _ = apply_with_stats(x, w, group_sizes, recipe=recipe, state=state, seen=seen, over=over, name=name, tap=None)
     return y, seen
 
 
@@ -79,6 +89,7 @@ def apply_with_stats(
     recipe: str | Recipe | GroupedRecipe,
     state: delayed.State | None = None,
     seen: delayed.Seen | None = None,
+    over: tuple[str, ...] = (),
     name: str = "grouped",
     tap: jax.Array | None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
@@ -87,12 +98,12 @@ def apply_with_stats(
     recipe = check_recipe(recipe, name)
     _check_arrays(x, w, group_sizes, recipe, name)
     delayed.check(state, seen, recipe.recipe, name)
-    observer = gemm_observer.current()
-    use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), observer=observer, measures=tap is not None)
     if not len(x) or not len(w):
         # The output depends on nothing. Copies, as what a layer gives back unchanged could seem lost.
         return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), tap
-    x, w, group_sizes = _on_one_device(x, w, group_sizes, recipe, name)
+    x, w, group_sizes, axes = _on_one_device(x, w, group_sizes, recipe, over, name)
+    how: dict = {"observer": gemm_observer.current(), "measures": tap is not None, "over": over, "axes": axes}
+    use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), **how)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known = dict(delayed.scales(state or {}, recipe.recipe))
     y, after, tap = _grouped(x, w, group_sizes, known, dict(seen or {}), tap, use)
@@ -117,10 +128,17 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedReci
 
 
 def quantize_operand(
-    which: Gemm, role: Role, tensor: jax.Array, groups: Groups, recipe: GroupedRecipe, scale: jax.Array | None = None
+    which: Gemm,
+    role: Role,
+    tensor: jax.Array,
+    groups: Groups,
+    recipe: GroupedRecipe,
+    scale: jax.Array | None = None,
+    over: tuple[str, ...] = (),
 ) -> Quantized | Segmented | jax.Array:
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
-    K, N]; itself in high precision. scale is that of a delayed state, for a cast that has one."""
+    K, N]; itself in high precision. scale is that of a delayed state, for a cast that has one; over as in
+    ``apply``."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
     cast = (spec.a, spec.b)[at]
     if cast is None:
@@ -128,7 +146,7 @@ def quantize_operand(
     scale = scale if cast.delayed else None
     if role == "weight":  # [E, K, N]: K is reduced by the output, N by grad_input
         return operands.quantize_weights(tensor, cast, -2 if which == "output" else -1, recipe.amax, scale)
-    return operands.quantize_rows(tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale)
+    return operands.quantize_rows(tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, over)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -156,7 +174,7 @@ def _forward(
     tensors: dict[Role, jax.Array] = {"input": groups.only(x), "weight": w}
     y, measured = _gemm("output", tensors, groups, state_scales, use)  # [M, K] x [E, K, N] -> [M, N]
     tap = None if tap is None else tap + stats.rows(measured)
-    return (y, _observed(seen, tensors, seen, groups), tap), (saved, group_sizes, state_scales, seen)
+    return (y, _observed(seen, tensors, seen, groups, use), tap), (saved, group_sizes, state_scales, seen)
 
 
 def _backward(use: Use, residuals, cotangents):
@@ -168,7 +186,7 @@ def _backward(use: Use, residuals, cotangents):
     tensors: dict[Role, jax.Array] = {"input": groups.only(x), "weight": w, "grad_output": groups.only(g)}
     grad_input, of_first = _gemm("grad_input", tensors, groups, state_scales, use)  # [M, N] x [E, K, N] -> [M, K]
     grad_weight, of_second = _gemm("grad_weight", tensors, groups, state_scales, use)  # [M, N] x [M, K] -> [E, K, N]
-    of_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups)
+    of_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups, use)
     tap = None if tap is None else tap + stats.rows(of_first | of_second)
     return grad_input, grad_weight, None, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap
 
@@ -185,7 +203,7 @@ def _gemm(
     out_dtype = gemm.output_dtype(spec, dtype)
     scope = f"{use.name}/{which}"
     with jax.named_scope(scope):
-        a, b = (quantize_operand(which, role, tensors[role], groups, use.recipe, state_scales.get(role)) for role in roles)
+        a, b = (quantize_operand(which, role, tensors[role], groups, use.recipe, state_scales.get(role), use.over) for role in roles)
         if isinstance(a, jax.Array) or isinstance(b, jax.Array):
             # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
             a, b = (
@@ -211,27 +229,39 @@ def _gemm(
     return out.astype(dtype), measured
 
 
-def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, groups: Groups) -> dict:
-    """seen, merged with the amaxes of those of its roles that are among tensors, unless no group has
-    rows (X-9)."""
-    used, merged = groups.ends[-1] > 0, {}
+def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, groups: Groups, use: Use) -> dict:
+    """seen, merged with the amaxes of those of its roles that are among tensors, on all devices, unless no
+    group has rows (X-9)."""
+    if not seen:
+        return {}
+    used, merged = (lax.pmax(groups.ends[-1], use.axes) if use.axes else groups.ends[-1]) > 0, {}
     for role, of_role in seen.items():
         if role in tensors:
-            of_role = delayed.larger(of_role, jnp.where(used, delayed.observe(tensors[role]), 0.0))
+            found = jnp.where(used, delayed.observe(tensors[role], over=use.axes), 0.0)
+            of_role = delayed.larger(of_role, found)
         merged[role] = delayed.over_batch(of_role, given[role])
     return merged
 
 
-def _on_one_device(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> tuple[jax.Array, ...]:
-    """The arrays, inside shard_map marked as varying along all axes that one of them varies along: so the gradient of one that
-    does not vary is summed over the devices. ValueError for scales that would be of several devices."""
+def _on_one_device(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, over: tuple[str, ...], name: str
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[str, ...]]:
+    """The arrays, inside shard_map marked as varying along all axes that one of them varies along, and those axes: so the
+    gradient of one that does not vary is summed over the devices. ValueError for scales that would be of several devices' groups;
+    axes of over that no array varies along."""
     axes = frozenset().union(*map(sharding.varying, (x, w, group_sizes)))
-    if axes and recipe.amax == "all" and recipe.recipe.fp8:
+    if unknown := sorted(set(over) - axes):
+        raise ValueError(
+            f"{name}: over names axes of shard_map along which devices have rows of their own; got {', '.join(unknown)}, along which no "
+            "argument varies. Leave them out."
+        )
+    casts = [cast for spec in recipe.recipe.gemms.values() for cast in (spec.a, spec.b) if cast is not None]
+    if axes and recipe.amax == "all" and any(cast.delayed is None for cast in casts):
         raise ValueError(
             f"{name}: inside shard_map amaxes are of one device's groups; recipe {recipe.name!r} has amaxes of all groups, over "
             f"{', '.join(sorted(axes))}. Use amaxes of a 'group', or plain jit."
         )
-    return tuple(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes))
+    return *(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes)), tuple(sorted(axes))  # type: ignore[return-value]
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> None:

@@ -73,11 +73,18 @@ def groups_of(group_sizes: jax.Array, rows: int) -> Groups:
 
 
 def quantize_rows(
-    x: jax.Array, spec: CastSpec, axis: int, groups: Groups, amax: Amax, scale: jax.Array | None = None
+    x: jax.Array,
+    spec: CastSpec,
+    axis: int,
+    groups: Groups,
+    amax: Amax,
+    scale: jax.Array | None = None,
+    over: tuple[str, ...] = (),
 ) -> Quantized | Segmented:
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2 (X-3, X-7).
 
     scale     of a delayed state; None: by x's amaxes.
+    over      mesh axes along which devices have rows of the same groups: a scale of all of a group's rows is of all of them.
     Raises:   ValueError: as ``scaling.quantize``.
     """
     kind = by_name(spec.granularity)
@@ -88,7 +95,10 @@ def quantize_rows(
     segment, count = (groups.group, len(groups.sizes)) if kind.reduced is None else _blocks(groups, kind.reduced)
     rows = scaling.amax(x, "rowwise") if spec.granularity == "tensorwise" else x  # [M, 1], or every column for itself
     largest = jax.ops.segment_max(cast.magnitude_bits(rows), segment, num_segments=count)
-    largest = cast.from_magnitude_bits(jnp.maximum(largest, 0), rows.dtype)  # no row: 0
+    largest = jnp.maximum(largest, 0)  # no row: 0
+    if over and kind.reduced is None:  # as bits, of which no maximum drops a NaN (P-9)
+        largest = lax.pmax(largest, over)
+    largest = cast.from_magnitude_bits(largest, rows.dtype)
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
     made = Segmented(x, table.scale, table.scale_inv, segment, spec.fmt, spec.granularity, axis)
     times = scales.times_e8m0 if spec.policy.e8m0 else operator.mul

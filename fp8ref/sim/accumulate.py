@@ -10,6 +10,7 @@ All take finite values; ``with_specials`` puts infinities and NaNs back (G-6). S
 ``kernels``. ``exact_sum`` has none: a float64 matrix product does its work.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +22,7 @@ from fp8ref.sim import threads
 from fp8ref.sim.kernels import chains as chain_kernels
 from fp8ref.sim.kernels import gemm as kernels
 from fp8ref.sim.kernels.compiled import PRODUCTS, worth
-from fp8ref.sim.tensor_core import K_STEP, UNITS, TensorCore, chain_plain, is_int
+from fp8ref.sim.tensor_core import K_STEP, UNITS, TensorCore, chain, chain_plain, is_int
 
 SplitOrder = Literal["contiguous", "interleaved"]
 """How split-K gives tiles to its parts: ``contiguous``, in runs; ``interleaved``, in turn."""
@@ -93,13 +94,18 @@ def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
 def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
     """The definition of a plan (G-12) over finite values a [M, K] and b [N, K] of the formats, K a
     multiple of 32: float32 [M, N]."""
+    return _by_chains(chain_plain, a, b, fmt_a, fmt_b, plan)
+
+
+def _by_chains(chain: Callable, a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
+    """A plan, each of whose chains this function computes."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
     for of_part in parts(a.shape[1], plan):
         left, right = a[:, of_part], b[:, of_part]
         part = zero
         for begin, end in _chains(len(of_part), plan):
-            part = part + chain_plain(left[:, begin:end], right[:, begin:end], zero, fmt_a, fmt_b, plan.unit)
+            part = part + chain(left[:, begin:end], right[:, begin:end], zero, fmt_a, fmt_b, plan.unit)
         total = total + part
     return total
 
@@ -128,12 +134,14 @@ def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
 
 
 def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """``chains_plain``, by a compiled kernel where the unit is ``compiled``. The result may be a
+    """``chains_plain``, by compiled kernels: the faster one where the unit is ``compiled``. The result may be a
     transposed view."""
     unit, k = plan.unit, a.shape[1]
     if k == 0:
         return np.zeros((len(a), len(b)), np.float32)
-    if not unit.compiled or not worth(chain_kernels.chains, len(a) * len(b) * k, PRODUCTS):
+    if not unit.compiled:
+        return _by_chains(chain, a, b, fmt_a, fmt_b, plan)
+    if not worth(chain_kernels.chains, len(a) * len(b) * k, PRODUCTS):
         return chains_plain(a, b, fmt_a, fmt_b, plan)
     if len(a) > len(b):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
         return chains(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]

@@ -46,7 +46,7 @@ def matmul(a: Quantized, b: Quantized, *, unit: str | TensorCore = "blackwell_mx
     values = [cast.decode(q.codes, q.fmt) for q in (a, b)]
     left, right = (accumulate.finite_part(v) for v in values)
     zero = np.zeros((len(a.codes), len(b.codes)), np.float32)
-    sums = tensor_core.chain_plain(left, right, zero, a.fmt, b.fmt, unit, exponents[0][:, None] + exponents[1][None, :])
+    sums = tensor_core.chain(left, right, zero, a.fmt, b.fmt, unit, (exponents[0], exponents[1]))
     acc = np.where(nan, np.float32(np.nan), accumulate.with_specials(sums, *values))
     with np.errstate(over="ignore"):
         return cast.round_to(acc, out_dtype)

@@ -20,10 +20,10 @@ from fp8ref.formats import Format
 from fp8ref.granularity import by_name as granularity_of
 from fp8ref.hardware import Factor
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import gemm
+from fp8ref.sim import block_scaled, gemm
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.scaling import Quantized
-from fp8ref.sim.tensor_core import K_STEP
+from fp8ref.sim.tensor_core import K_STEP, MODELED, TensorCore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +36,25 @@ class Hardware:
     epilogue  replaces scale_then_round, the epilogue of a single library call; None: it stays. A
               unit_round_scale_round always stays: it is the framework's own multiplication after a
               GEMM under unit scales.
+    unit      of a tensor core that applies the scales of blocks of 32 itself: it multiplies operands in such blocks
+              (G-23), in the place of a plan. None: none does.
     Specials: no rows, columns or K: zeros; Inf and NaN as gemm.matmul.
-    Raises:   ValueError: an unknown plan; an epilogue that takes a bias.
+    Raises:   ValueError: an unknown plan; an epilogue that takes a bias; a unit without block scales.
     """
 
     name: str
     fast: str | Accumulation
     slow: str | Accumulation
     epilogue: Epilogue | None = None
+    unit: TensorCore | None = None
 
     def __post_init__(self) -> None:
         for plan in (self.fast, self.slow):
             sums.by_name(plan)
+        if self.unit is not None and not self.unit.block_scales:
+            raise ValueError(
+                f"unit is of a tensor core with block scales, such as MODELED['blackwell_mx']; got {self.unit.name!r}. Name a plan."
+            )
         if self.epilogue is not None and self.epilogue.bias is not None:
             raise ValueError(f"a linear's GEMMs have no bias, and epilogue {self.epilogue.name!r} takes one. Leave it out (without_bias).")
 
@@ -55,6 +62,8 @@ class Hardware:
         if 0 in (*a.codes.shape, *b.codes.shape):
             return np.zeros((len(a.codes), len(b.codes)), np.float32)
         qa, qb = _quantized(a), _quantized(b)
+        if self.unit is not None and all(granularity_of(q.granularity).reduced == self.unit.fused_width for q in (qa, qb)):
+            return block_scaled.matmul(qa, qb, unit=self.unit, out_dtype=out_dtype)
         plan = sums.by_name(self.fast if accumulate == "fast" else self.slow)
         return gemm.matmul(qa, qb, accumulate=plan, epilogue=self.finishing(epilogue), out_dtype=out_dtype)
 
@@ -66,18 +75,23 @@ class Hardware:
     def to_dict(self) -> dict[str, Any]:
         """Plans and epilogue as data, for a run's manifest."""
         of_epilogue = None if self.epilogue is None else dataclasses.asdict(self.epilogue)
-        return {"name": self.name, "fast": _as_data(self.fast), "slow": _as_data(self.slow), "scale_then_round": of_epilogue}
+        of_unit = {} if self.unit is None else {"unit": dataclasses.asdict(self.unit)}
+        return {"name": self.name, "fast": _as_data(self.fast), "slow": _as_data(self.slow), "scale_then_round": of_epilogue, **of_unit}
 
+
+_OF_FLOAT16 = [Accumulation(name=name, unit=MODELED[name]) for name in ("hopper_f16", "ada_f16")]
 
 HARDWARE = {
     h.name: h
     for h in (
         *(Hardware(name=name, fast=name, slow=name) for name in ("exact", "f32", *ACCUMULATIONS)),
         Hardware(name="hopper", fast="hopper_fast", slow="hopper_slow"),
+        *(Hardware(name=plan.name, fast=plan, slow=plan) for plan in _OF_FLOAT16),
+        Hardware(name="blackwell_mx", fast="blackwell", slow="blackwell", unit=MODELED["blackwell_mx"]),
     )
 }
-"""Simulated hardware by name: each plan for all GEMMs, and ``hopper`` with its fast and slow
-plan."""
+"""Simulated hardware by name: each plan for all GEMMs; ``hopper`` with its fast and slow plan; units with an
+accumulator of float16 (G-24); and ``blackwell_mx``, which is ``blackwell`` and applies MX scales itself (G-23)."""
 
 
 def by_name(name: "str | Hardware") -> Hardware:

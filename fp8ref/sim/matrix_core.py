@@ -13,7 +13,9 @@ import numpy as np
 
 from fp8ref import formats, registry
 from fp8ref.formats import E4M3FNUZ, E5M2FNUZ, Format
-from fp8ref.sim import accumulate, cast
+from fp8ref.sim import accumulate, cast, threads
+from fp8ref.sim.kernels import modeled
+from fp8ref.sim.kernels.compiled import PRODUCTS, worth
 from fp8ref.sim.tensor_core import exponents
 
 _LEAST = -126  # the exponent of a zero
@@ -71,11 +73,29 @@ def mfma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | Matri
         )
     if c.dtype != np.float32:
         raise ValueError(f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32).")
-    left, right, acc = (accumulate.finite_part(v).astype(np.float64) for v in (a, b, c))
+    left, right, given = (accumulate.finite_part(v).astype(np.float64) for v in (a, b, c))
+    acc = chain(left, right, given, fmt_a, fmt_b, unit)
+    return accumulate.with_specials(acc.astype(np.float32), a, b, c)
+
+
+def chain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: MatrixCore) -> np.ndarray:
+    """``chain_plain``, by a compiled kernel."""
+    if not worth(modeled.matrix_core_chain, len(a) * len(b) * a.shape[1], PRODUCTS):
+        return chain_plain(a, b, c, fmt_a, fmt_b, unit)
+    left = np.ascontiguousarray(a), exponents(a, fmt_a.emin, _LEAST).astype(np.int16, order="C")
+    right = np.ascontiguousarray(b.T), exponents(b, fmt_b.emin, _LEAST).T.astype(np.int16, order="C")
+    acc, steps = np.array(c, order="C"), a.shape[1] // unit.group
+    numbers = unit.group, unit.fraction_bits, unit.sum_bits, unit.accumulator_bits, unit.reach
+    threads.run(lambda begin, end: modeled.matrix_core_chain(*left, *right, acc, begin, end, steps, *numbers), len(a))
+    return acc
+
+
+def chain_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: MatrixCore) -> np.ndarray:
+    """Steps over all of K, each from the result of the one before: finite a [M, K], b [N, K], c [M, N], float64."""
     for k in range(0, a.shape[1], unit.group):
         part = slice(k, k + unit.group)
-        acc = step_plain(left[:, part], right[:, part], acc, fmt_a, fmt_b, unit)
-    return accumulate.with_specials(acc.astype(np.float32), a, b, c)
+        c = step_plain(a[:, part], b[:, part], c, fmt_a, fmt_b, unit)
+    return c
 
 
 def step_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: MatrixCore) -> np.ndarray:

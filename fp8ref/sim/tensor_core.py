@@ -4,7 +4,8 @@ off and sums a few products.
 Order of a step: the largest exponent E of its products and the accumulator; each term cut off below
 2^(E - fraction_bits); an exact sum; the sum cut off after output_bits. UNITS holds the units of
 GPUs, MODELED those that rest on one simulator alone. ``accumulate`` strings steps together. ``step_plain`` and ``chain_plain`` are the definitions;
-``kernels.chains`` computes the same for units that are ``compiled``.
+``kernels.chains`` computes the same for units that are ``compiled``, and
+``chain`` for others, by ``kernels.modeled``.
 """
 
 import dataclasses
@@ -15,6 +16,9 @@ import numpy as np
 
 from fp8ref import formats, registry
 from fp8ref.formats import E4M3FN, E5M2, FLOAT16, FLOAT32, Format
+from fp8ref.sim import threads
+from fp8ref.sim.kernels import modeled
+from fp8ref.sim.kernels.compiled import PRODUCTS, worth
 
 K_STEP = 32
 """The K of one instruction; a tensor core's GEMM has a K that is a multiple of it."""
@@ -191,7 +195,7 @@ def step_plain(
     above its unit, and 33 of them are summed.
     """
     if unit.subnormals == "flushed":
-        a, b = (np.where(np.abs(v) < 2.0**fmt.emin, 0, v) for v, fmt in ((a, fmt_a), (b, fmt_b)))
+        a, b = _flushed(a, fmt_a), _flushed(b, fmt_b)
     products = a[..., :, None, :] * b[..., None, :, :]  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
     of_products = _of_products(a, b, products, fmt_a, fmt_b, unit)
     if scales is not None:
@@ -222,6 +226,38 @@ def chain_plain(
     return acc.astype(np.float32)
 
 
+def chain(
+    a: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    fmt_a: Format,
+    fmt_b: Format,
+    unit: TensorCore,
+    scales: tuple[np.ndarray, np.ndarray] | None = None,
+) -> np.ndarray:
+    """``chain_plain`` of a [M, K], b [N, K] and c [M, N], by a compiled kernel for units that cut terms off toward zero.
+
+    scales  of a unit with block_scales: int [M, K / w] and [N, K / w], the exponents of both operands' scales.
+    """
+    (m, k), n, steps = a.shape, len(b), a.shape[1] // unit.fused_width
+    has = unit.rounding == "toward_zero" and unit.output_rounding != "toward_negative" and unit.exponents != "products"
+    if not has or not worth(modeled.chain, m * n * k, PRODUCTS):
+        both = None if scales is None else scales[0][:, None] + scales[1][None, :]
+        return chain_plain(a, b, c, fmt_a, fmt_b, unit, both)
+    if unit.subnormals == "flushed":
+        a, b = _flushed(a, fmt_a), _flushed(b, fmt_b)
+    zeros = np.zeros((m, steps), np.int64), np.zeros((n, steps), np.int64)
+    of_a, of_b = (np.asarray(scale, np.int64) for scale in scales or zeros)
+    left = np.ascontiguousarray(a, np.float64), _of_kernel(a, fmt_a, unit)
+    right = np.ascontiguousarray(b.T, np.float64), np.ascontiguousarray(_of_kernel(b, fmt_b, unit).T)
+    acc = np.array(c, np.float64, order="C")
+    scaled, numbers = (np.ascontiguousarray(of_a), np.ascontiguousarray(of_b.T)), (unit.fused_width, unit.fraction_bits, unit.output_bits)
+    of_c = unit.accumulator.emin, _LEAST if unit.zeros == "least" else _NONE, 2.0 ** (unit.accumulator.bias + 1)
+    nearest = unit.output_rounding == "nearest_even"
+    threads.run(lambda begin, end: modeled.chain(*left, *right, *scaled, acc, begin, end, steps, *numbers, nearest, *of_c), m)
+    return acc.astype(np.float32)
+
+
 def exponents(values: np.ndarray, emin: int, zero: int = _NONE) -> np.ndarray:
     """max(floor(log2|v|), emin) as int32; ``zero`` for a zero, by default a number below every sum
     of two exponents."""
@@ -233,11 +269,22 @@ def _of_products(a: np.ndarray, b: np.ndarray, products: np.ndarray, fmt_a: Form
     no part in the maximum."""
     if unit.exponents == "products":
         return exponents(products, _UNBOUNDED)
-    emins = (fmt_a.emin, fmt_b.emin) if unit.exponents == "coded" else (_UNBOUNDED, _UNBOUNDED)
-    of_a, of_b = (
-        exponents(v, emin, {"excluded": _NONE, "counted": emin, "least": _LEAST}[unit.zeros]) for v, emin in zip((a, b), emins, strict=True)
-    )
-    return of_a[..., :, None, :] + of_b[..., None, :, :]
+    return _of_factors(a, fmt_a, unit)[..., :, None, :] + _of_factors(b, fmt_b, unit)[..., None, :, :]
+
+
+def _of_factors(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
+    """The exponent of each factor, under the unit's rules for subnormals and zeros."""
+    emin = fmt.emin if unit.exponents == "coded" else _UNBOUNDED
+    return exponents(values, emin, {"excluded": _NONE, "counted": emin, "least": _LEAST}[unit.zeros])
+
+
+def _of_kernel(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
+    """The same as the compiled kernel takes them."""
+    return np.maximum(_of_factors(values, fmt, unit), modeled.NO_EXPONENT).astype(np.int16)
+
+
+def _flushed(values: np.ndarray, fmt: Format) -> np.ndarray:
+    return np.where(np.abs(values) < 2.0**fmt.emin, 0, values)
 
 
 def _round_result(value: np.ndarray, bits: int, rounding: Rounding, accumulator: Format = FLOAT32) -> np.ndarray:

@@ -94,8 +94,8 @@ def convert(
 
     rules       change casts of single operands, one after the other (R-8).
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
-                (P-2, scope global). Only ``Linear`` shares amaxes. None: every rank uses its own,
-                as torchao does.
+                (P-2, scope global). Only ``Linear`` and ``GroupedLinear`` share amaxes. None: every rank
+                uses its own, as torchao does.
     experts     convert modules of experts too (X-11): those of transformers and torchtitan, of which
                 filter_fqns may leave some out. A router stays in high precision: a linear below a name
                 "router" or "gate" with an output for each expert, unless fp8_fqns names it.
@@ -134,11 +134,6 @@ def convert(
     selected = [dataclasses.replace(d, recipe=grouped_linear.recipe_of(d.recipe)) if d.path in grouped else d for d in selected]
     decisions = linear_rules.apply(rules, selected)
     in_groups = {d.path: d.recipe for d in decisions if d.fp8 and d.path in grouped}
-    if in_groups and amax_group is not None and not recipe.delayed:
-        raise ValueError(
-            f"grouped linears scale by their own rank's amaxes, except under delayed scaling; got amax_group with recipe {recipe.name!r}. "
-            "Leave amax_group out, or use recipe 'delayed'."
-        )
     chosen = [d.path for d in decisions if d.fp8 and d.path not in grouped]
     if not chosen and not mixtures and not in_groups:
         reports.log(model, type(model).__name__, recipe)

@@ -6,16 +6,19 @@
 
 Rank r of a group of R has the experts from r E / R on. Each sends its rows of an expert to the rank
 that has it, by one all-to-all whose sizes the host reads. ``dispatch_quantized`` sends codes and
-scales.
+scales. ``cut`` leaves each rank its own experts of a model's grouped linears.
 """
 
 from typing import NamedTuple
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fp8ref.granularity import by_name
+from fp8ref.torch import grouped_linear
 from fp8ref.torch.scaling import Quantized
 
 
@@ -75,6 +78,26 @@ def combine(y: torch.Tensor, moved: Moved, group: ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(moved.order).index_copy(0, moved.order, torch.arange(len(moved.order), device=y.device))
     returned = _AllToAll.apply(y[received], moved.given, moved.taken, group)
     return torch.cat([returned, returned.new_zeros(moved.held - len(returned), returned.shape[1])])
+
+
+def cut(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Leave each rank of a mesh of one dim its own experts of every ``GroupedLinear``, as a DTensor cut along the first dim.
+
+    Returns:  the modules that hold grouped linears: what ``fully_shard`` shards apart, over the ranks that have the same
+              experts.
+    Raises:   ValueError: no grouped linear; a number of experts that the ranks do not divide.
+    """
+    linears = grouped_linear.found(model)
+    if not linears:
+        raise ValueError("expert parallelism cuts grouped linears, of which the model has none. Leave out the mesh's dim expert.")
+    for name, linear in linears.items():
+        if len(linear.weight) % mesh.size():
+            raise ValueError(f"experts are divisible by the {mesh.size()} ranks that share them; got {len(linear.weight)} of {name}.")
+    for linear in linears.values():
+        own = len(linear.weight) // mesh.size()
+        piece = linear.weight.detach()[mesh.get_local_rank() * own :][:own].clone()
+        linear.weight = nn.Parameter(DTensor.from_local(piece, mesh, [Shard(0)], run_check=False), linear.weight.requires_grad)
+    return list(dict.fromkeys(model.get_submodule(name.rpartition(".")[0]) for name in linears))
 
 
 class _AllToAll(torch.autograd.Function):

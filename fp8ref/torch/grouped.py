@@ -45,6 +45,8 @@ def apply(
     recipe: "str | Recipe | GroupedRecipe | Bound",
     states: Mapping[Role, delayed.RoleState] | nn.ModuleDict | None = None,
     observe: bool = True,
+    shared: str | None = None,
+    apart: bool = False,
     name: str = "a grouped linear",
 ) -> torch.Tensor:
     """output [M, N] = each group's rows of x [M, K] x its weight of w [E, N, K]; gradients by the
@@ -58,6 +60,11 @@ def apply(
     recipe    or ``bind(recipe)``, made once: inside torch.compile only that is taken.
     states    of delayed scaling, by role; ``delayed.update`` rolls them (X-9).
     observe   whether amaxes are observed, where gradients are enabled; False in evaluation.
+    shared    name of a process group whose ranks have the same weights, and rows of the same groups: an amax
+              that covers rows is of a group's rows on all of them, unless blocks cut the rows (X-3, X-13). All
+              of them call this, also those without rows.
+    apart     whether ranks have other experts: then the layer is used, and its weights are observed, though this
+              rank has no rows (X-9).
     name      for errors.
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
     Raises:   ValueError: shapes, dtypes or devices that do not fit; on a CPU offs that descend or
@@ -70,6 +77,9 @@ def apply(
         x, w = x.to(dtype), w.to(dtype)
     _check_tensors(x, w, offs, recipe, name)
     by_role = _states(states, recipe, name)
+    rows = len(x)
+    if not rows and len(w) and (shared is not None or apart):  # a row of no group, as other ranks wait
+        x = torch.cat([x, x.new_zeros(1, x.shape[1])])
     if not len(x) or not len(w):
         # Zeros, and gradients that are zeros.
         return x.new_zeros(len(x), w.shape[1]) + (x[:0].sum() + w[:0].sum())
@@ -80,9 +90,10 @@ def apply(
         of_forward: dict[Role, torch.Tensor] = {"input": groups.only(x), "weight": w}
         for role, tensor in of_forward.items():
             if role in by_role:
-                merge_(by_role[role].seen, tensor, groups)
+                merge_(by_role[role].seen, tensor, groups, apart)
     seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
-    return bound.function.apply(x, w, offs, seen, *(by_role[role].scale if role in by_role else None for role in ROLES))
+    of_states = (by_role[role].scale if role in by_role else None for role in ROLES)
+    return bound.function.apply(x, w, offs, seen, (shared, apart), *of_states)[:rows]
 
 
 def bind(recipe: str | Recipe | GroupedRecipe) -> Bound:
@@ -107,10 +118,16 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
 
 
 def quantize_operand(
-    which: Gemm, role: Role, tensor: torch.Tensor, groups: Groups, recipe: GroupedRecipe, scale: torch.Tensor | None = None
+    which: Gemm,
+    role: Role,
+    tensor: torch.Tensor,
+    groups: Groups,
+    recipe: GroupedRecipe,
+    scale: torch.Tensor | None = None,
+    shared: str | None = None,
 ) -> Quantized | torch.Tensor:
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E, N,
-    K]; itself in high precision. scale is that of a delayed state."""
+    K]; itself in high precision. scale is that of a delayed state; shared as in ``apply``."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
     how = (spec.a, spec.b)[at]
     if how is None:
@@ -118,14 +135,15 @@ def quantize_operand(
     scale = scale if how.delayed else None
     if role == "weight":  # [E, N, K]: K is reduced by the output, N by grad_input
         return operands.quantize_weights(tensor, how, -1 if which == "output" else -2, recipe.amax, scale)
-    return operands.quantize_rows(tensor, how, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale)
+    return operands.quantize_rows(tensor, how, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, shared)
 
 
 @torch.no_grad()
-def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups) -> None:
+def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = False) -> None:
     """Merge the observation of a tensor, with zeros in rows of no group, into seen, unless no group
-    has rows (X-9)."""
-    seen.copy_(torch.maximum(seen, delayed.observe(x) * (groups.ends[-1] > 0)))
+    has rows (X-9), and no other rank may have some."""
+    found = delayed.observe(x)
+    seen.copy_(torch.maximum(seen, found if apart else found * (groups.ends[-1] > 0)))
 
 
 @functools.cache
@@ -136,11 +154,20 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
     class GroupedFunction(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
-        def forward(ctx, x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, seen: torch.Tensor | None, *scales: torch.Tensor | None):
+        def forward(
+            ctx,
+            x: torch.Tensor,
+            w: torch.Tensor,
+            offs: torch.Tensor,
+            seen: torch.Tensor | None,
+            ranks: tuple[str | None, bool],
+            *scales: torch.Tensor | None,
+        ):
             ctx.save_for_backward(x, w, offs, *scales)
-            ctx.seen = seen  # an attribute, which other uses may write before the backward pass
+            ctx.seen, ctx.ranks = seen, ranks  # attributes: other uses may write seen before the backward pass
             groups = operands.groups_of(offs, len(x))
-            return _gemm("output", {"input": groups.only(x), "weight": w}, groups, recipe, scales)  # [M, K] x [E, N, K] -> [M, N]
+            tensors: dict[Role, torch.Tensor] = {"input": groups.only(x), "weight": w}
+            return _gemm("output", tensors, groups, recipe, scales, ranks[0])  # [M, K] x [E, N, K] -> [M, N]
 
         @staticmethod
         @linear_input.without_autocast
@@ -160,24 +187,30 @@ def _backward(ctx, recipe: GroupedRecipe, grad_output: torch.Tensor) -> tuple[to
     x, w, offs, *scales = ctx.saved_tensors
     groups = operands.groups_of(offs, len(x))
     g = groups.only(grad_output)
+    shared, apart = ctx.ranks
     if ctx.seen is not None:
-        merge_(ctx.seen, g, groups)
+        merge_(ctx.seen, g, groups, apart)
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_input = _gemm("grad_input", {"grad_output": g, "weight": w}, groups, recipe, scales)  # [M, N] x [E, N, K] -> [M, K]
+        grad_input = _gemm("grad_input", {"grad_output": g, "weight": w}, groups, recipe, scales, shared)  # [M, N] x [E, N, K] -> [M, K]
     if ctx.needs_input_grad[1]:
         tensors: dict[Role, torch.Tensor] = {"grad_output": g, "input": groups.only(x)}
-        grad_weight = _gemm("grad_weight", tensors, groups, recipe, scales)  # [M, N] x [M, K] -> [E, N, K]
+        grad_weight = _gemm("grad_weight", tensors, groups, recipe, scales, shared)  # [M, N] x [M, K] -> [E, N, K]
     return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
 
 
 def _gemm(
-    which: Gemm, tensors: Mapping[Role, torch.Tensor], groups: Groups, recipe: GroupedRecipe, scales: Sequence[torch.Tensor | None]
+    which: Gemm,
+    tensors: Mapping[Role, torch.Tensor],
+    groups: Groups,
+    recipe: GroupedRecipe,
+    scales: Sequence[torch.Tensor | None],
+    shared: str | None,
 ) -> torch.Tensor:
     """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the dtype of the operands."""
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
     dtype = tensors[roles[0]].dtype
-    a, b = (quantize_operand(which, role, tensors[role], groups, recipe, scales[ROLES.index(role)]) for role in roles)
+    a, b = (quantize_operand(which, role, tensors[role], groups, recipe, scales[ROLES.index(role)], shared) for role in roles)
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         out = grouped_gemm.multiply(which, a, b, groups, spec, gemm.output_dtype(spec, dtype))
         for observer in observers:

@@ -1,6 +1,6 @@
 """Grouped GEMMs of FP8 operands (spec X-2, X-10): by torch's grouped kernels, or one GEMM for each group.
 
-``kernel`` chooses. On GPUs from compute capability 9.0 on, torch._scaled_grouped_mm takes e4m3fn with
+``kernel`` chooses. ``grouped_deepgemm`` is DeepGEMM's. On GPUs from compute capability 9.0 on, torch._scaled_grouped_mm takes e4m3fn with
 scales of all of K, and torch._grouped_mm blocks whose scales are powers of two, dequantized to
 bfloat16, which is exact. Both write bfloat16, and never wait for the device. The other path reads the
 groups' sizes on the host, and multiplies each group by ``gemm.matmul``: as one operator, so that a
@@ -16,16 +16,17 @@ import torch
 from fp8ref.formats import FORMATS
 from fp8ref.granularity import by_name
 from fp8ref.recipe import Gemm, GemmSpec, Recipe
-from fp8ref.torch import gemm, hardware
-from fp8ref.torch.grouped_operands import Groups, exact_values, parts_of
+from fp8ref.torch import block_gemm, gemm, grouped_deepgemm, hardware
+from fp8ref.torch.grouped_operands import Groups, exact_values, padded_rows, parts_of
 from fp8ref.torch.scaling import Quantized
 
-Kernel = Literal["scaled_grouped_mm", "grouped_mm", "each_group"]
-"""What multiplies: torch's grouped kernels, on codes or on bfloat16, or a GEMM for each group."""
+Kernel = Literal["scaled_grouped_mm", "grouped_mm", "deep_gemm", "each_group"]
+"""What multiplies: torch's grouped kernels, on codes or on bfloat16, DeepGEMM's, or a GEMM for each group."""
 
 NAMES: dict[Kernel, str] = {
     "scaled_grouped_mm": "torch._scaled_grouped_mm",
     "grouped_mm": "torch._grouped_mm on dequantized codes",
+    "deep_gemm": "DeepGEMM's grouped kernel",
     "each_group": "one GEMM for each group",
 }
 """Kernels, as reports name them."""
@@ -43,7 +44,9 @@ def kernel(spec: GemmSpec, device: torch.device) -> Kernel:
     casts = (spec.a, spec.b)
     if all(by_name(c.granularity).reduced is None for c in casts):
         return "scaled_grouped_mm" if all(c.fmt.name == "e4m3fn" for c in casts) else "each_group"
-    return "grouped_mm" if all(c.policy.e8m0 is not None for c in casts) else "each_group"
+    if all(c.policy.e8m0 is not None for c in casts):
+        return "grouped_mm"
+    return "deep_gemm" if grouped_deepgemm.takes(spec, device) else "each_group"
 
 
 def kernels(recipe: Recipe, device: torch.device) -> str:
@@ -64,6 +67,8 @@ def multiply(which: Gemm, a: Quantized, b: Quantized, groups: Groups, spec: Gemm
         return run(a, b, groups, fast=spec.accumulate == "fast").to(out_dtype)
     if chosen == "grouped_mm":
         return _of_values(which, exact_values(a, groups), exact_values(b, groups), groups).to(out_dtype)
+    if chosen == "deep_gemm" and max(a.codes.numel(), b.codes.numel()) < block_gemm.OFFSETS:
+        return grouped_deepgemm.rows_by_weights(a, b, groups).to(out_dtype)
     formats, lines = (f"{a.fmt.name} {b.fmt.name}", f"{a.granularity} {b.granularity}")
     given = a.codes, a.scale_inv, b.codes, b.scale_inv, groups.ends, formats, lines, spec.accumulate, spec.epilogue, out_dtype
     return each_group(which, *given)
@@ -134,7 +139,7 @@ def _(which, a, b, ends):
     return _empty(which, a, b, len(ends), a.dtype)
 
 
-OPERATORS = (torch.ops.fp8ref.grouped_gemm.default, torch.ops.fp8ref.grouped_gemm_hp.default)
+OPERATORS = (torch.ops.fp8ref.grouped_gemm.default, torch.ops.fp8ref.grouped_gemm_hp.default, grouped_deepgemm.OPERATOR)
 """The operators, as a dispatch mode sees them."""
 
 
@@ -183,7 +188,7 @@ def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, *, fast: bool) 
 def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, *, fast: bool) -> torch.Tensor:
     """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped kernel."""
     experts, rows = len(groups.sizes), len(a.codes)
-    to, ends, total = padded_rows(groups, rows)
+    to, ends, total = padded_rows(groups, rows, ALIGNMENT)
     codes_a, codes_b = (_laid(q.codes.view(torch.uint8), to, total) for q in (a, b))
     scale_a, scale_b = (
         q.scale_inv.reshape(-1, 1).expand(experts, q.codes.shape[1]) if q.granularity == "tensorwise" else q.scale_inv.expand(experts, -1)
@@ -205,7 +210,7 @@ def _of_values(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) ->
     """One grouped GEMM of bfloat16 operands by torch's grouped kernel, in bfloat16."""
     if which != "grad_weight":
         return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
-    to, ends, total = padded_rows(groups, len(a))
+    to, ends, total = padded_rows(groups, len(a), ALIGNMENT)
     of_a, of_b = (_laid(x, to, total) for x in (a, b))
     return _of_groups_with_rows(torch._grouped_mm(of_a.t().contiguous(), of_b, offs=ends), groups)  # [N, M] @ [M, K]
 
@@ -218,15 +223,3 @@ def _of_groups_with_rows(out: torch.Tensor, groups: Groups) -> torch.Tensor:
 def _laid(x: torch.Tensor, to: torch.Tensor, total: int) -> torch.Tensor:
     """The rows of x where ``padded_rows`` puts them, with zeros between: [total, C]. Those of no group share a row past the end."""
     return torch.zeros(total + 1, x.shape[1], dtype=x.dtype, device=x.device).index_copy(0, to, x)[:total]
-
-
-def padded_rows(groups: Groups, rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where each row goes if groups are padded to ALIGNMENT: int64 [M], with rows of no group past the end; the padded ends, int32 [E]; and the
-    number of rows that always suffices."""
-    experts = len(groups.sizes)
-    total = (rows // ALIGNMENT + experts) * ALIGNMENT
-    padded = (groups.sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    ends = padded.cumsum(0)
-    further = (ends - padded) - (groups.ends.long() - groups.sizes)  # by how much each group moves
-    to = torch.arange(rows, device=ends.device) + further[groups.group.clamp(max=experts - 1)]
-    return torch.where(groups.group < experts, to, total), ends.to(torch.int32), total

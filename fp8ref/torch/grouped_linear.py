@@ -10,6 +10,7 @@ the same, and so does its Parameter.
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fp8ref import grouped as recipes
 from fp8ref.grouped import GroupedRecipe
@@ -24,10 +25,13 @@ class GroupedLinear(nn.Module):
     recipe    the grouped recipe; ``bf16`` until it is converted.
     states    by role, the states of delayed scaling (X-9).
     fqn       its name in the model that was converted, for errors.
+    shared    name of the process group whose ranks have the same weights, and share their groups' amaxes (X-3).
+    A weight that ``expert_parallel.cut`` has cut is a DTensor, of which this rank multiplies its own experts.
     """
 
     bias = None
     fqn: str = "a grouped linear"
+    shared: str | None = None
 
     def __init__(self, experts: int, in_features: int, out_features: int, *, device=None, dtype=None) -> None:
         super().__init__()
@@ -37,18 +41,22 @@ class GroupedLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """rows [M, K] of groups that end at ends -> [M, N]. Raises as ``grouped.apply``."""
-        return grouped.apply(rows, self.weight, ends, recipe=self._bound, states=self.states, observe=self.training, name=self.fqn)
+        cut = isinstance(self.weight, DTensor)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        how: dict = {"states": self.states, "observe": self.training, "shared": self.shared, "apart": cut, "name": self.fqn}
+        return grouped.apply(rows, weight, ends, recipe=self._bound, **how)
 
     def convert(self, recipe: str | Recipe | GroupedRecipe, *, group: str | None = None) -> None:
         """Multiply by this recipe from now on, with new states of delayed scaling.
 
-        group     name of the process group whose ranks share those states.
+        group     name of the process group whose ranks share those states, and the amaxes of their groups' rows.
         Raises:   ValueError: as ``grouped.check_recipe``.
         """
         made = grouped.check_recipe(recipe)
         casts = delayed.casts(made.recipe).items()
         device = self.weight.device
         self.states = nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}).train(self.training)
+        self.shared = group if made.recipe.fp8 and not made.recipe.delayed else None
         self._take(made)
 
     @property

@@ -55,10 +55,31 @@ def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, in
     return torch.where(groups.group < experts, segment, count), first, count
 
 
-def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, amax: Amax, scale: torch.Tensor | None = None) -> Quantized:
+def padded_rows(groups: Groups, rows: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where each row goes if groups are padded to multiples of alignment: int64 [M], with rows of no group past the end; the padded ends, int32
+    [E]; and the number of rows that always suffices."""
+    experts = len(groups.sizes)
+    total = (rows // alignment + experts) * alignment
+    padded = (groups.sizes + alignment - 1) // alignment * alignment
+    ends = padded.cumsum(0)
+    further = (ends - padded) - (groups.ends.long() - groups.sizes)  # by how much each group moves
+    to = torch.arange(rows, device=ends.device) + further[groups.group.clamp(max=experts - 1)]
+    return torch.where(groups.group < experts, to, total), ends.to(torch.int32), total
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    spec: CastSpec,
+    axis: int,
+    groups: Groups,
+    amax: Amax,
+    scale: torch.Tensor | None = None,
+    shared: str | None = None,
+) -> Quantized:
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2.
 
     scale     of a delayed state; None: by x's amaxes.
+    shared    name of the process group whose ranks have rows of the same groups: a scale of all of a group's rows is of all of them.
     Raises:   ValueError: as ``scaling.quantize``.
     """
     kind = by_name(spec.granularity)
@@ -76,7 +97,10 @@ def quantize_rows(x: torch.Tensor, spec: CastSpec, axis: int, groups: Groups, am
     # One line more, of rows of no group.
     largest = magnitudes.new_zeros(count + 1, magnitudes.shape[1])
     largest = largest.scatter_reduce(0, segment[:, None].expand_as(magnitudes), magnitudes, "amax")
-    table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
+    largest = largest.float()
+    if shared is not None and kind.reduced is None:
+        largest = scaling.merge_amax(largest, shared)
+    table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
     codes = scaling.scaled_codes(x, table.scale[segment], spec.fmt)
     scale, scale_inv = (v[:count, 0] if spec.granularity == "tensorwise" else v[:count] for v in table)
     return Quantized(codes, scale, scale_inv, spec.fmt, spec.granularity, axis)

@@ -4,7 +4,7 @@
     model = parallelize(model, "tensorwise", mesh=mesh, blocks=model.layers)
     optimizer = torch.optim.AdamW(model.parameters())  # afterwards: fully_shard replaces parameters
 
-1 convert; 2 tensor parallelism; 3 checkpoint and 4 compile each block's forward; 5 fully_shard each
+1 convert; 2 tensor or expert parallelism; 3 checkpoint and 4 compile each block's forward; 5 fully_shard each
 block, then the model; 6 FP8 gather. The caller then builds the optimizer and loads weights. Scales
 of amaxes are computed where a forward pass begins; delayed scaling needs ``delayed.update`` once a
 step.
@@ -25,7 +25,7 @@ from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.recipe import Recipe, Style
 from fp8ref.torch import checkpointing as checkpoints
-from fp8ref.torch import convert, fsdp, gradient_reduction, tensor_parallel
+from fp8ref.torch import convert, expert_parallel, fsdp, gradient_reduction, grouped_linear, tensor_parallel
 from fp8ref.torch.checkpointing import Checkpointing, Operation
 from fp8ref.torch.model_checks import check_model, check_no_optimizer
 
@@ -38,7 +38,7 @@ Scope = Literal["local", "global"]
 Source = Literal["compute", "master"]
 """What a gathered weight is cast from: its shard rounded to param_dtype, or its float32 master."""
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
 """The dims that a mesh may have, in order."""
 
 CONTEXT = ("context", "cp", "context_parallel")
@@ -71,9 +71,10 @@ def parallelize(
 ) -> nn.Module:
     """Convert, checkpoint, compile and shard a model, in place.
 
-    mesh        of dims named data (copies of the weights), fsdp (shards of them) and tensor (parts
-                of every linear), in this order, data only with fsdp. None: one device. Ranks of
-                torch's context_parallel are of fsdp (P-26).
+    mesh        of dims named data (copies of the weights), fsdp (shards of them), expert (experts of their
+                own, and shards of all other weights) and tensor (parts of every linear), in this order,
+                data and expert only with fsdp. None: one device. Ranks of torch's context_parallel are of
+                fsdp (P-26).
     model       may be on the meta device: give it memory (``to_empty``) and load its weights
                 afterwards.
     blocks      its modules that are checkpointed, compiled and gathered one at a time.
@@ -144,6 +145,7 @@ def parallelize(
         if rules:
             raise ValueError(f"rules are for one device; got a mesh of {mesh.size()}. Leave them out, or give mesh None.")
         check_no_optimizer(model)
+    apart = _apart(mesh)
     if batch is not None:
         _check_batch(recipe, batch, amax_scope, ordered_reduction)
     if reduce_dtype == torch.float8_e4m3fn:
@@ -152,7 +154,12 @@ def parallelize(
     # 1 convert
     group = amax_group(mesh, amax_scope) if recipe.fp8 else None
     model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, amax_group=group)
-    # 2 tensor parallelism, of whole linears
+    # 2 expert parallelism, and tensor parallelism, of whole linears
+    experts: list[nn.Module] = []
+    if apart is not None:
+        assert mesh is not None
+        experts = expert_parallel.cut(model, apart)
+        _share_groups(model, mesh, amax_scope)
     if by_tensor is not None:
         assert mesh is not None
         every = mesh._flatten("ranks").get_group() if group is not None else None
@@ -165,6 +172,9 @@ def parallelize(
         return model
     # 5 fully_shard, around compiled forwards
     summed = torch.float32 if reduce_dtype == torch.float8_e4m3fn else reduce_dtype
+    if experts:
+        assert mesh is not None
+        _shard_experts(experts, mesh, param_dtype, summed)
     _shard(model, [] if compile == "model" else blocks, keep_dtype, batch, param_dtype, summed)
     if ordered_reduction:
         fsdp.sum_in_rank_order(model)
@@ -239,28 +249,68 @@ def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
             f"ranks that share sequences share the batch, and are of fsdp; got a dim named {context[0]}. Flatten it and those of the batch into "
             "one: mesh._flatten('fsdp'), and run steps inside torch's context_parallel (P-26)."
         )
-    if not names or names != tuple(axis for axis in AXES if axis in names) or ("data" in names and "fsdp" not in names):
+    wanted = tuple(axis for axis in AXES if axis in names)
+    if not names or names != wanted or ({"data", "expert"} & set(names) and "fsdp" not in names):
         raise ValueError(
-            f"mesh has dims named {', '.join(AXES)}, in this order, data only with fsdp; got {names}. Name them in init_device_mesh."
+            f"mesh has dims named {', '.join(AXES)}, in this order, data and expert only with fsdp; got {names}. Name them in init_device_mesh."
         )
     shared = tuple(axis for axis in ("data", "fsdp") if axis in names)
     batch = mesh[shared] if shared else None
+    if "expert" in names:  # weights other than experts' are sharded over both
+        shards = mesh[("fsdp", "expert")]._flatten("shards")
+        batch = DeviceMesh._concatenate([mesh["data"], shards]) if "data" in names else shards
     by_tensor = mesh["tensor"] if "tensor" in names else None
     return (batch if batch is not None and batch.size() > 1 else None), (
         by_tensor if by_tensor is not None and by_tensor.size() > 1 else None
     )
 
 
+def _apart(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The ranks that have different experts; None of a mesh without such."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return mesh["expert"] if mesh is not None and "expert" in names and mesh["expert"].size() > 1 else None
+
+
+def _same_experts(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that have this rank's experts, of data and fsdp."""
+    return mesh[tuple(axis for axis in ("data", "fsdp") if axis in (mesh.mesh_dim_names or ()))]
+
+
+def _share_groups(model: nn.Module, mesh: DeviceMesh, amax_scope: Scope) -> None:
+    """Have grouped linears share amaxes of their groups' rows with the ranks that have the same experts (X-13): states of
+    delayed scaling they share with all."""
+    same = _same_experts(mesh)
+    group = same.get_group() if same.ndim == 1 else same._flatten("same_experts").get_group()
+    for linear in grouped_linear.found(model).values():
+        if linear.shared is not None:
+            linear.shared = group.group_name if same.size() > 1 else None
+
+
+def _shard_experts(experts: Sequence[nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+    """fully_shard experts over the ranks that have the same ones. Their gradients hold rows of all ranks, so the mean over a batch
+    is their sum over all ranks' number."""
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    same, ranks = _same_experts(mesh), mesh.size() // mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else mesh.size()
+    for module in experts:
+        unit = fully_shard(module, mesh=same, mp_policy=policy, reshard_after_forward=True)
+        unit.set_gradient_divide_factor(float(ranks))
+        # gloo has no sum that divides first; of one shard FSDP2 (torch 2.13) divides before any sum, and would divide again.
+        unit.set_force_sum_reduction_for_comms(same.size(-1) > 1)
+
+
 def amax_group(mesh: DeviceMesh | None, amax_scope: Scope) -> ProcessGroup | None:
-    """The ranks that share amaxes: under global all that share a batch, of data and fsdp together; None for
-    each its own.
+    """The ranks that share amaxes: under global all that share a batch, of data, fsdp and expert together; None
+    for each its own.
 
     mesh      as of ``parallelize``.
     """
     batch = None if mesh is None or amax_scope == "local" else _parts(mesh)[0]
     if batch is None:
         return None
-    return batch.get_group() if batch.ndim == 1 else batch._flatten("batch").get_group()
+    if batch.ndim == 1:
+        return batch.get_group()
+    assert mesh is not None
+    return mesh[tuple(axis for axis in AXES[:-1] if axis in (mesh.mesh_dim_names or ()))]._flatten("batch").get_group()
 
 
 def _check_values(**given: tuple[object, Any]) -> None:

@@ -107,13 +107,40 @@ class Config:
 
     def without_experts(self) -> list[str]:
         """The error messages for keys that a model with experts does not take (M-8)."""
-        if not self.model.num_experts:
-            return []
-        keys = self.parallel
+        keys, experts = self.parallel, self.model.num_experts
+        if not experts:
+            return (
+                [] if keys.expert == 1 else [f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, or use fsdp."]
+            )
         return [
             f"model.num_experts is for {what}. {remedy}"
             for taken, what, remedy in (
-                (keys.devices == 1, f"one device; parallel has {keys.devices}", "Set parallel.* to 1, or leave out the experts."),
+                (
+                    keys.tensor == 1,
+                    f"devices that share the batch; got parallel.tensor {keys.tensor}",
+                    "Set it to 1, and use parallel.expert.",
+                ),
+                (
+                    keys.context == 1,
+                    f"devices that have whole sequences; got parallel.context {keys.context}",
+                    "Set it to 1.",
+                ),
+                (
+                    experts % keys.expert == 0,
+                    f"equal numbers of experts on each of parallel.expert {keys.expert}; got {experts}",
+                    "Set parallel.expert to a divisor.",
+                ),
+                (
+                    keys.devices == 1 or (keys.through, keys.reduce) == ("shard_map", "rounded"),
+                    f"rows that devices send, and gradients that they round before they sum; got parallel.through {keys.through!r}, reduce "
+                    f"{keys.reduce!r}",
+                    "Set them to shard_map and rounded.",
+                ),
+                (
+                    keys.reduce_dtype != "float8_e4m3fn",
+                    "gradients that are summed in float32 or bfloat16; got parallel.reduce_dtype 'float8_e4m3fn'",
+                    "Set it to float32.",
+                ),
                 (
                     keys.compile == "none",
                     f"eager PyTorch, as the host reads each group's size; got parallel.compile {keys.compile!r}",

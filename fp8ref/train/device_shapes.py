@@ -21,13 +21,13 @@ def tokens(config: Config) -> int:
 
 def sequences(config: Config) -> int:
     """Sequences of one microbatch that a device has, or has a part of."""
-    return config.data.batch_size // (config.parallel.data * config.parallel.fsdp * config.data.microbatches)
+    return config.data.batch_size // (config.parallel.batch_parts * config.data.microbatches)
 
 
 def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]:
     """[N, K] of a linear's weight in a device's GEMMs.
 
-    Cut by tensor parallelism, gathered over fsdp.
+    Cut by tensor parallelism, gathered over fsdp and expert; of experts that of each.
     """
     (n, k), last, tensor = shape, linear.split(".")[-1], config.parallel.tensor
     return (n // tensor if last in llama.COLUMN else n), (k // tensor if last in llama.ROW else k)
@@ -36,12 +36,15 @@ def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]
 def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str) -> tuple[int, ...]:
     """Shape of the largest piece of a parameter that a device stores.
 
-    JAX cuts matrices over fsdp and context, evenly. FSDP2 cuts every parameter, and its last pieces may be
-    shorter.
+    JAX cuts matrices over fsdp, context and expert, evenly, but for routers. FSDP2 cuts every parameter, and its last
+    pieces may be shorter. Experts are cut by their number, over fsdp and expert.
     """
     cut = used(parameter.removesuffix(".weight"), shape, config) if len(shape) == 2 else shape
-    if backend == "jax" and len(shape) < 2:
+    if backend == "jax" and (len(shape) < 2 or llama.is_router(parameter)):
         return cut
+    if len(shape) > 2:  # each device's own experts first
+        cut = (cut[0] // config.parallel.expert, *cut[1:])
+        return (-(-cut[0] // config.parallel.fsdp), *cut[1:])
     return (-(-cut[0] // config.parallel.shards), *cut[1:])
 
 
@@ -52,7 +55,7 @@ def sharded(config: Config, backend: str) -> bool:
 
 def ranks_share_amaxes(config: Config) -> bool:
     """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own, which pad and gather by themselves."""
-    return config.parallel.data * config.parallel.shards > 1 and config.parallel.amax_scope == "global"
+    return config.parallel.sharing > 1 and config.parallel.amax_scope == "global"
 
 
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
@@ -88,6 +91,14 @@ def kinds(config: Config) -> dict[str, int]:
         of_layer = "attention" if "self_attn" in parts else "experts" if len(shape) > 2 else "mlp"
         found[kind or of_layer] += math.prod(shape)
     return found | {"all": sum(found.values())}
+
+
+def active(config: Config) -> int:
+    """Number of parameters that take part in a token's forward pass: of experts those of its own."""
+    found, model = kinds(config), config.model
+    if not model.num_experts:
+        return found["all"]
+    return found["all"] - found["experts"] + found["experts"] * model.num_experts_per_tok // model.num_experts
 
 
 def check(config: Config, backend: str) -> None:
@@ -138,8 +149,8 @@ def _foreign(config: Config, backend: str) -> list[str]:
 def _cut(config: Config) -> list[str]:
     """Faults of batches, sequences and heads that the mesh does not divide."""
     keys, model, data, faults = config.parallel, config.model, config.data, []
-    if data.batch_size % (keys.data * keys.fsdp * data.microbatches):
-        faults.append(data.indivisible(keys.data * keys.fsdp, "devices"))
+    if data.batch_size % (keys.batch_parts * data.microbatches):
+        faults.append(data.indivisible(keys.batch_parts, "devices"))
     faults += config.uncut_sequences()
     faults += [
         f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}."
@@ -159,8 +170,12 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
         except ConfigError as error:
             faults.append(str(error))
     if config.model.vocab_size % keys.shards:
-        faults.append(f"model.vocab_size is divisible by parallel.fsdp x context = {keys.shards}; got {config.model.vocab_size}.")
+        faults.append(f"model.vocab_size is divisible by parallel.{keys.of_shards}; got {config.model.vocab_size}.")
+    if config.model.num_experts % keys.shards:
+        faults.append(f"model.num_experts is divisible by parallel.{keys.of_shards}; got {config.model.num_experts}.")
     for d in decisions:
+        if d.experts is not None:
+            continue
         parts = keys.shards * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
         if d.shape[0] % parts:
             faults.append(f"{d.path}: its {d.shape[0]} rows must be divisible by the {parts} pieces that parallel cuts them into.")
@@ -208,7 +223,7 @@ def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
 def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     """PyTorch's faults: the limits of FSDP2 and tensor parallelism (P-13, P-14)."""
     keys, faults = config.parallel, []
-    shared, recipe = keys.data * keys.shards, recipes.by_name(config.numerics.recipe)
+    shared, recipe = keys.sharing, recipes.by_name(config.numerics.recipe)
     if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
         faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
     if keys.reduction == "ordered" and keys.data > 2:

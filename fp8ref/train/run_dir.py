@@ -211,7 +211,7 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
             "back, or start another run."
         )
     mesh = configs.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
-    for key in ("data", "fsdp", "tensor"):
+    for key in ("data", "fsdp", "expert", "tensor"):
         if config.optimizer.kind == "adamw_fp8" and key in mesh:
             raise ConfigError(
                 f"each process quantizes its own piece of the FP8 moments in blocks (T-6): {found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. "

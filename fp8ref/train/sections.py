@@ -255,7 +255,7 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """A mesh of data x fsdp x context x tensor devices, and how it shards the model (spec P)."""
+    """A mesh of data x fsdp x context x expert x tensor devices, and how it shards the model (spec P)."""
 
     data: int = 1
     """Data-parallel devices: each has a part of the batch and a copy of the weights."""
@@ -265,6 +265,9 @@ class ParallelConfig:
     context: int = 1
     """Context-parallel devices: each has a part of every sequence, and together with fsdp a shard of every matrix. Of numerics.attention bf16 or cudnn,
     which gathers keys and values (spec A-24)."""
+    expert: int = 1
+    """Expert-parallel devices of a model with experts: each has a part of the batch and experts of its own, to which all send their rows. All other
+    matrices are sharded over them as over fsdp."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False
@@ -311,7 +314,7 @@ class ParallelConfig:
     """PyTorch: seconds that a rank waits for another before the run ends."""
 
     def __post_init__(self) -> None:
-        for key in ("data", "fsdp", "context", "tensor", "timeout_s"):
+        for key in ("data", "fsdp", "context", "expert", "tensor", "timeout_s"):
             require(getattr(self, key) >= 1, f"parallel.{key} is at least 1; got {getattr(self, key)}.")
         require(
             self.context == 1 or self.through == "shard_map",
@@ -374,18 +377,40 @@ class ParallelConfig:
     @property
     def devices(self) -> int:
         """Number of devices in the mesh; PyTorch has a process for each."""
-        return self.data * self.shards * self.tensor
+        return self.sharing * self.tensor
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh, in order; context and expert where they are above 1."""
+        return tuple(
+            axis for axis in ("data", "fsdp", "context", "expert", "tensor") if axis not in ("context", "expert") or getattr(self, axis) > 1
+        )
 
     @property
     def mesh(self) -> str:
         """The axes and their sizes, as text."""
-        axes = ["data", "fsdp", *(["context"] if self.context > 1 else []), "tensor"]
-        return f"{' x '.join(axes)} = {' x '.join(str(getattr(self, axis)) for axis in axes)}"
+        return f"{' x '.join(self.axes)} = {' x '.join(str(getattr(self, axis)) for axis in self.axes)}"
+
+    @property
+    def sharing(self) -> int:
+        """Number of devices, or groups of tensor-parallel ones, that share the batch: each has sequences, or parts of them."""
+        return self.data * self.shards
+
+    @property
+    def batch_parts(self) -> int:
+        """Number of parts that the sequences of a batch are dealt into: those that context cuts count once."""
+        return self.data * self.fsdp * self.expert
 
     @property
     def shards(self) -> int:
-        """Number of pieces that fsdp and context cut every matrix into."""
-        return self.fsdp * self.context
+        """Number of pieces that each matrix is stored in, of those that tensor parallelism cuts; experts aside."""
+        return self.fsdp * self.context * self.expert
+
+    @property
+    def of_shards(self) -> str:
+        """The keys of ``shards`` and their product, for messages."""
+        keys = [axis for axis in self.axes if axis in ("fsdp", "context", "expert")]
+        return f"{' x '.join(keys)} = {self.shards}"
 
     def unattended(self, head_dim: int) -> list[str]:
         """The error messages for heads of this size under ``attention``; empty if they fit."""
@@ -396,7 +421,7 @@ class ParallelConfig:
         """The error messages for gradients that this backend cannot sum as asked (P-25)."""
         if self.reduce_dtype != "float8_e4m3fn":
             return []
-        if self.data * self.shards == 1:
+        if self.sharing == 1:
             return [
                 "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data, fsdp and context, of which there is one device. Leave it out."
             ]

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import expert_parallel, grouped, scaling
+from fp8ref.jax import expert_parallel, grouped, grouped_operands, scaling
 from fp8ref.recipe import RECIPES
 
 DEVICES, EXPERTS, ROWS, K, N = 2, 4, 24, 32, 16
@@ -62,6 +62,32 @@ def test_outputs_and_gradients_are_those_of_one_device(recipe, mesh, rng):  # X-
     assert np.isfinite(y).all()
     for mine, theirs in zip(grads, of_one, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "axis"),
+    [(RECIPES["tensorwise"].output.a, -1), pytest.param(RECIPES["rowwise"].grad_weight.b, -2, marks=pytest.mark.slow)],
+    ids=["tensorwise", "rowwise"],
+)
+def test_devices_with_rows_of_the_same_groups_share_their_scales(spec, axis, mesh, rng):
+    x, order = jnp.asarray(rng.standard_normal((DEVICES * ROWS, K)), jnp.bfloat16), _order()
+
+    def quantized(x, sizes, over=()):
+        groups = grouped_operands.groups_of(sizes, len(x))
+        q = grouped_operands.quantize_rows(groups.only(x), spec, axis, groups, "group", over=over)
+        return q.codes.view(jnp.uint8), q.scale
+
+    def apart(x, sizes):
+        codes, scale = quantized(x, sizes[0], ("expert",))
+        return codes, scale[None]
+
+    cut = P("expert")
+    codes, scales = jax.jit(jax.shard_map(apart, mesh=mesh, in_specs=(cut, cut), out_specs=cut))(x, jnp.asarray(SIZES))
+    of_one, expected = quantized(x[order], jnp.asarray(SIZES.sum(0)))
+    inside = np.arange(DEVICES * ROWS) < ROWS + SIZES[1].sum()
+    np.testing.assert_array_equal(codes[inside], jnp.zeros_like(of_one).at[order].set(of_one)[inside])
+    for scale in scales:
+        np.testing.assert_array_equal(scale, expected)
 
 
 @pytest.mark.parametrize("granularity", ["rowwise", pytest.param("mx_1x32", marks=pytest.mark.slow)])

@@ -173,7 +173,7 @@ def test_experts_start_from_the_same_bits_in_any_piece():  # M-6
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"parallel": {"data": 2}}, "one device; parallel has 2"),
+        ({"parallel": {"tensor": 2}}, "devices that share the batch; got parallel.tensor 2"),
         ({"parallel": {"compile": "block"}}, r"eager PyTorch.*parallel\.compile 'block'"),
         ({"numerics": {"accumulate": "hopper"}}, r"own GEMMs; got numerics\.accumulate 'hopper'"),
         ({"optimizer": {"kind": "adamw_states", "layout": "msamp_o2"}}, "float32 masters; optimizer.layout 'msamp_o2'"),
@@ -201,7 +201,7 @@ def test_keys_that_do_not_fit_say_so(keys, said):
         LlamaConfig(**keys)
 
 
-def test_what_takes_no_experts_says_so_and_a_dry_run_counts_them(mixture, capsys):
+def test_what_takes_no_experts_says_so_and_an_estimate_and_a_dry_run_count_them(mixture, capsys):
     from rich.console import Console
 
     from fp8ref.crosscheck.divergence import live
@@ -213,8 +213,9 @@ def test_what_takes_no_experts_says_so_and_a_dry_run_counts_them(mixture, capsys
     config = mixture("rowwise")
     with pytest.raises(ConfigError, match=r"--first-divergence, of the config, takes no experts; got model\.num_experts 4"):
         live.check_alone(config, "the config")
-    with pytest.raises(ConfigError, match="no rates of grouped GEMMs"):
-        report.of(config, "torch", PUBLISHED["h100"])
+    found = report.of(config, "torch", PUBLISHED["h100"])
+    assert {row.experts for row in found.rows if row.linear == "up_proj"} == {4, None}  # and the shared one
+    assert found.parameters - found.active == 6144 // 2  # two of four experts
     dry_run.show(config, "torch", Console(width=200))
     shown = " ".join(capsys.readouterr().out.split())
     assert "parameters: experts │ 6,144" in shown  # 4 experts, 3 projections [16, 32]

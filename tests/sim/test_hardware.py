@@ -8,10 +8,10 @@ import pytest
 from fp8ref.epilogue import EPILOGUES, Epilogue
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.hardware import Factor
-from fp8ref.sim import gemm, hardware, scaling
+from fp8ref.sim import block_scaled, gemm, hardware, scaling
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.hardware import HARDWARE
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim.tensor_core import MODELED, UNITS
 
 
 def operands(rng, granularity="tensorwise", shape=(24, 40, 256), fmt=E4M3FN):
@@ -25,7 +25,8 @@ def operands(rng, granularity="tensorwise", shape=(24, 40, 256), fmt=E4M3FN):
 @pytest.mark.parametrize("name", HARDWARE)
 def test_a_name_is_one_plan_for_all_and_hopper_is_two(rng, name, asked):
     (a, b), factors = operands(rng)
-    plan = f"hopper_{asked}" if name == "hopper" else name
+    plans = {"hopper": f"hopper_{asked}", "blackwell_mx": "blackwell"}
+    plan = Accumulation(name=name, unit=MODELED[name]) if name.endswith("_f16") else plans.get(name, name)
     found = hardware.by_name(name)(*factors, accumulate=asked, epilogue="scale_then_round", out_dtype=BFLOAT16)
     np.testing.assert_array_equal(found, gemm.matmul(a, b, accumulate=plan, out_dtype=BFLOAT16))
 
@@ -45,6 +46,18 @@ def test_blocks_are_summed_by_the_plan_and_not_dequantized(rng, granularity):
     found = hardware.by_name("hopper_fast")(*factors, accumulate="fast", epilogue="scale_then_round", out_dtype=FLOAT32)
     np.testing.assert_array_equal(found, gemm.matmul(a, b, accumulate="hopper_fast", out_dtype=FLOAT32))
     assert (found != gemm.matmul(a, b, accumulate="exact", out_dtype=FLOAT32)).any()
+
+
+def test_mx_blocks_are_scaled_by_the_unit_that_can(rng):  # G-23
+    wide = [(rng.standard_normal((rows, 256)) * 2.0 ** rng.integers(-9, 9, (rows, 256))).astype(np.float32) for rows in (24, 40)]
+    a, b = (scaling.quantize(x, E4M3FN, granularity="mx_1x32", policy="mx_rceil") for x in wide)
+    factors = [Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in (a, b)]
+    found = hardware.by_name("blackwell_mx")(*factors, accumulate="fast", epilogue="scale_then_round", out_dtype=FLOAT32)
+    np.testing.assert_array_equal(found, block_scaled.matmul(a, b))
+    assert (found != gemm.matmul(a, b, accumulate="blackwell", out_dtype=FLOAT32)).any()
+    assert hardware.by_name("blackwell_mx").to_dict()["unit"]["block_scales"]
+    with pytest.raises(ValueError, match="unit is of a tensor core with block scales"):
+        hardware.Hardware(name="own", fast="blackwell", slow="blackwell", unit=UNITS["blackwell"])
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
@@ -90,7 +103,7 @@ def test_what_was_probed_is_named_by_its_content():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hardware.by_name("volta"), "one of exact, f32, hopper_fast, .*hopper; got 'volta'"),
+        (lambda: hardware.by_name("volta"), "one of exact, f32, hopper_fast, .*hopper, .*blackwell_mx; got 'volta'"),
         (lambda: hardware.Hardware(name="x", fast="fast", slow="f32"), "accumulate is an Accumulation.*got 'fast'"),
         (
             lambda: hardware.Hardware(name="x", fast="f32", slow="f32", epilogue=EPILOGUES["round_then_bias"]),

@@ -5,9 +5,10 @@ from ranks import run
 from torch import distributed
 
 from fp8ref.recipe import RECIPES
-from fp8ref.torch import expert_parallel, grouped, scaling
+from fp8ref.torch import expert_parallel, grouped, grouped_operands, scaling
 
 RANKS, EXPERTS, ROWS, K, N = 2, 4, 24, 32, 16
+SHARED = ((RECIPES["tensorwise"].output.a, -1), (RECIPES["rowwise"].grad_weight.b, -2))
 SIZES = ((9, 0, 5, 10), (3, 0, 12, 4))  # of a rank's rows; 5 of the second's are in no group
 
 
@@ -48,6 +49,10 @@ def on_ranks():
         after, (before, moved) = quantized(tensor.rows), expert_parallel.dispatch_quantized(quantized(x[rank]), _ends(SIZES[rank]), group)
         same += [torch.equal(after.codes.view(torch.uint8), before.codes.view(torch.uint8)), torch.equal(after.scale, before.scale)]
         same.append(torch.equal(moved.ends, tensor.ends) and moved.rows.dtype == torch.float8_e4m3fn)
+    groups, shared = grouped_operands.groups_of(_ends(SIZES[rank]), ROWS), []
+    for one, axis in SHARED:  # with all experts here, as under data parallelism
+        q = grouped_operands.quantize_rows(groups.only(x[rank]), one, axis, groups, "group", shared=group.group_name)
+        shared.append((q.codes.view(torch.uint8), q.scale))
     said = []
     for refused in (
         lambda: expert_parallel.dispatch_quantized(scaling.quantize(x[0], spec.fmt), _ends(SIZES[rank]), group),
@@ -57,7 +62,7 @@ def on_ranks():
             refused()
         except ValueError as error:
             said.append(str(error))
-    return found, same, said
+    return found, same, said, shared
 
 
 def test_two_ranks_have_the_bits_of_one_process():  # X-12, X-13
@@ -75,7 +80,15 @@ def test_two_ranks_have_the_bits_of_one_process():  # X-12, X-13
         assert torch.equal(ys, y.detach())
         assert torch.equal(grads, alone.grad)
         assert torch.equal(of_weights, weights.grad)
-    for _, same, said in results:
+    alone = grouped_operands.groups_of(sizes.cumsum(0).to(torch.int32), RANKS * ROWS)
+    for i, (one, axis) in enumerate(SHARED):  # X-3: scales of all ranks' rows of a group
+        q = grouped_operands.quantize_rows(alone.only(x.reshape(-1, K)[order]), one, axis, alone, "group")
+        codes = torch.empty_like(q.codes.view(torch.uint8)).index_copy(0, order, q.codes.view(torch.uint8)).reshape(RANKS, ROWS, K)
+        for rank, (*_, shared) in enumerate(results):
+            rows = slice(sum(SIZES[rank]))
+            assert torch.equal(shared[i][0][rows], codes[rank, rows])
+            assert torch.equal(shared[i][1], q.scale)
+    for _, same, said, _ in results:
         assert all(same)
         assert "each scale is of one row (X-12); got 'tensorwise'" in said[0]
         assert "divisible by the 2 ranks that share them; got 3" in said[1]

@@ -63,7 +63,7 @@ def test_each_group_is_its_own_gemm(which):  # X-2, X-4, X-5
 
 def test_groups_are_padded_apart_from_each_other():
     groups = grouped_operands.groups_of(torch.tensor([3, 3, 20], dtype=torch.int32), 22)
-    to, ends, total = grouped_gemm.padded_rows(groups, 22)
+    to, ends, total = grouped_operands.padded_rows(groups, 22, grouped_gemm.ALIGNMENT)
     assert ends.tolist() == [16, 16, 48]
     assert to.tolist() == [*range(3), *range(16, 33), total, total]
     assert total >= 48

@@ -43,7 +43,7 @@ def test_what_is_no_hardware_is_refused(small, tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "text.json").write_text("hopper")
     for name, message in (
-        ("volta", "one of native, exact, .*hopper, or the .json of a plan that fp8ref probe wrote; got 'volta'"),
+        ("volta", "one of native, exact, .*hopper, .*blackwell_mx, or the .json of a plan that fp8ref probe wrote; got 'volta'"),
         (str(tmp_path / "none.json"), "none.json cannot be read"),
         (str(tmp_path / "list.json"), "list.json holds no complete plan of a GEMM .it has no plan."),
         (str(tmp_path / "text.json"), "text.json holds no complete plan of a GEMM"),

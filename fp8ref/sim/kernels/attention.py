@@ -8,12 +8,11 @@ import math
 from fractions import Fraction
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 from fp8ref.sim.kernels.aligned_step import GROUP, exponents, narrow_step, wide_step
-from fp8ref.sim.kernels.bits import as_bits, as_float
+from fp8ref.sim.kernels.bits import as_bits, as_bits64, as_float, as_float64
 from fp8ref.sim.kernels.compiled import compiled
 
 u32, i32, i8, f32, f64 = np.uint32, np.int32, np.int8, np.float32, np.float64
@@ -70,26 +69,6 @@ def fma(typing_context, a, b, c):
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
-@intrinsic
-def _as_bits64(typing_context, value):
-    """The bits of a float64."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(64))
-
-    return types.int64(types.float64), generate
-
-
-@intrinsic
-def _as_float64(typing_context, bits):
-    """The float64 with these bits."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
-
-
 @njit(nogil=True, inline="always", error_model="numpy")
 def _assemble(k, q):
     """RN32(2^(k / STEPS) (1 + q)): the sum of two float64 numbers, rounded to odd, then to float32.
@@ -101,10 +80,10 @@ def _assemble(k, q):
     tail = _LOW[i] + high * q
     total = high + tail
     error = tail - (total - high)
-    bits = _as_bits64(total)
+    bits = as_bits64(total)
     even = np.int64((bits & np.int64(1)) ^ np.int64(1))
     bits += even * (np.int64(error > 0.0) - np.int64(error < 0.0))
-    return f32(_as_float64(bits) * _as_float64((power + np.int64(1023)) << np.int64(52)))
+    return f32(as_float64(bits) * as_float64((power + np.int64(1023)) << np.int64(52)))
 
 
 @njit(nogil=True, inline="always", error_model="numpy")
@@ -112,7 +91,7 @@ def exp2(x):
     """RN32(2^x) of a float32 below 128; 0 of -infinity."""
     wide = f64(max(x, f32(-150.0)))
     rounded = wide * 32.0 + _SHIFT
-    k = _as_bits64(rounded) - _SHIFT_BITS
+    k = as_bits64(rounded) - _SHIFT_BITS
     r = wide - (rounded - _SHIFT) * 0.03125
     q = r * (_B1 + r * (_B2 + r * (_B3 + r * (_B4 + r * (_B5 + r * (_B6 + r * _B7))))))
     return _assemble(k, q)
@@ -123,7 +102,7 @@ def exp(x):
     """RN32(e^x) of a float32 below 88; 0 of -infinity."""
     wide = f64(max(x, f32(-104.0)))
     rounded = wide * _INVERSE + _SHIFT
-    k, steps = _as_bits64(rounded) - _SHIFT_BITS, rounded - _SHIFT
+    k, steps = as_bits64(rounded) - _SHIFT_BITS, rounded - _SHIFT
     r = (wide - steps * _LN2_HIGH) - steps * _LN2_LOW
     q = r + r * r * (_E2 + r * (_E3 + r * (_E4 + r * (_E5 + r * (_E6 + r * _E7)))))
     return _assemble(k, q)

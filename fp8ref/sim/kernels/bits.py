@@ -44,3 +44,35 @@ def truncate(typing_context, value):
         return builder.fptosi(arguments[0], ir.IntType(32))
 
     return types.int32(types.float32), generate
+
+
+@intrinsic
+def as_bits64(typing_context, value):
+    """The bits of a float64."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(64))
+
+    return types.int64(types.float64), generate
+
+
+@intrinsic
+def as_float64(typing_context, bits):
+    """The float64 with these bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+@intrinsic
+def prefer_wide_vectors(typing_context):
+    """Let LLVM use vectors of 512 bits in this function where the processor has them; it prefers 256 on most."""
+
+    def generate(context, builder, signature, arguments):
+        # llvmlite's own add() knows names alone; attributes with a value are written as they are.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate

@@ -16,7 +16,7 @@ from numba import njit
 
 from fp8ref.formats import Format
 from fp8ref.sim import philox
-from fp8ref.sim.kernels.bits import as_bits, as_float, shift_right
+from fp8ref.sim.kernels.bits import as_bits, as_float, prefer_wide_vectors, shift_right
 from fp8ref.sim.kernels.compiled import compiled
 
 u32, u64 = np.uint32, np.uint64
@@ -73,6 +73,7 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
 
         @compiled
         def encode(bits, out, start, seed):
+            prefer_wide_vectors()
             for i in range(bits.size):
                 out[i] = np.uint8(nearest_even(bits[i], to))
     else:

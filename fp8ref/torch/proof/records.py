@@ -22,11 +22,14 @@ BLOCK_GEMM = block_gemm.OPERATOR
 BLOCKS = {"torchao_triton": "blocks", "deep_gemm": "blocks, DeepGEMM"}
 """How a proof names the accumulation of a kernel for scales of blocks."""
 
+SQUARES = "blockwise_1x128 x blockwise_128x128"
+"""How a proof names the scales of the operands that DeepGEMM's grouped kernel takes."""
+
 SIMULATED = hardware.OPERATOR
 """The operator of simulated hardware (G-19)."""
 
-GROUPED_GEMM, GROUPED_GEMM_HP = grouped_gemm.OPERATORS
-"""The operators of one GEMM for each group (X-10), in FP8 and in high precision."""
+GROUPED_GEMM, GROUPED_GEMM_HP, GROUPED_DEEP_GEMM = grouped_gemm.OPERATORS
+"""The operators of one GEMM for each group (X-10), in FP8 and in high precision, and of DeepGEMM's grouped kernel."""
 
 SCALED_MMS = batched_gemm.OPERATOR
 """The operator of a batch of products of attention, in compiled graphs."""
@@ -37,6 +40,7 @@ OPERANDS_AT: dict[Any, tuple[int, int]] = {
     SIMULATED: (0, 1),
     GROUPED_GEMM: (1, 3),
     GROUPED_GEMM_HP: (1, 2),
+    GROUPED_DEEP_GEMM: (0, 2),
     _aten.mm.default: (0, 1),
     _aten.addmm.default: (1, 2),
 }

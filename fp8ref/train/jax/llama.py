@@ -20,7 +20,7 @@ from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask, Variant
 from fp8ref.attention_casts import Casts
 from fp8ref.hardware import Multiply
-from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, grouped, linear
+from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, expert_parallel, grouped, linear
 from fp8ref.jax.scaling import Quantized
 from fp8ref.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig
 from fp8ref.recipe import Recipe
@@ -37,6 +37,9 @@ Recipes = Mapping[str, Recipe]
 KEPT = ("linear", "attention")
 """What selective checkpointing keeps of a layer, by ``checkpoint_name``: the outputs of linears and of
 attention."""
+
+GATHERED = "gathered"
+"""The name of experts' weights that are gathered for a pass, which keeps none."""
 
 QUERIES = 512
 """The queries that chunked attention takes at a time."""
@@ -134,10 +137,19 @@ class Pass:
         return checkpoint_name(y, "linear")
 
     def grouped(self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
-        """rows [M, K] in groups x w [E, N, K] -> [M, N], with the state and observations of the
-        grouped linear ``name``."""
-        how: dict = {"recipe": recipe, "state": self.state.get(name), "seen": self.seen.get(name), "tap": self.taps.get(name)}
-        y, seen, tap = grouped.apply_with_stats(rows, w.swapaxes(-1, -2), sizes, **how, name=name)
+        """rows [M, K] in groups x w [E, N, K], this device's piece, -> [M, N], with the state and observations of
+        the grouped linear ``name``."""
+        layout = self.layout
+        over = layout.sharing_groups if layout else ()
+
+        def product(rows, w, state, seen, tap):
+            w = checkpoint_name(layout.expert_weights(w), GATHERED) if layout else w
+            how: dict = {"recipe": recipe, "state": state, "seen": seen, "over": over, "tap": tap}
+            return grouped.apply_with_stats(rows, w.swapaxes(-1, -2), sizes, **how, name=name)
+
+        if layout and layout.gathers_experts:  # gathered again in the backward pass, as fsdp does
+            product = jax.checkpoint(product, policy=jax.checkpoint_policies.save_anything_except_these_names(GATHERED), prevent_cse=True)
+        y, seen, tap = product(rows, w, self.state.get(name), self.seen.get(name), self.taps.get(name))
         if seen is not None:
             self.seen[name] = seen
         if tap is not None:
@@ -265,12 +277,21 @@ class MixtureMLP(nnx.Module):
 
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
-        chosen, weights, probabilities = experts.route(tokens, self.gate.weight[...], self.chosen, normalizes=self.normalizes)
-        y, sizes = experts.mixture(tokens, chosen, weights, self.count, lambda rows, sizes: self.experts(rows, sizes, run))
+        router = run.layout.shared(self.gate.weight[...]) if run.layout else self.gate.weight[...]
+        chosen, weights, probabilities = experts.route(tokens, router, self.chosen, normalizes=self.normalizes)
+        y, sizes = experts.mixture(tokens, chosen, weights, self.count, lambda rows, sizes: self._of_groups(rows, sizes, run))
         run.balance[self.name] = Balance(sizes.astype(jnp.float32), probabilities.sum(0))
         if self.shares:
             y = y + self.shared_expert(tokens, run).astype(jnp.float32)
         return rounded(y, x.dtype).reshape(x.shape)
+
+    def _of_groups(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
+        """rows [M, hidden] of all experts, in groups -> [M, hidden]: on this device, or on those that have the experts (X-13)."""
+        axis = run.layout.expert_axis if run.layout else None
+        if axis is None:
+            return self.experts(rows, sizes, run)
+        moved = expert_parallel.dispatch(rows, sizes, axis)
+        return expert_parallel.combine(self.experts(moved.rows, moved.sizes, run), moved, axis)
 
 
 class Layer(nnx.Module):

@@ -2,7 +2,8 @@
 
 Tensor parallelism cuts attention by heads and the MLP by inner features: q, k, v, gate and up are
 column-parallel, o and down row-parallel. fsdp cuts every matrix along its first dim, and gathers it
-for use: weights of linears in FP8. context cuts every sequence, and matrices as fsdp does. Norms are replicated.
+for use: weights of linears in FP8. context cuts every sequence, and matrices as fsdp does. Norms and routers are replicated.
+Experts are cut by their number, over expert, which holds them apart, and fsdp; all else is cut over expert as over fsdp.
 """
 
 import functools
@@ -23,8 +24,8 @@ from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Role
 from fp8ref.train.config import Config, ParallelConfig
 
-AXES = ("data", "fsdp", "context", "tensor")
-"""The axes of the trainer's mesh, in order."""
+AXES = ("data", "fsdp", "context", "expert", "tensor")
+"""The axes that the trainer's mesh may have, in order; expert is left out of one that has no experts apart."""
 
 
 class Layout:
@@ -44,12 +45,15 @@ class Layout:
         self.config = config.parallel
         self.abstract = devices is not None
         self.devices = (jax.devices() if devices is None else list(devices))[: config.parallel.devices]
-        sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
+        self.axes = tuple(axis for axis in AXES if axis != "expert" or config.parallel.expert > 1)
+        sizes = {axis: getattr(config.parallel, axis) for axis in self.axes}
         # Placements omit axes of one device: these cut nothing, and would add collectives to the
         # program.
-        self._batch, self._fsdp, self._context, self._tensor = (
-            tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp", "context"), ("context",), ("tensor",))
-        )
+        cutting = (("data", "fsdp", "expert"), ("fsdp", "context", "expert"), ("context",), ("tensor",), ("fsdp",), ("data",), ("expert",))
+        found = (tuple(axis for axis in axes if sizes.get(axis, 1) > 1) for axes in cutting)
+        self._batch, self._fsdp, self._context, self._tensor, *of_experts = found
+        # Of experts: what gathers their weights, what has the same ones, and what holds them apart.
+        self._gathering, self._copying, self._apart = of_experts
         if faults := config.parallel.unattended(config.model.head_dim):
             raise ConfigError(faults[0])
         if config.parallel.attention == "cudnn" and not self.on_gpu:
@@ -76,10 +80,10 @@ class Layout:
         if jax.process_count() > 1 and config.parallel.devices != jax.device_count():
             raise ConfigError(
                 f"{jax.process_count()} processes train on all their devices, {jax.device_count()}; parallel asks for {config.parallel.devices} "
-                f"({sizes}). Make {', '.join(AXES[:-1])} and {AXES[-1]} multiply to {jax.device_count()}."
+                f"({sizes}). Make {', '.join(self.axes)} multiply to {jax.device_count()}."
             )
         self._check(config, sizes)
-        self.mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=self.devices)
+        self.mesh = jax.make_mesh(tuple(sizes.values()), self.axes, axis_types=(AxisType.Auto,) * len(self.axes), devices=self.devices)
 
     @property
     def on_gpu(self) -> bool:
@@ -130,8 +134,8 @@ class Layout:
         return self._context[0] if self._context else ""
 
     def placement(self, linear: str) -> Placement | None:
-        """Placement of a linear's operands, by its name; None on one device."""
-        if self.config.devices == 1:
+        """Placement of a linear's operands, by its name; None on one device, and of grouped linears and routers."""
+        if self.config.devices == 1 or f"{llama.EXPERTS}." in linear or llama.is_router(linear):
             return None
         config, last = self.config, linear.split(".")[-1]
         place = functools.partial(
@@ -155,6 +159,8 @@ class Layout:
         """
         if "*" in name:
             return P(None, *self.parameter(name.replace("*", "0"), shape[1:]))
+        if f"{llama.EXPERTS}." in name and self.mesh is not None:
+            return P((*self._apart, *self._gathering))
         placement = self.placement(name.removesuffix(".weight"))
         if placement is None or len(shape) < 2:
             return P()
@@ -227,7 +233,40 @@ class Layout:
 
         Its results may differ by device.
         """
-        return lax.pcast(value, AXES, to="varying") if self.mapped else value
+        return lax.pcast(value, self.axes, to="varying") if self.mapped else value
+
+    @property
+    def expert_axis(self) -> str | None:
+        """The mesh axis whose devices hold different experts (X-13)."""
+        return "expert" if self.mapped and self._apart else None
+
+    @property
+    def sharing_groups(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have rows of the same experts, and share their scales: under scope global those
+        along which they have the same experts."""
+        return (*self._copying, *self._gathering) if self.mapped and self.config.amax_scope == "global" else ()
+
+    @property
+    def gathers_experts(self) -> bool:
+        """Whether experts' weights are gathered for use."""
+        return self.mapped and bool(self._gathering)
+
+    def expert_weights(self, w: jax.Array) -> jax.Array:
+        """The weights [E, N, K] of this device's experts, of its piece of them: all-gathered over fsdp in their dtype. The gradient is summed
+        over fsdp and data, in reduce_dtype, and rounded to it."""
+        if not (self.mapped and (self._gathering or self._copying)):
+            return w
+        return _gathered_experts(w, self._gathering, self._copying, self.config.reduce_dtype)
+
+    def shared(self, w: jax.Array) -> jax.Array:
+        """A weight that every device has, whose gradient is summed over the devices in float32."""
+        if not (self.mapped and self._batch):
+            return w
+        return lax.pcast(w.astype(jnp.float32), self._batch, to="varying").astype(w.dtype)
+
+    def total(self, tree):
+        """The sums over the devices that share the batch."""
+        return jax.tree.map(lambda v: lax.psum(v, self._batch), tree) if self.mapped and self._batch else tree
 
     def own_parts(self, of_devices: np.ndarray, linear: str, role: Role) -> np.ndarray:
         """Of values [devices, ...], those of devices that together hold one copy of a linear's
@@ -238,11 +277,11 @@ class Layout:
         if not self.mapped:
             return of_devices
         placement = self.placement(linear)
-        assert placement is not None
-        cutting = {axis for axes in placement.at_rest(role) for axis in axes}
-        sizes = [getattr(self.config, axis) for axis in AXES]
+        of_experts = self._apart if role == "weight" else self._batch  # whose weights are measured once they are gathered
+        cutting = set(of_experts) if placement is None else {axis for axes in placement.at_rest(role) for axis in axes}
+        sizes = [getattr(self.config, axis) for axis in self.axes]
         found = of_devices.reshape(*sizes, *of_devices.shape[1:])
-        found = found[tuple(slice(None) if axis in cutting else slice(1) for axis in AXES)]
+        found = found[tuple(slice(None) if axis in cutting else slice(1) for axis in self.axes)]
         return found.reshape(-1, *of_devices.shape[1:])
 
     def mean(self, values: jax.Array) -> jax.Array:
@@ -254,7 +293,7 @@ class Layout:
         return lax.pmean(mean, self.cutting_tokens) if self.mapped and self.cutting_tokens else mean
 
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
-        rows, tensor, shards = sizes["data"] * sizes["fsdp"], sizes["tensor"], self.config.shards
+        rows, tensor, shards = self.config.batch_parts, sizes["tensor"], self.config.shards
         if config.data.batch_size % (rows * config.data.microbatches):
             raise ConfigError(config.data.indivisible(rows, "devices"))
         if faults := config.uncut_sequences():
@@ -262,13 +301,15 @@ class Layout:
         for key in ("num_attention_heads", "num_key_value_heads"):
             if getattr(config.model, key) % tensor:
                 raise ConfigError(f"model.{key} is divisible by parallel.tensor = {tensor}; got {getattr(config.model, key)}.")
-        if config.model.vocab_size % shards:
-            raise ConfigError(f"model.vocab_size is divisible by parallel.fsdp x context = {shards}; got {config.model.vocab_size}.")
+        for key in ("vocab_size", "num_experts"):
+            if getattr(config.model, key) % shards:
+                raise ConfigError(f"model.{key} is divisible by parallel.{self.config.of_shards}; got {getattr(config.model, key)}.")
         tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length
         try:
             for name, shape in llama.linear_shapes(config.model).items():
                 placement = self.placement(name)
-                assert placement is not None
+                if placement is None:
+                    continue
                 sharding.check_shapes(name, tokens, shape, placement, sizes)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -284,6 +325,30 @@ def _parts(reduce: str, dtype: str) -> sharding.Parts:
 def _of_gradients(config: ParallelConfig) -> sharding.GradParts:
     """What linears sum over devices to make a weight's gradient."""
     return config.reduce_dtype if config.reduce_dtype == "float8_e4m3fn" else _parts(config.reduce, config.reduce_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered_experts(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> jax.Array:
+    """Pieces of weights [E, N, K], cut by experts, of all devices along ``over``; as varying along copies too."""
+    w = lax.pcast(w, copies, to="varying") if copies else w
+    return lax.all_gather(w, over, axis=0, tiled=True) if over else w
+
+
+def _gathered_experts_forward(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> tuple[jax.Array, None]:
+    return _gathered_experts(w, over, copies, reduce_dtype), None
+
+
+def _gathered_experts_backward(
+    over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array
+) -> tuple[jax.Array]:
+    """P-9's sum of what devices have rounded: reduce-scatter over fsdp, then the sum over data; rounded."""
+    total = g.astype(reduce_dtype)
+    if over:
+        total = lax.psum_scatter(total, over, scatter_dimension=0, tiled=True)
+    return ((lax.psum(total, copies) if copies else total).astype(g.dtype),)
+
+
+_gathered_experts.defvjp(_gathered_experts_forward, _gathered_experts_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

@@ -34,7 +34,7 @@ from fp8ref.train.jax.experts import balancing_loss
 from fp8ref.train.jax.gradient_sums import GradientSums
 from fp8ref.train.jax.layer_stacks import LayerStacks
 from fp8ref.train.jax.llama import Llama, Pass
-from fp8ref.train.jax.mesh import AXES, Layout
+from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.optimizer import Optimizer, new_if
 from fp8ref.train.jax.parameter_names import name_of, named
 
@@ -245,7 +245,7 @@ class Step:
             return {key: jnp.stack([found[layer] for layer in layers])[None] for key, layers in measured.items() if layers}
 
         specs = (self._specs, self._specs_of(copies), P(), self.layout.tokens)
-        return self.layout.map(measure, specs, P(AXES))(params, copies, fp8_state, tokens)
+        return self.layout.map(measure, specs, P(self.layout.axes))(params, copies, fp8_state, tokens)
 
     def forward(self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, fp8_state, tokens: jax.Array) -> jax.Array:
         """f(model, tokens [B, T], run) -> float32 [B, T, ...], inside shard_map if the layout is
@@ -348,7 +348,7 @@ class Step:
         if not (trains and run.balance):
             return loss
         model = self.config.model
-        return loss + model.router_aux_loss_coef * balancing_loss(list(run.balance.values()), model.num_experts_per_tok)
+        return loss + model.router_aux_loss_coef * balancing_loss(self.layout.total(list(run.balance.values())), model.num_experts_per_tok)
 
     def _cut(self, tokens: jax.Array) -> P:
         return self.layout.parts if tokens.ndim == 3 else self.layout.tokens

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from fp8ref.llama import LlamaConfig
+from fp8ref.torch import expert_parallel
 from fp8ref.torch.grouped_linear import GroupedLinear
 
 
@@ -60,7 +62,12 @@ class Projections(nn.Module):
 
 
 class MixtureMLP(nn.Module):
-    """The weighted sum of a token's experts, and a shared MLP's output if there is one: [B, T, hidden] of x's shape."""
+    """The weighted sum of a token's experts, and a shared MLP's output if there is one: [B, T, hidden] of x's shape.
+
+    group   of ranks that have different experts, to which rows are sent (X-13); None: this rank has all.
+    """
+
+    group: ProcessGroup | None = None
 
     def __init__(self, config: LlamaConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -79,7 +86,7 @@ class MixtureMLP(nn.Module):
         self.balance = Balance(torch.diff(ends, prepend=ends.new_zeros(1)).float(), probabilities.sum(0))
         # Copies in float32, so that a token's gradients are summed in it; a permutation sums none.
         copies = tokens.float()[:, None].expand(-1, weights.shape[1], -1).reshape(-1, x.shape[-1])  # [T k, hidden]
-        rows = self.experts(copies.to(x.dtype)[order], ends)
+        rows = self._of_groups(copies.to(x.dtype)[order], ends)
         back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=x.device))
         of_choices = rows[back].view(*weights.shape, -1).float()  # [T, k, hidden]
         y = (weights[..., None] * of_choices).sum(1)
@@ -87,10 +94,24 @@ class MixtureMLP(nn.Module):
             y = y + self.shared_expert(tokens).float()
         return y.to(x.dtype).view(x.shape)
 
+    def _of_groups(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """rows [M, hidden] of all experts, in groups that end at ends -> [M, hidden]."""
+        if self.group is None:
+            return self.experts(rows, ends)
+        moved = expert_parallel.dispatch(rows, ends, self.group)
+        return expert_parallel.combine(self.experts(moved.rows, moved.ends), moved, self.group)
 
-def balancing_loss(found: Sequence[Balance], chosen: int) -> torch.Tensor:
+
+def balancing_loss(found: Sequence[Balance], chosen: int, ranks: ProcessGroup | None = None) -> torch.Tensor:
     """E times the sum over experts of their share of the tokens times their mean probability, each over
-    all layers together; float32 (). chosen: a token's experts (M-8)."""
+    all layers together; float32 (). chosen: a token's experts (M-8).
+
+    ranks   share a batch evenly: shares are of all their tokens, probabilities of this rank's, so that the loss
+            is the mean over ranks, as its gradients are.
+    """
     rows, probabilities = (torch.stack(of_layers).sum(0) for of_layers in zip(*found, strict=True))
-    tokens = rows.sum() / chosen  # of all layers
-    return len(rows) * (rows / tokens * (probabilities / tokens)).sum()
+    tokens, total = rows.sum() / chosen, rows  # of all layers
+    if ranks is not None:
+        total = rows.clone()
+        distributed.all_reduce(total, group=ranks)
+    return len(rows) * (total / (total.sum() / chosen) * (probabilities / tokens)).sum()

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from fp8ref import llama
@@ -249,10 +250,11 @@ class Llama(nn.Module):
             return self.lm_head(h)
         return functional.linear(h, self.model.embed_tokens.weight.to(dtype))
 
-    def balancing_loss(self) -> torch.Tensor:
-        """The load-balancing loss of the last forward pass (M-8), float32 (); of a model with experts."""
+    def balancing_loss(self, ranks: ProcessGroup | None = None) -> torch.Tensor:
+        """The load-balancing loss of the last forward pass (M-8), float32 (); of a model with experts. ranks: those
+        that share the batch."""
         found = [module.balance for module in self.modules() if isinstance(module, MixtureMLP) and module.balance is not None]
-        return experts.balancing_loss(found, self.config.num_experts_per_tok)
+        return experts.balancing_loss(found, self.config.num_experts_per_tok, ranks)
 
 
 def _make_tables(model: nn.Module, args: tuple) -> None:

@@ -142,7 +142,8 @@ def leave(code: int) -> NoReturn:
 
 
 def mesh_of(config: Config) -> DeviceMesh | None:
-    """The device mesh data x fsdp x tensor of the processes that ``join`` connected.
+    """The device mesh data x fsdp x tensor of the processes that ``join`` connected, with expert before tensor if
+    it is above 1.
 
     None for one process. Ranks that share sequences are of fsdp (P-26): r of them in a row, for parallel.context r.
 
@@ -150,20 +151,22 @@ def mesh_of(config: Config) -> DeviceMesh | None:
               the batch evenly, or a sequence.
     """
     keys = config.parallel
+    axes = tuple(axis for axis in AXES if axis != "expert" or keys.expert > 1)
+    sizes = tuple(getattr(keys, axis) * (keys.context if axis == "fsdp" else 1) for axis in axes)
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
     if keys.devices != ranks:
         raise ConfigError(
             f"parallel asks for {keys.mesh} = {keys.devices} processes; there are {ranks}. "
             f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
         )
-    shared = keys.data * keys.fsdp
+    shared = keys.batch_parts
     if config.data.batch_size % (shared * config.data.microbatches):
         raise ConfigError(config.data.indivisible(shared, "processes"))
     if faults := config.uncut_sequences():
         raise ConfigError(faults[0])
     if ranks == 1:
         return None
-    return init_device_mesh(_kind(), (keys.data, keys.shards, keys.tensor), mesh_dim_names=AXES)
+    return init_device_mesh(_kind(), sizes, mesh_dim_names=axes)
 
 
 def context_of(config: Config) -> ProcessGroup | None:

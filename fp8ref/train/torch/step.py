@@ -33,6 +33,7 @@ from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.cross_entropy import cross_entropy
+from fp8ref.train.torch.experts import MixtureMLP
 from fp8ref.train.torch.llama import Attention, Llama, widen_before_passes
 from fp8ref.train.torch.processes import context_of
 
@@ -66,7 +67,7 @@ class Step:
         if self._keeps_masters:
             model.to(torch.bfloat16)
             # FSDP2 reduces the gradients of a model that it gathers whole in one dtype (P-19).
-            model.model.embed_tokens.widens = keys.compile != "model" or keys.data * keys.shards == 1
+            model.model.embed_tokens.widens = keys.compile != "model" or keys.sharing == 1
             if keys.compile == "model" and model.model.embed_tokens.widens:
                 widen_before_passes(model)
         self.model = parallelize(
@@ -123,6 +124,8 @@ class Step:
                 how: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
                 how["by_kernel"] = self.config.parallel.attention == "kernel"
                 module.attend_by(self.config.attention_variant, keys.attention_arithmetic, name, **how)
+            elif isinstance(module, MixtureMLP) and self.mesh is not None and self.config.parallel.expert > 1:
+                module.group = self.mesh.get_group("expert")
         return model
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
@@ -284,7 +287,8 @@ class Step:
         loss = self.loss(tokens)
         if not self.config.model.num_experts:
             return loss
-        return loss + self.config.model.router_aux_loss_coef * self.model.balancing_loss()  # type: ignore[operator]
+        ranks = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
+        return loss + self.config.model.router_aux_loss_coef * self.model.balancing_loss(ranks)  # type: ignore[operator]
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """Mean over all ranks' losses [microbatches]: float64 (), on the device."""
@@ -313,8 +317,10 @@ class Step:
         if self.mesh is None:
             return tokens
         keys = self.config.parallel
-        rows = len(tokens) // (keys.data * keys.fsdp)
+        rows = len(tokens) // keys.batch_parts
         index = self.mesh.get_local_rank("data") * keys.fsdp + self.mesh.get_local_rank("fsdp") // keys.context
+        if keys.expert > 1:
+            index = index * keys.expert + self.mesh.get_local_rank("expert")
         rows_of = tokens[index * rows :][:rows]
         return rows_of if self.context is None else rows_of[:, self.own_tokens(tokens.shape[1] - 1, behind=1)]
 

@@ -264,6 +264,7 @@ class Trainer:
         keys = self.config.parallel
         if isinstance(operand, AttentionOperand):
             return np.arange(keys.devices)
+        of_experts = f"{llama.EXPERTS}." in operand.layer
         gathered = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
         style = Llama.tensor_plan.styles.get(operand.layer.rpartition(".")[2])
         whole = "input" if style == "colwise" else "grad_output"  # along tensor
@@ -272,9 +273,10 @@ class Trainer:
         cut = {
             "data": operand.role != "weight",
             "fsdp": operand.role != "weight" or gathered,
+            "expert": operand.role != "weight" or gathered or of_experts,
             "tensor": style is not None and operand.role != whole,
         }
-        ranks = np.arange(keys.devices).reshape(keys.data, keys.shards, keys.tensor)
+        ranks = np.arange(keys.devices).reshape(keys.data, keys.fsdp * keys.context, keys.expert, keys.tensor)
         return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
@@ -295,7 +297,8 @@ class Trainer:
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(traced, planned, plan)
         if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
-            missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
+            of_linears = [d for d in self.decisions if d.fp8 and d.experts is None]  # experts' weights are gathered in the compute dtype
+            missing += proof.missing_gathers(self.model, [d.path for d in of_linears if d.recipe.serves_both("weight")])
         with hardware.simulating(self._multiply):
             codes = variant is not None and proof.multiplies_codes(variant, self.config.numerics.attention_arithmetic, self._device)
         layers = self.config.attention_in_fp8

@@ -21,3 +21,13 @@ def test_operations_on_lanes():
 
 def test_shifts_are_of_32_bits():
     assert apply(f32(-1.0), u32(31))[2] == 1
+
+
+def test_wide_vectors_are_asked_for():
+    @njit
+    def one_more(x):
+        bits.prefer_wide_vectors()
+        return x + 1
+
+    assert one_more(1) == 2
+    assert '"prefer-vector-width"="512"' in "".join(one_more.inspect_llvm().values())

@@ -1,0 +1,164 @@
+"""A model with experts on meshes of devices and on ranks, against one device: gradients, losses, statistics, proofs, checkpoints."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from ranks import run
+
+from fp8ref import stats
+from fp8ref.errors import ConfigError
+from fp8ref.llama import LlamaConfig
+from fp8ref.train import config as configs
+from fp8ref.train import device_shapes, loop
+from fp8ref.train.data import loader
+
+MODEL = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    qk_norm=True,
+    num_experts=4,
+    num_experts_per_tok=2,
+    shared_expert_intermediate_size=16,
+)
+APART = {"data": 2, "expert": 2}
+
+
+@pytest.fixture
+def mixture(small):
+    """A config of four sequences in a recipe, on a mesh."""
+
+    def of(recipe, parallel, **sections):
+        config = dataclasses.replace(small, model=MODEL).replace(numerics={"recipe": recipe}, data={"sequence_length": 32, "batch_size": 4})
+        return config.replace(parallel=parallel, run={"steps": 4}, **sections)
+
+    return of
+
+
+def trained(backend, config, save=None, load=None):
+    """What one device, or this rank, computes: gradients, statistics, the proof, the metrics of two steps, their weights and states."""
+    config = configs.from_dict(config)
+    opened = loader.open_batches(config)
+    batches = [opened.step(k) for k in range(4)]
+    trainer = loop.trainer(backend, config)
+    if load is not None:
+        trainer.load(load, 2)
+    found = {
+        "gradients": trainer.gradients(batches[0]),
+        "statistics": trainer.statistics(batches[0]),
+        "missing": trainer.prove(batches[0])["missing"],
+        "names": {operand.name for operand in stats.planned(trainer.decisions)},
+        "steps": [trainer.step(tokens) for tokens in batches[2 * (load is not None) :][:2]],
+        "weights": trainer.weights(),
+        "evaluated": trainer.evaluate(batches[3]),
+    }
+    if save is not None:
+        trainer.save(save)()
+    return found
+
+
+def on_ranks(config, n, **files):
+    found = (
+        run(n, trained, "torch", configs.to_dict(config), *files.values())
+        if n > 1
+        else [trained("torch", configs.to_dict(config), *files.values())]
+    )
+    for one in found[1:]:  # every rank reports the same
+        assert one["steps"] == found[0]["steps"]
+    return found[0]
+
+
+def check(many, one, recipe):
+    """Codes and scales are one device's where operands are. What the order of a sum can change is an operand rounded otherwise to
+    bfloat16, 2^-9 of it, which passes some 20 roundings here: 2^-6 of a gradient's norm, as in tests/train/jax/test_mesh.py. Experts'
+    gradients that miss a device's rows, or count one twice, are wrong by a half or more."""
+    for name, value in one["gradients"].items():
+        assert np.linalg.norm(many["gradients"][name] - value) <= 2.0**-6 * np.linalg.norm(value), name
+    assert many["missing"] == []
+    assert many["statistics"].keys() == many["names"]
+    for name, of_one in one["statistics"].items():
+        if name.endswith("/weight"):  # whose numbers are the same, in as many pieces as there are
+            for key in ("amax", "scale_min", "scale_max", "underflow_rate", "saturation_rate"):
+                assert many["statistics"][name][key] == of_one[key], (name, key)
+    for mine, other in zip(many["steps"], one["steps"], strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=2.0**-9)
+    assert many["evaluated"] == pytest.approx(one["evaluated"], rel=2.0**-9)
+
+
+RANKS = [
+    ("tensorwise", {"expert": 2}),
+    *(
+        pytest.param(recipe, parallel, marks=pytest.mark.slow)
+        for recipe, parallel in (
+            ("rowwise", {"fsdp": 2, "expert": 2, "checkpointing": "full"}),
+            ("delayed", APART),
+            ("rowwise", {"data": 2}),
+            ("tensorwise", {"fsdp": 2}),
+            ("tensorwise", {"data": 2, "fsdp": 2}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "parallel"), RANKS, ids=str)
+def test_ranks_train_as_one_process_does(recipe, parallel, mixture):  # X-13, P-10, M-8
+    config = mixture(recipe, parallel)
+    check(on_ranks(config, config.parallel.devices), on_ranks(mixture(recipe, {}), 1), recipe)
+
+
+MESHES = [
+    ("tensorwise", {"expert": 2, "fsdp": 2, "scan": True, "checkpointing": "full"}),
+    ("rowwise", APART),
+    ("delayed", APART),
+    ("blockwise_ue8m0", {"fsdp": 2}),
+    ("rowwise", {"data": 2, "reduce_dtype": "bfloat16"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "parallel"), MESHES, ids=str)
+def test_meshes_train_as_one_device_does(recipe, parallel, mixture):  # X-13, P-10, M-8
+    blocks = {"hidden_size": 128, "intermediate_size": 128, "shared_expert_intermediate_size": 128} if "blockwise" in recipe else {}
+    many, one = (trained("jax", configs.to_dict(mixture(recipe, keys, model=blocks))) for keys in (parallel, {}))
+    check(many, one, recipe)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_ranks_is_read_by_others(mixture, tmp_path):  # K-2
+    """Two steps apart, then two on other meshes: the same weights are read, bit for bit."""
+    saved = on_ranks(mixture("delayed", {"expert": 2}), 2, save=tmp_path / "state")
+    for parallel in ({}, {"fsdp": 2}, {"expert": 2}):
+        config = mixture("delayed", parallel)
+        found = on_ranks(config, config.parallel.devices, save=None, load=tmp_path / "state")
+        if parallel == {"expert": 2}:
+            same = found
+        assert found["steps"][0]["loss"] == pytest.approx(saved["steps"][1]["loss"], rel=0.1)
+    assert same["missing"] == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"tensor": 2}, "devices that share the batch; got parallel.tensor 2"),
+        ({"expert": 3}, "equal numbers of experts on each of parallel.expert 3; got 4"),
+        ({"expert": 2, "through": "jit"}, "rows that devices send"),
+        ({"fsdp": 2, "reduce": "accumulators"}, "rows that devices send"),
+        ({"fsdp": 2, "reduce_dtype": "float8_e4m3fn"}, "gradients that are summed in float32 or bfloat16"),
+    ],
+)
+def test_what_experts_on_meshes_do_not_take_is_refused_by_name(keys, said, mixture):  # M-8
+    with pytest.raises((ValueError, ConfigError), match=said):
+        mixture("rowwise", keys)
+
+
+def test_a_model_without_experts_holds_none_apart(small):
+    with pytest.raises((ValueError, ConfigError), match=r"parallel\.expert is for a model with experts; got 2"):
+        small.replace(parallel={"expert": 2})
+
+
+def test_jax_cuts_experts_evenly(mixture):
+    with pytest.raises(ConfigError, match=r"model\.num_experts is divisible by parallel\.fsdp x expert = 8; got 4"):
+        device_shapes.check(mixture("rowwise", {"fsdp": 4, "expert": 2}).replace(data={"batch_size": 8}), "jax")
