@@ -13,8 +13,8 @@ from fp8ref import states as layouts
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import GEMMS, Rule
 from fp8ref.recipe import OPERANDS
-from fp8ref.train import config as configs
 from fp8ref.train import ablation_start, loop
+from fp8ref.train import config as configs
 from fp8ref.train.ablation_start import Start
 from fp8ref.train.config import Config
 
