@@ -36,8 +36,9 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
         config = ablation_start.with_plain_attention(config)
     try:
         if attention is not None:
+            plain = {"attention_scaling": "current", "attention_arithmetic": "fast"}
             config = config.replace(
-                numerics={"attention": attention, "attention_scaling": "current", "attention_operands": attention_casts.ROLES},
+                numerics={"attention": attention, **plain, "attention_operands": attention_casts.ROLES},
                 parallel={"attention": "xla", "compile": "none"},
             )
         if states is not None:

@@ -53,3 +53,8 @@ def test_a_path_is_left_out_alone(studied, monkeypatch):  # "proj" and "0" would
     for linear in linears:
         off = [one for one in every if one[0] == linear.path]
         assert set(variants.cast_operands(variants.without(config, off))) == set(every) - set(off)
+
+
+def test_attention_of_a_run_in_the_stated_form_is_studied_in_the_fast_one(small):  # E-9
+    stated = small.replace(numerics={"attention": "cudnn", "attention_arithmetic": "stated"})
+    assert variants.studying(stated, attention="cudnn", states=None).numerics.attention_arithmetic == "fast"
