@@ -76,7 +76,10 @@ def cast_operands(config: Config) -> list[Cast]:
 
 
 def without(config: Config, operands: Iterable[Cast]) -> Config:
-    """The config with these operands in high precision, and no others."""
+    """The config with these operands in high precision, and no others.
+
+    Raises:   ConfigError: a rule for them would change others.
+    """
     operands = list(operands)
     rules = list(config.numerics.rules or ())
     for gemm in GEMMS:
