@@ -31,11 +31,16 @@ class Casts:
         variant = self.variant
         if unknown := sorted(self.roles - set(ROLES)):
             raise ValueError(f"an operand of attention is {', '.join(ROLES)}; got {unknown[0]!r}.")
-        if variant.fmt.bits != 8 or variant.granularity != "tensor" or variant.backward != "cast" or variant.p_scale != "state":
+        if not one_by_one(variant):
             raise ValueError(
                 f"operands of attention are cast one by one under a variant with one FP8 scale for a tensor, and gradients; got {variant.name!r}. "
                 "Use 'cudnn'."
             )
+
+
+def one_by_one(variant: Variant) -> bool:
+    """Whether operands are cast one by one under a variant: it has one FP8 scale for a tensor, of P a state's, and casts in its backward pass."""
+    return variant.fmt.bits == 8 and variant.granularity == "tensor" and variant.backward == "cast" and variant.p_scale == "state"
 
 
 def of(variant: str, operands: Iterable[str], layer: str) -> Casts:

@@ -37,13 +37,23 @@ def add(commands) -> None:
     )
     made.add_argument("--seeds", type=int, default=3, metavar="N", help="orders of data to train with, under --steps (default 3)")
     made.add_argument("--batches", type=int, default=8, metavar="N", help="validation batches (default 8)")
-    made.add_argument("--learning-rate", type=float, metavar="RATE", help="of --steps (default: the run's peak)")
+    made.add_argument(
+        "--learning-rate",
+        type=float,
+        metavar="RATE",
+        help="of --steps (default: the run's peak; of Hugging Face's format that of a config)",
+    )
     made.add_argument("--backend", choices=("jax", "torch"), help="of a directory of Hugging Face's format (default torch)")
     made.add_argument("--data", metavar="SOURCE", help="as data.source, of such a directory (default stdlib)")
     made.add_argument("--sequence-length", type=int, metavar="N", help="as data.sequence_length, of such a directory (default 128)")
     made.add_argument("--batch-size", type=int, metavar="N", help="as data.batch_size, of such a directory (default 16)")
     made.add_argument("--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)")
-    made.add_argument("--out", type=Path, metavar="DIR", help="directory of results, which resumes (default RUN/ablation)")
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="directory of results, which resumes (default RUN/ablation; of Hugging Face's format <name>-ablation)",
+    )
     made.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE too")
 
 
@@ -60,7 +70,7 @@ def _ablate(known: argparse.Namespace) -> int:
     weights, run = _of_weights(known), known.run_directory
     found = ablate(
         ablation_start.of_weights(run, known.backend or "torch", known.recipe, **weights) if weights else run,
-        out=known.out or (Path(f"{run.resolve().name}-ablation") if weights else None),
+        out=known.out,
         recipe=known.recipe,
         attention=known.attention,
         states=known.states,
@@ -81,6 +91,10 @@ def _ablate(known: argparse.Namespace) -> int:
 def _of_weights(known: argparse.Namespace) -> dict:
     """The data of a directory of Hugging Face's format; {} of a run, which has its own."""
     given = {"data": known.data, "sequence_length": known.sequence_length, "batch_size": known.batch_size}
+    if not known.run_directory.is_dir():
+        raise ValueError(
+            f"RUN is the directory of a run, or of Hugging Face's format; there is no directory {known.run_directory}. Check its name."
+        )
     if not (known.run_directory / "config.json").is_file() or (known.run_directory / "manifest.json").is_file():
         if options := [key for key, value in ({"backend": known.backend} | given).items() if value is not None]:
             raise ValueError(

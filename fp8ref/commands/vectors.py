@@ -31,7 +31,7 @@ _POLICY = ("--policy", str, "the scale policy: torchao (the default), or another
 _GRANULARITY = (
     "--granularity",
     str,
-    "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32; of e2m1fn also nvfp4_1x16",
+    "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32; for a quantizer, of any format, also nvfp4_1x16",
 )
 _SHAPE = ("--shape", str, "the shape of the tensor, such as 4,128 (the default); for a GEMM M,N,K (default 4,4,256)")
 _SEED = ("--seed", int, "the seed of the random inputs (default 0)")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8ref.study import framework
+from fp8ref.study import recording as recordings
 from fp8ref.study.attention_error import JudgedAttention
 from fp8ref.study.attention_error import judge as judge_attention
 from fp8ref.study.cast_error import Judged, judge
@@ -60,8 +61,9 @@ def record(model, *, rows: int = 512, layers: str = "*", heads: int = 4, tokens:
               jax.nn.dot_product_attention, which nnx.MultiHeadAttention calls.
     Yields:   the Recording. Of a layer that is called several times, the first call is kept.
     Raises:   ValueError: another kind of model; rows that are no multiple of 128; a pattern that
-              matches no linear.
+              matches no linear; negative heads, or no tokens.
     """
+    recordings.check_attention(heads, tokens)
     return framework.of(model).record(model, rows=rows, layers=layers, heads=heads, tokens=tokens)
 
 
@@ -72,8 +74,9 @@ def attention(model, run: Callable, variants: Sequence[str] | None = None, *, he
     variants  names; None: all.
     heads, tokens
               as in ``record``.
-    Raises:   ValueError: no call of attention; an unknown variant.
+    Raises:   ValueError: no call of attention; an unknown variant; no heads or tokens.
     """
+    recordings.check_attention(heads, tokens, least=1)
     return judge_attention(framework.of(model).attention(model, run, heads=heads, tokens=tokens), variants)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,10 @@ TAKEN = "a study takes causal or full attention [B, T, H, D] of as many keys as 
 """Why a call is left out."""
 
 _NAME = "name_in_study"
-"""The attribute of a module that holds its path."""
+"""The attribute of a module that holds its path, and the number of the recording."""
+
+_NUMBERS = itertools.count()
+"""A number for each recording: a static attribute of another value makes jit trace again."""
 
 
 @contextlib.contextmanager
@@ -28,11 +32,12 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
     """Keep, in this context, of each layer the first call, of it the first sequence, so many query heads with
     their keys and values, so many first tokens, and the gradient of their output.
 
-    The function of jax.nn is replaced as long as it lasts. Traced functions report from inside the compiled program; one that
-    was traced before is not traced again, unless a linear of its model is recorded too.
+    The function of jax.nn is replaced as long as it lasts. Traced functions report from inside the compiled program. One that takes
+    the model is traced again for each recording, by its number; one that closes over the model and was traced before is not.
     """
     modules = [(path, layer) for path, layer in nnx.iter_graph(model, graph=True) if isinstance(layer, nnx.Module)]
-    inner, kept = jax.nn.dot_product_attention, _Kept(recording)
+    inner, kept, number = jax.nn.dot_product_attention, _Kept(recording), next(_NUMBERS)
+    taken: set[str] = set()  # while traced: callbacks come later
 
     @functools.wraps(inner)
     def attending(query, key, value, *args, **more):
@@ -48,8 +53,10 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
         if not isinstance(scale, int | float | None):
             others["scale"] = scale
         if query.ndim != 4 or query.shape[1] != key.shape[1] or others or bias is not None:
-            recording.refused.setdefault(layer, TAKEN)
+            if layer not in taken:  # the first call decides
+                recording.refused[layer] = TAKEN
             return out
+        taken.add(layer)
         n, of_keys = recordings.heads_of(query.shape[2], key.shape[2], heads)
         few = [x[:1, :tokens, :h].swapaxes(1, 2).astype(jnp.float32) for x, h in ((query, n), (key, of_keys), (value, of_keys))]
         seen = (
@@ -62,7 +69,7 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
         return _reporting(out, few[0], functools.partial(kept.gradient, layer), n, tokens)
 
     for path, layer in modules:  # static attributes, which a traced copy of the model has too
-        setattr(layer, _NAME, nnx.static(".".join(map(str, path)) or type(model).__name__))
+        setattr(layer, _NAME, nnx.static((".".join(map(str, path)) or type(model).__name__, number)))
     jax.nn.dot_product_attention = attending
     try:
         yield
@@ -128,6 +135,6 @@ def _caller() -> str:
     while frame is not None:
         of = frame.f_locals.get("self")
         if isinstance(of, nnx.Module) and (name := getattr(of, _NAME, None)) is not None:
-            return str(name)
+            return str(name[0])
         frame = frame.f_back
     return "the model"

@@ -165,6 +165,15 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "a model without linears"
 
 
+def check_attention(heads: int, tokens: int, *, least: int = 0) -> None:
+    """ValueError unless heads is at least ``least``, and tokens at least 1."""
+    for key, value, smallest in (("heads", heads, least), ("tokens", tokens, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise ValueError(
+                f"{key} of attention that are kept are an integer of at least {smallest}; got {value!r}. Leave it out for its default."
+            )
+
+
 def heads_of(query_heads: int, key_heads: int, most: int) -> tuple[int, int]:
     """How many query heads, and heads of keys that they read, are kept of attention: at most so many, but at least one group."""
     group = query_heads // key_heads

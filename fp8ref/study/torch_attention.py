@@ -43,7 +43,8 @@ class _Watching(TorchFunctionMode):
             return
         causal = is_causal or _lower(attn_mask)
         if query.ndim != 4 or query.shape[2] != key.shape[2] or dropout_p or not (causal or attn_mask is None):
-            found.refused.setdefault(layer, TAKEN)
+            if layer not in found.attention:  # the first call decides
+                found.refused[layer] = TAKEN
             return
         n, of_keys = recordings.heads_of(query.shape[1], key.shape[1], self._heads)
         q, k, v = (_numpy(x[:1, :h, : self._tokens]) for x, h in ((query, n), (key, of_keys), (value, of_keys)))

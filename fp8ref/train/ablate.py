@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fp8ref import attention_products
+from fp8ref import attention_casts, attention_products
 from fp8ref import console as consoles
 from fp8ref.errors import ConfigError
 from fp8ref.result import Result
@@ -130,7 +130,7 @@ def ablate(
 
     run         a run's directory; or a Start, such as ``ablation_start.of_weights`` makes of Hugging Face's.
     out         where losses, the result and the heat map are written; losses there are not measured
-                again. None: RUN/ablation.
+                again. None: RUN/ablation; of weights of Hugging Face's format <name>-ablation, apart from them.
     recipe      of the casts; None: the run's own, or tensorwise for a run in bf16. The run's rules
                 change them.
     attention   the variant whose casts of q, k, v, p, do and ds are studied; None: the run's own, if it has one.
@@ -145,22 +145,29 @@ def ablate(
     Raises:     ConfigError: no run, no checkpoint, several devices; no operand left; ``out`` holds another ablation.
     """
     start = run if isinstance(run, Start) else ablation_start.of_run(run, recipe)
-    out = Path(start.name) / "ablation" if out is None else out
+    if out is None:
+        out = Path(start.name) / "ablation" if start.weights is None else Path(f"{Path(start.name).resolve().name}-ablation")
     if steps == 0:
         gemms, roles = [gemm for gemm in gemms if gemm in FORWARD], [role for role in roles if role not in OF_GRADIENTS]
-    config = _studied(start, attention, states, gemms, steps)
+    config = _studied(start, base, attention, states, gemms, steps)
     rate = config.optimizer.learning_rate if learning_rate is None else learning_rate
     config = config.replace(
         optimizer={"learning_rate": rate, "min_learning_rate": rate, "warmup_steps": 0},
         run={"steps": start.step + max(steps, 1), "eval_batches": batches},
     )
     operands = chosen(config, by, layers, gemms, roles)
+    for option, given, kind in (("--attention", attention, "attention"), ("--states", states, "states")):
+        if given is not None and all(operand.gemm != kind for operand in operands):
+            raise ConfigError(
+                f"{option} {given} studies operands of {kind}, of which --gemms, --roles and --layers leave none. Leave it out, or name some."
+            )
     if (steps and seeds < 2) or batches < 2:
         raise ConfigError(f"an interval takes 2 or more seeds, and 2 or more batches; got {seeds} and {batches}. Raise them.")
     about = {
         "backend": start.backend,
         "config": configs.to_dict(config),
         "step": start.step,
+        "weights": start.identity,
         "base": base,
         "steps": steps,
         "seeds": seeds * bool(steps),
@@ -173,9 +180,7 @@ def ablate(
     every = variants.cast_operands(config)
     none = variants.without(config, every) if base == "bf16" else config
     with consoles.bar(f"ablate {Path(start.name).name}", len(operands) + 2) as advance:
-        baseline = kept("baseline", lambda: losses(none))
-        if None in baseline:
-            raise ConfigError(f"{start.name} is not finite without any change, at a learning rate of {rate:.3g}. Lower --learning-rate.")
+        baseline = kept("baseline", lambda: _finite(losses(none), start.name, rate if steps else None))
         advance("baseline")
         measured = kept("statistics", lambda: variants.statistics(config, start))
         advance("statistics")
@@ -183,7 +188,7 @@ def ablate(
         for operand in operands:
             off = operand.casts if base == "fp8" else [one for one in every if one not in operand.casts]
             changed = variants.without(config, off)
-            costs[operand.name] = kept(operand.name, lambda one=changed: losses(one))
+            costs[operand.name] = kept(operand.key, lambda one=changed: losses(one))
             advance(operand.name)
     rows = [_row(operand, costs[operand.name], baseline, base, measured, confidence) for operand in operands]
     rows.sort(key=lambda row: math.inf if row.cost is None else row.cost, reverse=True)
@@ -204,21 +209,39 @@ def ablate(
     return found
 
 
-def _studied(start: Start, attention: str | None, states: str | None, gemms: Sequence[str], steps: int) -> Config:
-    """The config with the casts of attention and states that are studied.
+def _studied(start: Start, base: Base, attention: str | None, states: str | None, gemms: Sequence[str], steps: int) -> Config:
+    """The config with the casts of attention and states that are studied. What is not is as the run has it, or under base bf16 in high precision.
 
-    Raises:   ConfigError: attention of a user's model, or a layout without steps of training.
+    Raises:   ConfigError: attention of a user's model, a layout without steps of training, or either without its operands.
     """
     config = start.config
     if attention is not None and config.architecture.kind != "llama":
         architecture.require_llama(config, "--attention")
     if states is not None and not steps:
         raise ConfigError(f"states are written by steps of training; got --states {states!r} without --steps. Add --steps 20.")
+    for option, given, kind in (("--attention", attention, "attention"), ("--states", states, "states")):
+        if given is not None and kind not in gemms:
+            raise ConfigError(f"{option} {given} studies operands of {kind}; got --gemms {','.join(gemms)}. Add {kind}, or leave it out.")
     variant, layout = config.attention_variant, config.optimizer.moment_layout
-    own = variant is not None and variant.fmt.bits == 8 and variant.granularity == "tensor"
-    attention = attention or (config.numerics.attention if own else None)
-    states = states or (layout.name if layout is not None and steps else None)
-    return variants.studying(config, attention=attention if "attention" in gemms else None, states=states if "states" in gemms else None)
+    own = variant is not None and attention_casts.one_by_one(variant)
+    kept = config.numerics.attention_operands if attention is None else None
+    attention = attention or (config.numerics.attention if own and "attention" in gemms else None)
+    states = states or (layout.name if layout is not None and steps and "states" in gemms else None)
+    config = variants.studying(config, attention=attention, states=states)
+    if attention is not None and kept is not None:  # the run casts these alone
+        config = config.replace(numerics={"attention_operands": kept})
+    if base == "fp8":
+        return config
+    return variants.in_high_precision(config, attention=attention is None, states=states is None)
+
+
+def _finite(baseline: list[float | None], name: str, rate: float | None) -> list[float | None]:
+    """The losses of the baseline. ConfigError, so that they are not kept, if one is not finite. rate: of --steps; None without."""
+    if None in baseline:
+        trained = "" if rate is None else f" trained at a learning rate of {rate:.3g}"
+        remedy = "Take an earlier checkpoint." if rate is None else "Lower --learning-rate."
+        raise ConfigError(f"costs are differences from a finite loss; that of {name} with no operand changed{trained} is not. {remedy}")
+    return baseline
 
 
 def draw(found: Ablation, path: Path) -> None:

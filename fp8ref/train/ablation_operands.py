@@ -1,5 +1,7 @@
 """The operands that an ablation switches: of linears, of attention, and the stored states of AdamW (spec E-8, E-9)."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -53,6 +55,11 @@ class Operand:
         return f"{self.group}/{self.gemm}/{self.role}"
 
     @property
+    def key(self) -> str:
+        """The name, and a digest of the casts: of other --layers a group of the same name has others."""
+        return f"{self.name} {hashlib.sha256(json.dumps(sorted(self.casts)).encode()).hexdigest()[:16]}"
+
+    @property
     def casts(self) -> set[variants.Cast]:
         """The casts that it is."""
         return {(path, self.gemm, self.role) for path in self.linears or ("",)}
@@ -84,8 +91,8 @@ def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[str], 
                     found.append(Operand(group=group, gemm=gemm, role=role, linears=tuple(path for path in of if path)))
     if not found:
         raise ConfigError(
-            "no operand in FP8 is left. Without --steps there are those of GEMM output and of attention's forward pass alone; name other --layers, "
-            "--gemms or --roles."
+            "no operand in FP8 is left. Those of gradients take --steps, those of attention --attention cudnn, and those of states --steps with "
+            "--states te, unless the run has its own. Add these, or name other --layers, --gemms or --roles."
         )
     return found
 

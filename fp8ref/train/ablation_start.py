@@ -5,6 +5,7 @@ start.into(trainer, config)                    # whatever layouts and delayed sc
 """
 
 import functools
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
-from fp8ref.train.sections import ArchitectureConfig
+from fp8ref.train.sections import ArchitectureConfig, NumericsConfig
 from fp8ref.train.state_conversion import Source
 
 
@@ -40,11 +41,22 @@ class Start:
     weights: Path | None = None
 
     def into(self, trainer: loop.Trainer, config: Config) -> None:
-        """Have a trainer of ``config`` begin here. A checkpoint of the same names and formats is read as it is."""
-        if self.checkpoint is not None and train_state.schema(config, self.backend) == train_state.schema(self.own, self.backend):
+        """Have a trainer of ``config`` begin here. A checkpoint whose numbers mean the same there is read as it is."""
+        if self.checkpoint is not None and train_state.interchangeable(config, self.own, self.backend):
             trainer.load(self.checkpoint.state, self.step)
         else:
             trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A sha256 of what is begun with: of the checkpoint's files, or of the directory's weights and config."""
+        if self.checkpoint is not None:
+            of = {name: one["sha256"] for name, one in self.checkpoint.manifest["files"].items()}
+        else:
+            assert self.weights is not None
+            files = [self.weights / "config.json", *sorted(self.weights.glob("*.safetensors"))]
+            of = {path.name: _sha256(path) for path in files if path.is_file()}
+        return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
     def batches(self) -> loader.Batches:
@@ -60,14 +72,18 @@ class Start:
             return Source(weights=trainer.weights(), step=0, amaxes=self._amaxes)
         trainer.load(self.checkpoint.state, self.step)
         return Source(
-            weights=trainer.weights(), moments=trainer.moments(), delayed=trainer.fp8_states(), step=self.step, amaxes=self._amaxes
+            weights=trainer.weights(),
+            moments=trainer.moments(),
+            delayed=trainer.fp8_states(),
+            casts={f"{path}/{role}": how for (path, role), how in train_state.delayed_states(self.own).items()},
+            step=self.step,
+            amaxes=self._amaxes,
         )
 
     def _amaxes(self) -> dict[str, float]:
         """The amax of every operand of the linears, under scales of the tensors themselves, of the batch after the checkpoint."""
-        config = self.config.replace(
-            numerics={"recipe": "tensorwise", "rules": None, "attention": None, "attention_operands": None},
-            optimizer={"kind": "adamw", "layout": None},
+        config = with_plain_attention(self.config).replace(
+            numerics={"recipe": "tensorwise", "rules": None}, optimizer={"kind": "adamw", "layout": None}
         )
         trainer = loop.trainer(self.backend, config)
         trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
@@ -76,6 +92,15 @@ class Start:
             linear, _, role = name.rsplit("/", 2)
             found[f"{linear}/{role}"] = float(measured["amax"])
         return found
+
+
+def with_plain_attention(config: Config) -> Config:
+    """The config with the framework's own attention, in high precision."""
+    keys, parallel = NumericsConfig(), config.parallel
+    plain = {key: getattr(keys, key) for key in vars(keys) if key.startswith("attention")}
+    return config.replace(
+        numerics=plain, parallel={"attention": "xla" if parallel.attention in ("tiles", "kernel") else parallel.attention}
+    )
 
 
 def of_run(run: Path, recipe: str | None) -> Start:
@@ -119,13 +144,18 @@ def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, seque
         }
     }
     config = Config().replace(**sections)
+    if found.get("model_type") in hugging_face.KINDS:  # else transformers' model would be taken, and say less of damaged weights
+        try:
+            export.stored(path)
+        except ConfigError as error:
+            raise ConfigError(_of_weights(error)) from error
     try:
         own = config.replace(model=vars(hugging_face.model_of(found)))
         export.read(path, own.model)
     except (ValueError, ConfigError) as error:
         if backend != "torch":
             raise ConfigError(
-                f"JAX trains the trainer's own model alone, which {path} is not: {error} Use --backend torch, which takes transformers' model."
+                f"JAX trains the trainer's own model alone, which {path} is not: {_of_weights(error)} Use --backend torch, which takes transformers' model."
             ) from error
         own = Config(
             model=LlamaConfig(vocab_size=found.get("vocab_size", 256)),
@@ -135,6 +165,16 @@ def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, seque
     return Start(name=str(path), backend=backend, step=0, own=own.replace(numerics={"recipe": "bf16"}), config=studied, weights=path)
 
 
+def _of_weights(error: Exception) -> str:
+    """A message of ``export``, without the key that no user of an ablation gave."""
+    return str(error).removeprefix("run.init_from ")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:
     """A config in one recipe, without what does not change losses or has no place in an ablation."""
     if recipe not in trained_recipes() or not RECIPES[recipe].fp8:
@@ -142,6 +182,8 @@ def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:
             f"--recipe is one with FP8 that trains: {', '.join(name for name, one in trained_recipes().items() if one.fp8)}; got {recipe!r}."
         )
     rules = config.numerics.rules if keeps_rules else None
+    if config.optimizer.kind == "adamw_fp8":  # torchao's own states, which no layout converts
+        config = config.replace(optimizer={"kind": "adamw"})
     return config.replace(
         numerics={"recipe": recipe, "rules": rules, "schedule": None, "accumulate": None},
         parallel={"scan": False},

@@ -268,7 +268,7 @@ class Config:
         """ValueError for a config whose attention has no single casts, and for a pattern that names no layer (E-9)."""
         keys = self.parallel
         require(
-            keys.devices == 1 and not keys.scan and keys.compile == "none" and keys.attention in ("xla", "tiles"),
+            keys.devices == 1 and not keys.scan and keys.compile == "none" and keys.attention == "xla",
             f"numerics.attention_operands are of one device, eager or without a scan over layers; got {keys.devices} devices, parallel.scan "
             f"{keys.scan}, parallel.compile {keys.compile!r} and parallel.attention {keys.attention!r}. Leave one of them out.",
         )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp8ref import delayed
+from fp8ref.delayed import DelayedScaling
+from fp8ref.errors import ConfigError
 from fp8ref.formats import Format
-from fp8ref.recipe import delayed_casts
 from fp8ref.sim import delayed as sim_delayed
 from fp8ref.sim import moments as sim_moments
 from fp8ref.sim import states as sim_states
@@ -36,6 +36,7 @@ class Source:
     moments  by ``train_state.MOMENTS``, then by parameter; {}: none was made yet, and all are 0.
     step     steps taken.
     delayed  states of delayed scaling that the run has.
+    casts    format and scaling of those states; one that the other config has otherwise is not taken. {}: as that has them.
     amaxes   () -> {"<linear>/<role>": amax} of a batch, of which other states are made: as if every step before had them.
     """
 
@@ -43,6 +44,7 @@ class Source:
     moments: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     step: int = 0
     delayed: Delayed = field(default_factory=dict)
+    casts: Mapping[str, tuple[Format, DelayedScaling]] = field(default_factory=dict)
     amaxes: Callable[[], Mapping[str, float]] = dict
 
 
@@ -88,12 +90,17 @@ def _stored(x: np.ndarray, layout: Layout, which: int) -> sim_moments.MomentStat
 
 def _delayed(source: Source, config: Config) -> dict[str, tuple[np.ndarray, ...]]:
     """Every delayed state of a config."""
-    wanted = {f"{d.path}/{role}": cast for d in config.decisions() for role, cast in delayed_casts(d.recipe).items()}
-    amaxes = source.amaxes() if wanted.keys() - source.delayed.keys() else {}
-    return {name: source.delayed.get(name) or _full_of(amaxes[name], *cast) for name, cast in wanted.items()}
+    wanted = {f"{path}/{role}": how for (path, role), how in train_state.delayed_states(config).items()}
+    given = {name: state for name, state in source.delayed.items() if source.casts.get(name, wanted.get(name)) == wanted.get(name)}
+    amaxes = source.amaxes() if wanted.keys() - given.keys() else {}
+    if absent := sorted(wanted.keys() - given.keys() - amaxes.keys()):
+        raise ConfigError(
+            f"a delayed state goes on from the checkpoint's, or from an amax; got neither of {absent[0]}. Use another recipe."
+        )
+    return {name: given.get(name) or _full_of(amaxes[name], *how) for name, how in wanted.items()}
 
 
-def _full_of(amax: float, fmt: Format, how: delayed.DelayedScaling) -> tuple[np.ndarray, ...]:
+def _full_of(amax: float, fmt: Format, how: DelayedScaling) -> tuple[np.ndarray, ...]:
     """A state whose history is full of one amax, after one update."""
     state = sim_delayed.update(sim_delayed.init(how), sim_delayed.observe(np.float32(amax)), config=how, fmt=fmt)
     return state.stored, np.full_like(state.amax_history, np.float32(amax)), state.step

@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref.delayed import DelayedScaling
+from fp8ref.formats import Format
 from fp8ref.recipe import delayed_casts
 from fp8ref.states import Moment
 from fp8ref.train.config import Config
@@ -153,15 +155,34 @@ def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
     # linear under ``states``.
     module, scale, count = (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
     found: dict[str, Tensor] = {}
+    for (path, role), (_, delayed) in delayed_states(config).items():
+        prefix = f"{FP8}.{path}{module}.{role}"
+        found[f"{prefix}.{scale}"] = Tensor((), "float32")
+        found[f"{prefix}.amax_history"] = Tensor((delayed.history_length,), "float32")
+        found[f"{prefix}.step"] = Tensor((), count)
+    return found
+
+
+def delayed_states(config: Config) -> dict[tuple[str, str], tuple[Format, DelayedScaling]]:
+    """{(linear or a layer's attention, role): its format and scaling} of every state of delayed scaling, in any phase."""
     decisions = (d for recipe in config.recipes for d in config.under(recipe).decisions())
     keepers: list[tuple[str, Mapping]] = [(d.path, delayed_casts(d.recipe)) for d in decisions]
-    for path, casts in keepers + list(config.attention_casts.items()):
-        for role, (_, delayed) in casts.items():
-            prefix = f"{FP8}.{path}{module}.{role}"
-            found[f"{prefix}.{scale}"] = Tensor((), "float32")
-            found[f"{prefix}.amax_history"] = Tensor((delayed.history_length,), "float32")
-            found[f"{prefix}.step"] = Tensor((), count)
-    return found
+    return {(path, role): how for path, casts in keepers + list(config.attention_casts.items()) for role, how in casts.items()}
+
+
+def interchangeable(a: Config, b: Config, backend: str) -> bool:
+    """Whether a state of one config is one of the other as it is: names, shapes, and what the stored numbers mean.
+
+    A schema names codes by their bits alone. So formats, roots and scalings of moments and masters are compared too, and
+    the formats of delayed states.
+    """
+
+    def meant(config: Config) -> list:
+        sizes = [math.prod(shape) for shape in config.shapes.parameters.values()]
+        kept = [one.stored(config.optimizer, size) for one in PER_PARAMETER for size in sizes]
+        return [config.optimizer.kind == "adamw_fp8", kept, delayed_states(config)]
+
+    return schema(a, backend) == schema(b, backend) and meant(a) == meant(b)
 
 
 def disk_bytes(config: Config, backend: str) -> int:

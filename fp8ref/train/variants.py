@@ -1,5 +1,6 @@
 """Configs with operands in high precision, their losses from a checkpoint, and a file that keeps them (spec E-8)."""
 
+import glob
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +13,8 @@ from fp8ref import states as layouts
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import GEMMS, Rule
 from fp8ref.recipe import OPERANDS
+from fp8ref.train import ablation_start, loop
 from fp8ref.train import config as configs
-from fp8ref.train import loop
 from fp8ref.train.ablation_start import Start
 from fp8ref.train.config import Config
 
@@ -31,6 +32,8 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
     attention, states: a variant and a layout; None: neither is studied.
     Raises:   ConfigError: a variant or layout that has no such casts.
     """
+    if attention is not None:
+        config = ablation_start.with_plain_attention(config)
     try:
         if attention is not None:
             plain = {"attention_scaling": "current", "attention_arithmetic": "fast"}
@@ -39,10 +42,21 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
                 parallel={"attention": "xla", "compile": "none"},
             )
         if states is not None:
-            layout = layout_parts.named(layouts.by_name(states), layout_parts.narrow(layouts.by_name(states)))
+            parts = layout_parts.narrow(layout_parts.by_name(states))
+            layout = layout_parts.named(layouts.by_name(states.partition("/")[0]), parts)
             config = config.replace(optimizer={"kind": "adamw_states", "layout": layout})
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return config
+
+
+def in_high_precision(config: Config, *, attention: bool, states: bool) -> Config:
+    """The config with attention in high precision if it is in FP8, and with states in float32, in their layout's order of operations."""
+    variant, layout = config.attention_variant, config.optimizer.moment_layout
+    if attention and variant is not None and variant.fmt.bits == 8:
+        config = ablation_start.with_plain_attention(config)
+    if states and layout is not None:
+        config = config.replace(optimizer={"layout": layout_parts.named(layouts.by_name(layout.name.partition("/")[0]), ())})
     return config
 
 
@@ -62,13 +76,16 @@ def cast_operands(config: Config) -> list[Cast]:
 
 
 def without(config: Config, operands: Iterable[Cast]) -> Config:
-    """The config with these operands in high precision."""
+    """The config with these operands in high precision, and no others.
+
+    Raises:   ConfigError: a rule for them would change others.
+    """
     operands = list(operands)
     rules = list(config.numerics.rules or ())
     for gemm in GEMMS:
         for role in OPERANDS[gemm]:
             paths = tuple(path for path, *key in operands if key == [gemm, role])
-            rules += [Rule(layers=paths, gemms=(gemm,), roles=(role,), recipe="bf16")] if paths else []
+            rules += [Rule(layers=tuple(map(_alone, paths)), gemms=(gemm,), roles=(role,), recipe="bf16")] if paths else []
     keys: dict = {"numerics": {"rules": tuple(rules) or None}}
     left = [one for one in cast_operands(config) if one not in operands]
     if config.numerics.attention_operands is not None:
@@ -77,7 +94,21 @@ def without(config: Config, operands: Iterable[Cast]) -> Config:
     if layout is not None and "/" in layout.name:
         whole = layouts.by_name(layout.name.partition("/")[0])
         keys["optimizer"] = {"layout": layout_parts.named(whole, tuple(part for _, gemm, part in left if gemm == "states"))}
-    return config.replace(**keys)
+    made = config.replace(**keys)
+    if differ := set(cast_operands(made)) ^ set(left):
+        raise ConfigError(
+            f"an ablation leaves out what it names alone; a rule would change {'/'.join(min(differ))} too. Rename that module."
+        )
+    return made
+
+
+def _alone(path: str) -> str:
+    """The pattern (R-3) of this path and no other. Without a bracket "proj" would name attn.proj too.
+
+    >>> _alone("layers.0.proj")
+    '[l]ayers.0.proj'
+    """
+    return f"[{path[0]}]{glob.escape(path[1:])}"
 
 
 def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[float | None]:

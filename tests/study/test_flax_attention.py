@@ -7,6 +7,8 @@ import pytest
 from flax import nnx
 
 from fp8ref import study
+from fp8ref.study import flax_attention
+from fp8ref.study.recording import Recording
 
 X = np.random.default_rng(0).standard_normal((2, 20, 32)).astype(np.float32)
 
@@ -57,3 +59,34 @@ def test_what_a_study_does_not_take_is_said(how):
     found = study.attention(Windowed(), lambda m: m(jnp.asarray(X)), ["bf16"])
     assert not found.rows
     assert "causal or full attention" in found.refused["Windowed"]
+
+
+def test_a_compiled_model_is_recorded_again():
+    class Attention(nnx.Module):
+        def __call__(self, x):
+            q = x.reshape(*x.shape[:2], 4, 8)
+            return jax.nn.dot_product_attention(q, q, q, is_causal=True)
+
+    model, run = Attention(), nnx.jit(lambda m, x: m(x))
+    for factor in (1, 2):
+        recording = Recording(framework="flax")
+        with flax_attention.record(model, recording, heads=1, tokens=20):
+            run(model, factor * jnp.asarray(X))
+        np.testing.assert_array_equal(recording.attention["Attention"].q[0, 0], factor * X[0, :, :8])
+
+
+def test_a_layer_s_first_call_decides():
+    class Twice(nnx.Module):
+        def __init__(self, *windows):
+            self.windows = nnx.static(windows)
+
+        def __call__(self, x):
+            q = x.reshape(*x.shape[:2], 4, 8)
+            for window in self.windows:
+                q = jax.nn.dot_product_attention(q, q, q, local_window_size=window, is_causal=True)
+            return q
+
+    run = nnx.jit(lambda m: m(jnp.asarray(X)))
+    first, second = (study.attention(Twice(*windows), run, ["bf16"]) for windows in ((None, 3), (3, None)))
+    assert ([row.layer for row in first.rows], list(first.refused)) == (["Twice"], [])
+    assert ([row.layer for row in second.rows], list(second.refused)) == ([], ["Twice"])

@@ -88,3 +88,28 @@ def test_a_step_is_recorded_with_its_gradient_written_and_judged(tmp_path):
         model(x)
     with pytest.raises(ValueError, match="the recording has attention; got none"):
         study.judge_attention(without)
+
+
+def test_a_layer_s_first_call_decides():
+    class Twice(nn.Module):
+        def __init__(self, *dropouts):
+            super().__init__()
+            self.dropouts = dropouts
+
+        def forward(self, x):
+            for dropout in self.dropouts:
+                x = functional.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=dropout)
+            return x
+
+    x = torch.randn(1, 4, 20, 8)
+    first, second = (study.attention(Twice(*dropouts), lambda m: m(x), ["bf16"]) for dropouts in ((0.0, 0.5), (0.5, 0.0)))
+    assert ([len(first.rows), len(first.refused)], [len(second.rows), len(second.refused)]) == ([1, 0], [0, 1])
+
+
+@pytest.mark.parametrize("how", [{"heads": 0}, {"heads": -1}, {"tokens": 0}, {"tokens": 1.5}])
+def test_heads_and_tokens_are_checked(how):
+    with pytest.raises(ValueError, match=rf"^{next(iter(how))} of attention .*at least 1; got {next(iter(how.values()))}"):
+        study.attention(nn.Linear(4, 4), lambda m: m, **how)
+    if how != {"heads": 0}:  # attention is not recorded
+        with pytest.raises(ValueError, match=f"got {next(iter(how.values()))}"):
+            study.record(nn.Linear(4, 4), **how)

@@ -1,5 +1,6 @@
 """An ablation finds a planted harmful cast, resumes, and says what it measured (spec E-8)."""
 
+import dataclasses
 import json
 import math
 from typing import ClassVar
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import Rule
-from fp8ref.train import ablate, loop, variants
+from fp8ref.train import ablate, ablation_start, loop, variants
 from fp8ref.train import config as configs
 
 PLANTED = (
@@ -111,6 +112,18 @@ def test_operands_are_ranked_with_their_statistics_and_resumed(run, tmp_path):
     assert written["rows"][0]["linears"][0] == "model.layers.1.self_attn.q_proj"
 
 
+def test_losses_are_of_their_casts_and_weights(run, tmp_path, two):
+    of_attention = ablate.ablate(run, layers=["self_attn"], roles=["weight"], batches=2)
+    of_mlps = ablate.ablate(run, layers=["mlp"], roles=["weight"], batches=2)  # groups of the same names, in the same directory
+    assert [row.operand.name for row in of_attention.rows] == [row.operand.name for row in of_mlps.rows]
+    assert of_mlps.rows[0].cost == pytest.approx(0.1 * 3 / 7 + 0.003)
+    assert of_attention.rows[0].cost == pytest.approx(0.1 * 4 / 7 + 0.004)
+    start = ablation_start.of_run(run, None)
+    start.checkpoint.manifest["files"]["another"] = {"bytes": 1, "sha256": "0"}
+    with pytest.raises(ConfigError, match="it differs in weights"):
+        ablate.ablate(start, layers=["mlp"], roles=["weight"], batches=2, out=run / "ablation")
+
+
 def test_from_fp8_a_cost_has_the_same_sign(run):
     found = ablate.ablate(run, base="fp8", batches=3)
     assert found.rows[0].operand.group == "layers.1"
@@ -135,11 +148,62 @@ def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, 
     assert ((), "te/none") in seen  # the baseline
     assert (("model.layers.1.self_attn/ds",), "te/none") in seen
     assert ((), "te/v") in seen
-    whole = ablate.ablate(
-        run, attention="cudnn", states="te", base="fp8", steps=1, seeds=2, batches=2, gemms=["states"], out=run / "whole", by="model"
-    )
+    whole = ablate.ablate(run, states="te", base="fp8", steps=1, seeds=2, batches=2, gemms=["states"], out=run / "whole", by="model")
     assert [row.operand.role for row in whole.rows] == ["m", "v"]
     assert {config.optimizer.layout for config in Fake.configs[-3:]} >= {"te/m", "te/v"}
+
+
+def beginning(run, **sections):
+    """A Start from the run as if its config had these keys."""
+    start = ablation_start.of_run(run, None)
+    return dataclasses.replace(start, own=start.own.replace(**sections), config=start.config.replace(**sections))
+
+
+@pytest.mark.parametrize(
+    "attention", [{"attention": "cudnn"}, {"attention": "mxfp8"}, {"attention": "cudnn", "attention_backward": "bf16"}]
+)
+def test_all_else_is_in_high_precision_or_as_the_run_has_it(run, attention):  # E-8
+    start = beginning(run, numerics=attention, optimizer={"kind": "adamw_states", "layout": "te"}, model={"hidden_size": 64})
+    how = {"by": "model", "gemms": ["output"], "batches": 2}
+    ablate.ablate(start, out=run / "bf16", **how)
+    seen = [(one.attention_variant, one.optimizer.layout) for one in Fake.configs if one is not start.own]  # that reads the checkpoint
+    assert seen == [(None, "te/none")] * (1 + 1 + 2)  # the baseline, statistics and two operands
+    Fake.configs.clear()
+    ablate.ablate(start, out=run / "fp8", base="fp8", **how)
+    assert {(one.numerics.attention, one.numerics.attention_backward, one.optimizer.layout) for one in Fake.configs} == {
+        (attention["attention"], attention.get("attention_backward", "own"), "te")
+    }
+
+
+def test_a_run_s_own_attention_is_studied_where_it_has_single_casts(run):
+    own = {"attention": "cudnn", "attention_scaling": "delayed", "attention_arithmetic": "stated"}
+    found = ablate.ablate(beginning(run, numerics=own), by="model", gemms=["attention"], roles=["p", "q"], batches=2, out=run / "a")
+    assert [row.operand.role for row in found.rows] == ["q", "p"]
+    own = {"attention": "cudnn", "attention_operands": ("p",)}
+    found = ablate.ablate(beginning(run, numerics=own), by="model", gemms=["attention"], batches=2, out=run / "b")
+    assert [row.operand.role for row in found.rows] == ["p"]
+    own = {"attention": "cudnn", "attention_backward": "bf16"}
+    found = ablate.ablate(beginning(run, numerics=own), by="model", roles=["p", "input"], batches=2, out=run / "c")
+    assert [row.operand.role for row in found.rows] == ["input"]
+    found = ablate.ablate(beginning(run, numerics=own), attention="cudnn", by="model", roles=["p"], batches=2, out=run / "d")
+    assert [row.operand.role for row in found.rows] == ["p"]
+
+
+def test_the_parts_of_a_layout_that_a_run_has_are_studied(run):
+    start = beginning(run, optimizer={"kind": "adamw_states", "layout": "te/v"})
+    found = ablate.ablate(start, gemms=["states"], steps=1, seeds=2, batches=2, out=run / "parts")
+    assert [row.operand.role for row in found.rows] == ["v"]
+
+
+def test_a_baseline_that_is_not_finite_is_not_kept(run, monkeypatch):
+    evaluate = Fake.evaluate
+    monkeypatch.setattr(Fake, "evaluate", lambda self, tokens: math.nan)
+    with pytest.raises(ConfigError, match=r"with no operand changed is not\. Take an earlier checkpoint"):
+        ablate.ablate(run, batches=2)
+    with pytest.raises(ConfigError, match=r"trained at a learning rate of 0\.001 is not\. Lower --learning-rate"):
+        ablate.ablate(run, batches=2, steps=1, seeds=2, out=run / "steps")
+    monkeypatch.setattr(Fake, "evaluate", evaluate)
+    assert ablate.ablate(run, batches=2).baseline == pytest.approx(2, abs=0.01)
 
 
 def test_a_forward_pass_has_no_operand_of_gradients(run):
@@ -169,6 +233,18 @@ def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
         ({"layers": ["absent"]}, r"--layers 'absent' names no linear in FP8"),
         ({"gemms": ["grad_weight"]}, r"no operand in FP8 is left"),
         ({"batches": 1}, r"2 or more batches; got 3 and 1"),
+        (
+            {"attention": "nonsense", "gemms": ["output"]},
+            r"--attention nonsense studies operands of attention; got --gemms output\. Add attention",
+        ),
+        ({"states": "te", "steps": 1, "gemms": ["output"]}, r"--states te studies operands of states; got --gemms output"),
+        (
+            {"states": "te", "steps": 1, "layers": ["mlp"]},
+            r"--states te studies operands of states, of which --gemms, --roles and --layers leave none",
+        ),
+        ({"states": "float32", "steps": 1}, r"--states float32 studies operands of states, of which"),
+        ({"attention": "cudnn", "roles": ["weight"]}, r"--attention cudnn studies operands of attention, of which"),
+        ({"gemms": ["states"], "steps": 1}, r"those of states --steps with --states te"),
     ],
 )
 def test_what_cannot_be_studied_is_refused(run, keys, message):

@@ -1,10 +1,16 @@
 """What an ablation switches, by group (spec E-8)."""
 
+import dataclasses
+
 import pytest
 
+from fp8ref import linear_rules
 from fp8ref.errors import ConfigError
+from fp8ref.linear_selection import Decision
+from fp8ref.recipe import RECIPES
 from fp8ref.train import ablation_operands, variants
 from fp8ref.train.ablation_operands import KINDS, ROLES
+from fp8ref.train.config import Config
 
 
 @pytest.fixture
@@ -36,6 +42,17 @@ def test_casts_are_left_out_one_by_one(studied):
         assert set(variants.cast_operands(variants.without(studied, operand.casts))) == set(every) - operand.casts
         others = [one for one in every if one not in operand.casts]
         assert set(variants.cast_operands(variants.without(studied, others))) == operand.casts
+
+
+def test_a_path_is_left_out_alone(studied, monkeypatch):  # "proj" and "0" would name attn.proj and 1.0 too
+    of = Decision(path="", shape=(64, 64), recipe=RECIPES["tensorwise"], reason="")
+    linears = [dataclasses.replace(of, path=path) for path in ("proj", "attn.proj", "0", "1.0", "[ab]")]
+    config = studied.replace(numerics={"attention": None, "attention_operands": None}, optimizer={"kind": "adamw", "layout": None})
+    monkeypatch.setattr(Config, "decisions", lambda config: linear_rules.apply(config.numerics.rules or (), linears))
+    every = variants.cast_operands(config)
+    for linear in linears:
+        off = [one for one in every if one[0] == linear.path]
+        assert set(variants.cast_operands(variants.without(config, off))) == set(every) - set(off)
 
 
 def test_attention_of_a_run_in_the_stated_form_is_studied_in_the_fast_one(small):  # E-9

@@ -16,6 +16,21 @@ def little(small):
     return small.replace(model=sizes, data={"batch_size": 2, "sequence_length": 16})
 
 
+def moments_are_rounded(given, made, layout):
+    """Hold moments to those that went in, within what the layout rounds: half a unit in the last place of the largest of a tensor."""
+    for index, which in enumerate(train_state.MOMENTS):
+        for name, x in given[which].items():
+            moment = None if layout is None else layout.of(x.size).kept[index]
+            if moment is None or moment.fmt.bits == 32:
+                np.testing.assert_array_equal(made[which][name], x)
+                continue
+            # A value of p bits rounds by at most 2^-p of itself, so by at most 2^-p of the largest of its tensor, x; a root by as much, and its square by
+            # (1 + 2^-p)^2 - 1 < 3 * 2^-p of x.
+            p = moment.fmt.mantissa_bits + 1
+            bound = (3 if moment.root else 1) * 2.0**-p * np.abs(x).max()
+            assert np.abs(made[which][name] - x).max() <= bound, (which, name)
+
+
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
@@ -31,8 +46,8 @@ def test_a_state_goes_over_and_back(little, backend, recipe, layout):
     amaxes = {f"{d.path}/{role}": 1.0 for d in other.decisions() for role in ("input", "weight", "grad_output")}
     source = Source(weights=first.weights(), moments=first.moments(), delayed=first.fp8_states(), step=2, amaxes=lambda: amaxes)
     arrays = state_conversion.converted(source, other, backend)
-    assert {name: np.shape(x) for name, x in arrays.items()} == {
-        name: tensor.shape for name, tensor in train_state.schema(other, backend).items()
+    assert {name: (np.shape(x), np.asarray(x).dtype == np.uint8) for name, x in arrays.items()} == {
+        name: (tensor.shape, tensor.dtype == "uint8") for name, tensor in train_state.schema(other, backend).items()
     }
     for _ in range(2):  # after a step it takes the state again
         second.adopt(arrays, 2)
@@ -40,6 +55,7 @@ def test_a_state_goes_over_and_back(little, backend, recipe, layout):
         for name, w in source.weights.items():
             stored = w if kept is None or not kept.keeps_master else sim_states.weight(sim_states.master(w, kept), kept)
             np.testing.assert_array_equal(weights[name], stored)
+            moments_are_rounded(source.moments, second.moments(), kept)
         loss = second.evaluate(batches.held_out(0))
         second.step(batches.step(2))
         assert second.evaluate(batches.held_out(0)) != loss
