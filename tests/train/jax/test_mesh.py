@@ -64,6 +64,17 @@ def test_a_mesh_trains_as_one_device_does(recipe, parallel):  # P-9, P-10
     assert many.logits(TOKENS[0][:, :-1]).shape == (8, 32, 256)
 
 
+def test_every_linear_gathers_its_own_codes_beside_attention_by_a_variant():  # B-7, B-15
+    """Read before XLA partitions anything: behind that pass q, k and v, of one input, have one gather."""
+    parallel = {"fsdp": 2, "tensor": 2, "sequence": True}
+    numerics = {"recipe": "rowwise", "attention": "cudnn"}
+    proof = Trainer(CONFIG.replace(numerics=numerics, parallel=parallel, data={"batch_size": 2})).prove(TOKENS[0, :2])
+    assert (proof["read_from"], proof["missing"]) == ("stablehlo", [])
+    # each weight for two GEMMs, and the input of a column-parallel linear; of a row-parallel one grad_output's codes, with bits (P-6)
+    assert proof["gathers"]["f8e4m3fn"] == 7 * 2 + 5 * 2 + 2
+
+
+
 @pytest.mark.slow
 def test_states_of_delayed_scaling_are_no_parameters_and_change_once_a_step():
     one = trainer("delayed", {})
