@@ -141,7 +141,13 @@ def _(which, a, b, ends):
 
 @torch.library.custom_op("fp8ref::scaled_grouped_mm", mutates_args=())
 def by_torch(
-    codes_a: torch.Tensor, scale_a: torch.Tensor, codes_b: torch.Tensor, scale_b: torch.Tensor, ends: torch.Tensor, lines: str, accumulate: str
+    codes_a: torch.Tensor,
+    scale_a: torch.Tensor,
+    codes_b: torch.Tensor,
+    scale_b: torch.Tensor,
+    ends: torch.Tensor,
+    lines: str,
+    accumulate: str,
 ) -> torch.Tensor:
     """bfloat16, by ``torch._scaled_grouped_mm``, as one operator, which names to a proof what the scales are of (B-8).
 

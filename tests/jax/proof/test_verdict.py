@@ -67,9 +67,7 @@ def test_a_dot_in_a_function_is_xlas_to_partition_only_if_called_outside_shard_m
     square = jax.jit(lambda y: y @ y.mT)
 
     def mapped(x, v, w):
-        results = (
-            linear.apply(x, weight, recipe="tensorwise", placement=placement, name=name)[0] for name, weight in (("q", v), ("k", w))
-        )
+        results = (linear.apply(x, weight, recipe="tensorwise", placement=placement, name=name)[0] for name, weight in (("q", v), ("k", w)))
         return tuple(square(y) for y in results)
 
     cut, rows = P(None, "tensor"), P("tensor", None)
@@ -84,7 +82,9 @@ def test_a_dot_in_a_function_is_xlas_to_partition_only_if_called_outside_shard_m
     arrays = (jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(shapes, specs, strict=True))
     program = proof.read(jax.jit(step).lower(*arrays))
     assert program.source == ("hlo after spmd partitioning" if outside else "stablehlo")
-    missing = [line for line in proof.missing(program, dict.fromkeys("qk", "tensorwise"), dict.fromkeys("qk", placement)) if "/output" in line]
+    missing = [
+        line for line in proof.missing(program, dict.fromkeys("qk", "tensorwise"), dict.fromkeys("qk", placement)) if "/output" in line
+    ]
     assert [line.partition(":")[0] for line in missing] == (["k/output"] if outside else [])
 
 
