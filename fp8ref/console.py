@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 SECONDS = 30.0
 """The time between two lines of progress where there is no terminal."""
@@ -113,7 +113,7 @@ def library_bar(title: str, total: int | None) -> AbstractContextManager[Callabl
     return bar(title, total) if importlib.util.find_spec("rich") else nullcontext(lambda note="", by=1: None)
 
 
-def counted(title: str, items: Iterable[T]) -> Iterator[T]:
+def counted(title: str, items: Iterable[_T]) -> Iterator[_T]:
     """The items, with a ``library_bar`` that advances after each; of a length that is not known the count alone."""
     total = len(items) if isinstance(items, Sized) else None
     with library_bar(title, total) as advance:

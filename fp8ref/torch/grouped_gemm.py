@@ -64,7 +64,7 @@ def multiply(which: Gemm, a: Quantized, b: Quantized, groups: Groups, spec: Gemm
     chosen = kernel(spec, a.codes.device)
     if chosen == "scaled_grouped_mm":
         run = _rows_by_rows if which == "grad_weight" else _rows_by_weights
-        return run(a, b, groups, fast=spec.accumulate == "fast").to(out_dtype)
+        return run(a, b, groups, spec.accumulate).to(out_dtype)
     if chosen == "grouped_mm":
         return _of_values(which, exact_values(a, groups), exact_values(b, groups), groups).to(out_dtype)
     if chosen == "deep_gemm" and max(a.codes.numel(), b.codes.numel()) < block_gemm.OFFSETS:
@@ -139,7 +139,38 @@ def _(which, a, b, ends):
     return _empty(which, a, b, len(ends), a.dtype)
 
 
-OPERATORS = (torch.ops.fp8ref.grouped_gemm.default, torch.ops.fp8ref.grouped_gemm_hp.default, grouped_deepgemm.OPERATOR)
+@torch.library.custom_op("fp8ref::scaled_grouped_mm", mutates_args=())
+def by_torch(
+    codes_a: torch.Tensor,
+    scale_a: torch.Tensor,
+    codes_b: torch.Tensor,
+    scale_b: torch.Tensor,
+    ends: torch.Tensor,
+    lines: str,
+    accumulate: str,
+) -> torch.Tensor:
+    """bfloat16, by ``torch._scaled_grouped_mm``, as one operator, which names to a proof what the scales are of (B-8).
+
+    Shapes:   codes_a [M, C] x codes_b [E, D, C] -> [M, D], groups of rows; or [N, M] x [K, M] -> [E, N, K], groups of the
+              reduced columns; scales float32 as torch takes them, a line each; lines: the granularities of a and b.
+    """
+    return torch._scaled_grouped_mm(
+        codes_a, codes_b.mT, scale_a, scale_b, ends, out_dtype=torch.bfloat16, use_fast_accum=accumulate == "fast"
+    )
+
+
+@by_torch.register_fake
+def _(codes_a, scale_a, codes_b, scale_b, ends, lines, accumulate):
+    experts = () if codes_b.ndim == 3 else (len(ends),)
+    return codes_a.new_empty((*experts, codes_a.shape[0], codes_b.shape[-2]), dtype=torch.bfloat16)
+
+
+OPERATORS = (
+    torch.ops.fp8ref.grouped_gemm.default,
+    torch.ops.fp8ref.grouped_gemm_hp.default,
+    torch.ops.fp8ref.scaled_grouped_mm.default,
+    grouped_deepgemm.OPERATOR,
+)
 """The operators, as a dispatch mode sees them."""
 
 
@@ -163,7 +194,7 @@ def _has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and hasattr(torch, "_scaled_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, *, fast: bool) -> torch.Tensor:
+def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -> torch.Tensor:
     """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced, by torch's grouped kernel."""
     experts = len(groups.sizes)
     codes = b.codes if b.axis == -1 else b.codes.transpose(-2, -1).contiguous()  # [E, D, C]
@@ -173,19 +204,12 @@ def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, *, fast: bool) 
         e = groups.group.clamp(max=experts - 1)
         scale_a = scale_a.expand(len(a.codes)) if scale_a.ndim == 0 else scale_a[e]
     of_experts = b.scale_inv if b.scale_inv.ndim == 0 else b.scale_inv.reshape(experts, -1)
-    out = torch._scaled_grouped_mm(  # [M, C] @ [E, C, D] -> [M, D]
-        a.codes.contiguous(),
-        codes.contiguous().transpose(-2, -1),
-        scale_a.reshape(-1).contiguous(),
-        of_experts.expand(experts, columns).contiguous(),
-        groups.ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )
-    return groups.only(out)
+    of_a, of_b = scale_a.reshape(-1).contiguous(), of_experts.expand(experts, columns).contiguous()
+    lines = f"{a.granularity} {b.granularity}"
+    return groups.only(by_torch(a.codes.contiguous(), of_a, codes.contiguous(), of_b, groups.ends, lines, accumulate))
 
 
-def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, *, fast: bool) -> torch.Tensor:
+def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -> torch.Tensor:
     """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped kernel."""
     experts, rows = len(groups.sizes), len(a.codes)
     to, ends, total = padded_rows(groups, rows, ALIGNMENT)
@@ -194,15 +218,9 @@ def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, *, fast: bool) -> 
         q.scale_inv.reshape(-1, 1).expand(experts, q.codes.shape[1]) if q.granularity == "tensorwise" else q.scale_inv.expand(experts, -1)
         for q in (a, b)
     )
-    out = torch._scaled_grouped_mm(  # [N, M] @ [M, K] -> [E, N, K]
-        codes_a.t().contiguous().view(a.codes.dtype),
-        codes_b.t().contiguous().view(b.codes.dtype).t(),
-        scale_a.reshape(-1).contiguous(),
-        scale_b.reshape(-1).contiguous(),
-        ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )
+    columns_a, columns_b = codes_a.t().contiguous().view(a.codes.dtype), codes_b.t().contiguous().view(b.codes.dtype)
+    of_a, of_b = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
+    out = by_torch(columns_a, of_a, columns_b, of_b, ends, f"{a.granularity} {b.granularity}", accumulate)
     return _of_groups_with_rows(out, groups)
 
 

@@ -151,8 +151,9 @@ class _Products(TorchDispatchMode):
 
 def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
     """M N K of a product; 0 of any other operator."""
-    if func in grouped_gemm.OPERATORS:  # (which, a [M, K], ...), of a forward pass
-        return out.numel() * args[1].shape[1]
+    if func in grouped_gemm.OPERATORS:  # of a forward pass: (which, a [M, K], ...), or a kernel's, (a [M, K], ...)
+        a = args[1] if isinstance(args[0], str) else args[0]
+        return out.numel() * a.shape[1]
     if func is block_gemm.OPERATOR or func is hardware.OPERATOR:
         return out.numel() * args[0].shape[1]
     if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:  # torch's registry lacks it

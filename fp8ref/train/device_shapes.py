@@ -150,7 +150,7 @@ def _cut(config: Config) -> list[str]:
     """Faults of batches, sequences and heads that the mesh does not divide."""
     keys, model, data, faults = config.parallel, config.model, config.data, []
     if data.batch_size % (keys.batch_parts * data.microbatches):
-        faults.append(data.indivisible(keys.batch_parts, "devices"))
+        faults.append(data.indivisible(keys.of_batch, "devices"))
     faults += config.uncut_sequences()
     faults += [
         f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}."

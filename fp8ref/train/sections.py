@@ -102,10 +102,10 @@ class DataConfig:
         require(0 < self.validation_fraction < 1, f"data.validation_fraction must be between 0 and 1; got {self.validation_fraction}.")
         require(self.seed >= 0, f"data.seed is not negative; got {self.seed}.")
 
-    def indivisible(self, shared: int, who: str) -> str:
-        """The error message for a batch that data x fsdp = ``shared`` devices cannot share evenly."""
+    def indivisible(self, shared: str, who: str) -> str:
+        """The error message for a batch that devices cannot share evenly; shared: ``ParallelConfig.of_batch``."""
         parts = f" times data.microbatches = {self.microbatches}" * (self.microbatches > 1)
-        return f"data.batch_size is divisible by data x fsdp = {shared} {who}{parts}; got {self.batch_size}."
+        return f"data.batch_size is divisible by {shared} {who}{parts}; got {self.batch_size}."
 
     def parts(self, batch: np.ndarray) -> np.ndarray:
         """A batch [B, ...] as microbatches [microbatches, B / microbatches, ...] of contiguous rows
@@ -280,8 +280,8 @@ class ParallelConfig:
     reduce: Literal["rounded", "accumulators"] = "rounded"
     """What devices sum to complete a GEMM: results rounded to bfloat16 (rounded), or raw float32 accumulators (JAX: accumulators)."""
     reduce_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "float32"
-    """Dtype in which rounded gradients are summed over data and fsdp. In JAX those of linears; others are summed in float32. float8_e4m3fn: weights
-    of linears are exchanged in FP8, by one scale for all devices, and summed in float32."""
+    """Dtype in which rounded gradients are summed over devices that share the batch. In JAX those of linears; others are summed in float32.
+    float8_e4m3fn: weights of linears are exchanged in FP8, by one scale for all devices, and summed in float32."""
     reduce_mu: Literal["one", "automatic"] = "one"
     """Under reduce_dtype float8_e4m3fn, the factor of the scale: 1, or FP8-LM's mu, which is halved where elements saturate, and else grows."""
     mu_threshold: float = gradient_reduction.AUTO.threshold
@@ -400,6 +400,11 @@ class ParallelConfig:
     def batch_parts(self) -> int:
         """Number of parts that the sequences of a batch are dealt into: those that context cuts count once."""
         return self.data * self.fsdp * self.expert
+
+    @property
+    def of_batch(self) -> str:
+        """The keys of ``batch_parts`` and their product, for messages."""
+        return f"{' x '.join(axis for axis in self.axes if axis in ('data', 'fsdp', 'expert'))} = {self.batch_parts}"
 
     @property
     def shards(self) -> int:

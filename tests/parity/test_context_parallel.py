@@ -1,10 +1,15 @@
 """Context parallelism in the trainers, parallel.context (spec A-21, A-24), next to one device."""
 
+import io
+
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fp8ref.attention import GRADIENT_ROLES, ROLES
 from fp8ref.crosscheck.operands import observe
+from fp8ref.errors import ConfigError
+from fp8ref.estimate import dry_run
 from fp8ref.train import device_shapes, loop
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
@@ -161,3 +166,13 @@ def test_sequences_that_do_not_divide_are_refused(backend, config):  # A-24
     with pytest.raises(ValueError, match=r"data.sequence_length is divisible by parallel.context = 2; got 15") as caught:
         device_shapes.check(uneven, backend)
     assert "parallel.fsdp" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_messages_and_the_dry_run_name_context_among_the_axes(backend, config):  # P-10
+    cut = config.replace(parallel={"data": 3, "context": 2})
+    with pytest.raises(ConfigError, match=r"data\.batch_size is divisible by data x fsdp = 3 devices; got 4"):
+        device_shapes.check(cut, backend)
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    dry_run.show(cut.replace(data={"batch_size": 6}), backend, console)
+    assert "data 3 x fsdp 1 x context 2 x tensor 1 " in console.file.getvalue()

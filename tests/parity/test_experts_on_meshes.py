@@ -1,13 +1,16 @@
 """A model with experts on meshes of devices and on ranks, against one device: gradients, losses, statistics, proofs, checkpoints."""
 
 import dataclasses
+import io
 
 import numpy as np
 import pytest
 from ranks import run
+from rich.console import Console
 
 from fp8ref import stats
 from fp8ref.errors import ConfigError
+from fp8ref.estimate import dry_run
 from fp8ref.llama import LlamaConfig
 from fp8ref.train import config as configs
 from fp8ref.train import device_shapes, loop
@@ -143,6 +146,8 @@ def test_a_checkpoint_of_ranks_is_read_by_others(mixture, tmp_path):  # K-2
     ("keys", "said"),
     [
         ({"tensor": 2}, "devices that share the batch; got parallel.tensor 2"),
+        ({"context": 2}, r"devices that have whole sequences; got parallel\.context 2\. Set it to 1"),
+        ({"context": 2, "expert": 2}, r"devices that have whole sequences; got parallel\.context 2\. Set it to 1"),
         ({"expert": 3}, "equal numbers of experts on each of parallel.expert 3; got 4"),
         ({"expert": 2, "through": "jit"}, "rows that devices send"),
         ({"fsdp": 2, "reduce": "accumulators"}, "rows that devices send"),
@@ -157,6 +162,16 @@ def test_what_experts_on_meshes_do_not_take_is_refused_by_name(keys, said, mixtu
 def test_a_model_without_experts_holds_none_apart(small):
     with pytest.raises((ValueError, ConfigError), match=r"parallel\.expert is for a model with experts; got 2"):
         small.replace(parallel={"expert": 2})
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_messages_and_the_dry_run_name_expert_among_the_axes(backend, mixture):  # P-10
+    config = mixture("rowwise", {"data": 2, "expert": 4})
+    with pytest.raises(ConfigError, match=r"data\.batch_size is divisible by data x fsdp x expert = 8 devices; got 4"):
+        device_shapes.check(config, backend)
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    dry_run.show(config.replace(data={"batch_size": 8}), backend, console)
+    assert "data 2 x fsdp 1 x expert 4 x tensor 1 " in console.file.getvalue()
 
 
 def test_jax_cuts_experts_evenly(mixture):

@@ -11,6 +11,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize, prune
 
 from fp8ref import torch as ft
+from fp8ref.torch import grouped_gemm
+from fp8ref.torch import report as reports
 
 D, F, TOKENS, EXPERTS = 32, 64, 8, 4
 
@@ -322,3 +324,12 @@ def test_experts_at_real_sizes_need_no_memory(name):  # R-7
 def test_a_report_is_of_a_module():
     with pytest.raises(ValueError, match=r"a model is an nn\.Module; got a int"):
         ft.linear.report(3)
+
+
+def test_multiplications_of_every_grouped_kernel():  # X-10
+    """An output [M, D] of M rows of C, whether the operator takes the name of the GEMM first or not."""
+    a, b, out = (torch.empty(shape, device="meta") for shape in ((TOKENS, D), (EXPERTS, F, D), (TOKENS, F)))
+    scale = torch.empty((TOKENS, 1), device="meta")
+    each, high, kernel, deep = grouped_gemm.OPERATORS
+    for func, args in ((each, ("output", a, scale, b)), (high, ("output", a, b)), (kernel, (a, scale, b)), (deep, (a, scale, b))):
+        assert reports._multiplications(func, args, {}, out) == TOKENS * F * D, func

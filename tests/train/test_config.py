@@ -11,7 +11,7 @@ from fp8ref import configs as shipped
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import trained_recipes
 from fp8ref.train import config as configs
-from fp8ref.train.config import Config, DataConfig, NumericsConfig, OptimizerConfig, RunConfig
+from fp8ref.train.config import Config, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -295,6 +295,20 @@ def test_an_option_that_cannot_be_used_exits_with_2(capsys, options, said):
         override(Config(), *options)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mesh", "of_batch", "of_shards"),
+    [
+        ({"data": 3, "fsdp": 2}, "data x fsdp x tensor = 3 x 2 x 1", "data x fsdp = 6", "fsdp = 2"),
+        ({"context": 2, "tensor": 3}, "data x fsdp x context x tensor = 1 x 1 x 2 x 3", "data x fsdp = 1", "fsdp x context = 2"),
+        ({"fsdp": 2, "expert": 3}, "data x fsdp x expert x tensor = 1 x 2 x 3 x 1", "data x fsdp x expert = 6", "fsdp x expert = 6"),
+    ],
+)
+def test_messages_name_the_axes_that_a_mesh_has(parallel, mesh, of_batch, of_shards):  # P-10
+    keys = ParallelConfig(**parallel)
+    assert (keys.mesh, keys.of_batch, keys.of_shards) == (mesh, of_batch, of_shards)
+    assert keys.devices == math.prod(parallel.values())
 
 
 def test_replace_leaves_the_original_alone():

@@ -165,12 +165,17 @@ def kernels(text: str) -> dict[str, str]:
 
 def walk(op, skip: str | None = None) -> Iterator:
     """The operations inside a StableHLO operation, except those inside operations named skip."""
+    for inner in children(op):
+        if inner.name != skip:
+            yield inner
+            yield from walk(inner, skip)
+
+
+def children(op) -> Iterator:
+    """The operations of a StableHLO operation's own blocks, in order; of a module its functions."""
     for region in op.regions:
         for block in region.blocks:
-            for inner in block.operations:
-                if inner.operation.name != skip:
-                    yield inner.operation
-                    yield from walk(inner.operation, skip)
+            yield from (inner.operation for inner in block.operations)
 
 
 def _multiplied(node, made: Callable) -> str:

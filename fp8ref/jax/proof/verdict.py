@@ -281,10 +281,23 @@ def hlo_name(dtype) -> str:
 
 def _left_to_partition(lowered: jax.stages.Lowered) -> bool:
     """True if XLA has dots to split over devices: several partitions, and a dot outside
-    shard_map."""
+    shard_map, also in a function that is called there."""
     module = _module(lowered)
     partitions = module.attributes["mhlo.num_partitions"].value if "mhlo.num_partitions" in module.attributes else 1
-    return partitions > 1 and any(True for op in hlo.walk(module, skip="sdy.manual_computation") if op.name == "stablehlo.dot_general")
+    if partitions == 1:
+        return False
+    functions = {str(op.attributes["sym_name"].value): op for op in hlo.children(module)}
+    names, visited = ["main"], set()
+    while names:
+        if (name := names.pop()) in visited:
+            continue
+        visited.add(name)
+        for op in hlo.walk(functions[name], skip="sdy.manual_computation"):
+            if op.name == "stablehlo.dot_general":
+                return True
+            if op.name == "func.call":
+                names.append(str(op.attributes["callee"].value))
+    return False
 
 
 def _module(lowered: jax.stages.Lowered):

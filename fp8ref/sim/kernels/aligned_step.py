@@ -14,7 +14,8 @@ Its sum with any other exponent is below that of every product of two numbers, a
 an int8.
 """
 
-GROUP = 4  # products of one pass over the lanes
+GROUP = 4
+"""Products of one pass over the lanes."""
 
 
 @njit(nogil=True, inline="always", error_model="numpy")

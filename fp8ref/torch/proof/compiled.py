@@ -158,7 +158,7 @@ def _how(node: Node) -> tuple[str | None, ...]:
     if node.target is BLOCK_GEMM:
         codes_b, scale_b = (_node(node.args[i]).meta["val"] for i in (1, 3))
         return records.of_blocks(codes_b, scale_b, str(node.args[5]))
-    return _scaled(node) if node.target is SCALED_MM else (None, None)
+    return _scaled(node) if node.target is SCALED_MM else records.of_groups(node.target, node.args)
 
 
 def _scaled(node: Node) -> tuple[str, str]:

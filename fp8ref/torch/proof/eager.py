@@ -17,7 +17,7 @@ from fp8ref.torch import attention_observer, gemm
 from fp8ref.torch.attention_observer import observe_attention
 from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
-from fp8ref.torch.proof.records import BLOCK_GEMM, GROUPED_DEEP_GEMM, GROUPED_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
+from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 
 _aten = torch.ops.aten
 _ONES = (_aten.ones.default, _aten.new_ones.default)
@@ -136,12 +136,10 @@ class _Tracer(TorchDispatchMode):
                 granularity, self._unscaled[out] = "unit", len(self._trace.gemms)
         elif func is BLOCK_GEMM:
             accumulate, granularity = records.of_blocks(args[1], args[3], args[5])
-        elif func is GROUPED_GEMM:
-            accumulate, granularity = records.of_groups(args)
-        elif func is GROUPED_DEEP_GEMM:
-            accumulate, granularity = records.BLOCKS["deep_gemm"], records.SQUARES
         elif func is SIMULATED:
             accumulate, granularity, plan = records.of_simulated(args)
+        else:
+            accumulate, granularity = records.of_groups(func, args)
         self._trace.gemms.append(GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan))
 
     def _record_scale(self, index: int, factor: torch.Tensor) -> None:

@@ -28,8 +28,8 @@ SQUARES = "blockwise_1x128 x blockwise_128x128"
 SIMULATED = hardware.OPERATOR
 """The operator of simulated hardware (G-19)."""
 
-GROUPED_GEMM, GROUPED_GEMM_HP, GROUPED_DEEP_GEMM = grouped_gemm.OPERATORS
-"""The operators of one GEMM for each group (X-10), in FP8 and in high precision, and of DeepGEMM's grouped kernel."""
+GROUPED_GEMM, GROUPED_GEMM_HP, SCALED_GROUPED_MM, GROUPED_DEEP_GEMM = grouped_gemm.OPERATORS
+"""The operators of one GEMM for each group (X-10), in FP8 and in high precision, and of torch's and DeepGEMM's grouped kernels."""
 
 SCALED_MMS = batched_gemm.OPERATOR
 """The operator of a batch of products of attention, in compiled graphs."""
@@ -40,7 +40,9 @@ OPERANDS_AT: dict[Any, tuple[int, int]] = {
     SIMULATED: (0, 1),
     GROUPED_GEMM: (1, 3),
     GROUPED_GEMM_HP: (1, 2),
+    SCALED_GROUPED_MM: (0, 2),
     GROUPED_DEEP_GEMM: (0, 2),
+    _aten._grouped_mm.default: (0, 1),
     _aten.mm.default: (0, 1),
     _aten.addmm.default: (1, 2),
 }
@@ -201,10 +203,15 @@ def of_blocks(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[st
     return BLOCKS[by], f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"
 
 
-def of_groups(arguments: Sequence[Any]) -> tuple[str, str]:
-    """Accumulation and granularity of the GEMMs of all groups."""
-    line_a, line_b = arguments[7].split()
-    return arguments[8], hardware.granularity(line_a, line_b)
+def of_groups(func: Any, arguments: Sequence[Any]) -> tuple[str | None, str | None]:
+    """Accumulation and granularity of the GEMMs of all groups, by an operator of ``grouped_gemm``; (None, None) by another, or in
+    high precision."""
+    if func is GROUPED_DEEP_GEMM:
+        return BLOCKS["deep_gemm"], SQUARES
+    if func not in (GROUPED_GEMM, SCALED_GROUPED_MM):
+        return None, None
+    lines, accumulate = arguments[7:9] if func is GROUPED_GEMM else arguments[5:7]
+    return accumulate, hardware.granularity(*lines.split())
 
 
 def of_simulated(arguments: Sequence[Any]) -> tuple[str, str, str]:

@@ -24,9 +24,6 @@ from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Role
 from fp8ref.train.config import Config, ParallelConfig
 
-AXES = ("data", "fsdp", "context", "expert", "tensor")
-"""The axes that the trainer's mesh may have, in order; expert is left out of one that has no experts apart."""
-
 
 class Layout:
     """The shardings of one config.
@@ -45,7 +42,7 @@ class Layout:
         self.config = config.parallel
         self.abstract = devices is not None
         self.devices = (jax.devices() if devices is None else list(devices))[: config.parallel.devices]
-        self.axes = tuple(axis for axis in AXES if axis != "expert" or config.parallel.expert > 1)
+        self.axes = config.parallel.axes
         sizes = {axis: getattr(config.parallel, axis) for axis in self.axes}
         # Placements omit axes of one device: these cut nothing, and would add collectives to the
         # program.
@@ -295,7 +292,7 @@ class Layout:
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
         rows, tensor, shards = self.config.batch_parts, sizes["tensor"], self.config.shards
         if config.data.batch_size % (rows * config.data.microbatches):
-            raise ConfigError(config.data.indivisible(rows, "devices"))
+            raise ConfigError(config.data.indivisible(self.config.of_batch, "devices"))
         if faults := config.uncut_sequences():
             raise ConfigError(faults[0])
         for key in ("num_attention_heads", "num_key_value_heads"):

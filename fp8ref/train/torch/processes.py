@@ -142,8 +142,7 @@ def leave(code: int) -> NoReturn:
 
 
 def mesh_of(config: Config) -> DeviceMesh | None:
-    """The device mesh data x fsdp x tensor of the processes that ``join`` connected, with expert before tensor if
-    it is above 1.
+    """The device mesh data x fsdp x expert x tensor of the processes that ``join`` connected, without expert if it is 1.
 
     None for one process. Ranks that share sequences are of fsdp (P-26): r of them in a row, for parallel.context r.
 
@@ -159,9 +158,8 @@ def mesh_of(config: Config) -> DeviceMesh | None:
             f"parallel asks for {keys.mesh} = {keys.devices} processes; there are {ranks}. "
             f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
         )
-    shared = keys.batch_parts
-    if config.data.batch_size % (shared * config.data.microbatches):
-        raise ConfigError(config.data.indivisible(shared, "processes"))
+    if config.data.batch_size % (keys.batch_parts * config.data.microbatches):
+        raise ConfigError(config.data.indivisible(keys.of_batch, "processes"))
     if faults := config.uncut_sequences():
         raise ConfigError(faults[0])
     if ranks == 1:

@@ -58,6 +58,36 @@ def test_every_planned_gemm_and_gather_is_there(recipe, through):
         assert len(gathers) == (3 if recipe == "rowwise_with_gw_hp" else 4)
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_dot_in_a_function_is_xlas_to_partition_only_if_called_outside_shard_map(outside):
+    """A function, as attention's rules are, stands beside the main one. After partitioning XLA has merged equal gathers, here of one
+    input by two linears, so that one of them would be missing."""
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+    placement = Placement(n=("tensor",), sequence=True)
+    square = jax.jit(lambda y: y @ y.mT)
+
+    def mapped(x, v, w):
+        results = (linear.apply(x, weight, recipe="tensorwise", placement=placement, name=name)[0] for name, weight in (("q", v), ("k", w)))
+        return tuple(square(y) for y in results)
+
+    cut, rows = P(None, "tensor"), P("tensor", None)
+    specs = (cut, rows, rows)
+    out = P(None, None, "tensor")  # each device's own features
+
+    def step(x, v, w):
+        results = jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=(out, out))(x, v, w)
+        return tuple(square(y) for y in results) if outside else results
+
+    shapes = (jnp.ones((2, 32, 64), jnp.bfloat16), *(jnp.ones((64, 64), jnp.bfloat16) * n for n in (1, 2)))
+    arrays = (jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(shapes, specs, strict=True))
+    program = proof.read(jax.jit(step).lower(*arrays))
+    assert program.source == ("hlo after spmd partitioning" if outside else "stablehlo")
+    missing = [
+        line for line in proof.missing(program, dict.fromkeys("qk", "tensorwise"), dict.fromkeys("qk", placement)) if "/output" in line
+    ]
+    assert [line.partition(":")[0] for line in missing] == (["k/output"] if outside else [])
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_weight_in_flaxs_layout_has_its_operands_in_the_same_order(recipe):
     """A kernel is [K, N], so that its gradient is multiplied the other way round."""

@@ -5,11 +5,13 @@ import torch
 import torch._inductor.config as inductor_config
 from proofs import DISTINCT, expected, fp8, name_of, square, step
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from fp8ref.torch import proof
+from fp8ref.torch.proof import compiled, records
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 
@@ -60,6 +62,28 @@ def test_passes_that_were_there_run_first_and_remain():
         assert ran == [(name, 0) for name in PASSES]
         assert trace.gemms == []
         assert {name: getattr(inductor_config, name) for name in PASSES} == earlier
+
+
+@pytest.mark.parametrize("operator", [records.GROUPED_GEMM, records.SCALED_GROUPED_MM, records.GROUPED_DEEP_GEMM], ids=str)
+def test_grouped_gemms_of_a_graph_say_how_they_run(operator):  # X-10
+    """Of a graph with each operator, as ``make_fx`` makes it of fake tensors: codes [M, K] x [E, N, K] -> [M, N]."""
+    a, b = torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.zeros(2, 256, 128).to(torch.float8_e4m3fn)
+    scales, ends = (torch.ones(16, 1), torch.ones(2, 256, 1)), torch.tensor([8, 16], dtype=torch.int32)
+
+    def product(a, b, scale_a, scale_b, ends):
+        if operator is records.GROUPED_DEEP_GEMM:
+            return operator(a, scale_a, b, scale_b, ends, ends, 256)
+        if operator is records.SCALED_GROUPED_MM:
+            return operator(a, scale_a, b, scale_b, ends, "rowwise rowwise", "slow")
+        how = "e4m3fn e4m3fn", "rowwise rowwise", "slow", "scale_then_round", torch.bfloat16
+        return operator("output", a, scale_a, b, scale_b, ends, *how)
+
+    graph = make_fx(product, tracing_mode="fake")(a, b, *scales, ends).graph
+    (node,) = (node for node in graph.nodes if node.target is operator)
+    assert tuple(node.meta["val"].shape) == (16, 256)
+    assert [records.type_name(x.meta["val"].dtype) for x in compiled._operands(node)] == ["f8e4m3fn", "f8e4m3fn"]
+    blocks = ("blocks, DeepGEMM", "blockwise_1x128 x blockwise_128x128")
+    assert compiled._how(node) == (blocks if operator is records.GROUPED_DEEP_GEMM else ("slow", "rowwise"))
 
 
 @pytest.mark.slow

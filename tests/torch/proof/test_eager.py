@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from grouped_kernel import ScaledGroupedMm
 from linears import run
 from proofs import DISTINCT, WEIGHT_ONLY, expected, fp8, name_of, square, step
 from torch import nn
@@ -15,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torchao.float8.float8_linear import Float8Linear
 
 from fp8ref.recipe import RECIPES
-from fp8ref.torch import linear, proof
+from fp8ref.torch import grouped_gemm, linear, proof
+from fp8ref.torch.grouped_linear import GroupedLinear
 from fp8ref.train.torch.trainer import Trainer
 
 
@@ -48,6 +50,25 @@ def test_gemms_in_high_precision_are_seen_as_such_and_not_asked_for(recipe):
     assert proof.missing(trace, {"0": recipe, "2": recipe}) == []
     dequantized = proof.manifest(trace, {"0": recipe}, [])["on_dequantised_operands"]
     assert dequantized == ([] if recipe == "bf16" else ["0/output", "0/grad_input", "0/grad_weight"])
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+def test_grouped_gemms_by_a_gpus_kernel_are_seen(recipe, monkeypatch):  # X-10
+    """Of ``tensorwise`` the output is the kernel's, and gradients in e5m2 are multiplied group by group."""
+    kernel = ScaledGroupedMm()
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", kernel)
+    monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda device: True)
+    experts = GroupedLinear(2, 32, 64, dtype=torch.bfloat16)
+    torch.nn.init.normal_(experts.weight)
+    model = linear.convert(nn.ModuleDict({"experts": experts}), recipe)
+    x = torch.randn(40, 32, dtype=torch.bfloat16, requires_grad=True)
+    with proof.trace_eager(model) as trace:
+        model["experts"](x, torch.tensor([16, 40], dtype=torch.int32)).float().square().sum().backward()
+    assert kernel.calls == {"rowwise": 3, "tensorwise": 1, "mxfp8": 0}[recipe]
+    assert [g.name for g in trace.gemms] == ["experts/output", "experts/grad_input", "experts/grad_weight"]
+    planned = {"experts": experts.recipe.recipe}
+    assert proof.missing(trace, planned) == []
+    assert fp8(trace) == (set() if recipe == "mxfp8" else expected(experts.recipe.recipe, ("experts",)))
 
 
 def test_a_gradient_that_nobody_needs_is_pruned_and_not_missing():

@@ -64,6 +64,16 @@ def test_a_mesh_trains_as_one_device_does(recipe, parallel):  # P-9, P-10
     assert many.logits(TOKENS[0][:, :-1]).shape == (8, 32, 256)
 
 
+def test_every_linear_gathers_its_own_codes_beside_attention_by_a_variant():  # B-7, B-15
+    """Read before XLA partitions anything: behind that pass q, k and v, of one input, have one gather."""
+    parallel = {"fsdp": 2, "tensor": 2, "sequence": True}
+    numerics = {"recipe": "rowwise", "attention": "cudnn"}
+    proof = Trainer(CONFIG.replace(numerics=numerics, parallel=parallel, data={"batch_size": 2})).prove(TOKENS[0, :2])
+    assert (proof["read_from"], proof["missing"]) == ("stablehlo", [])
+    # each weight for two GEMMs, and the input of a column-parallel linear; of a row-parallel one grad_output's codes, with bits (P-6)
+    assert proof["gathers"]["f8e4m3fn"] == 7 * 2 + 5 * 2 + 2
+
+
 @pytest.mark.slow
 def test_states_of_delayed_scaling_are_no_parameters_and_change_once_a_step():
     one = trainer("delayed", {})
@@ -159,7 +169,7 @@ def test_cudnn_attention_gives_the_loss_of_xlas(parallel):
             "'cudnn' takes heads of a multiple of 8 up to 256; got 4. Set it to xla",
         ),
         ({"attention": "cudnn"}, {"model": {"hidden_size": 1280}}, "'cudnn' takes heads of a multiple of 8 up to 256; got 320"),
-        ({"data": 16}, {}, "16 devices.*jax has 8"),
+        ({"data": 16}, {}, r"16 devices \({'data': 16, 'fsdp': 1, 'tensor': 1}\); jax has 8"),
         ({"data": 8}, {"data": {"batch_size": 12}}, "batch_size is divisible by data x fsdp = 8 devices; got 12"),
         ({"data": 4}, {"data": {"microbatches": 4}}, "divisible by data x fsdp = 4 devices times data.microbatches = 4; got 8"),
         ({"tensor": 8}, {}, "num_attention_heads is divisible by parallel.tensor = 8; got 4"),

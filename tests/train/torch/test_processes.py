@@ -124,6 +124,20 @@ def test_as_many_processes_as_the_config_asks_for(tmp_path, config):
         )
 
 
+@pytest.mark.parametrize(
+    ("parallel", "mesh"),
+    [
+        ({"context": 2}, "data x fsdp x context x tensor = 1 x 1 x 2 x 1 = 2 processes"),
+        ({"expert": 2, "fsdp": 2}, "data x fsdp x expert x tensor = 1 x 2 x 2 x 1 = 4 processes"),
+    ],
+)
+def test_processes_are_asked_for_by_the_axes_that_a_mesh_has(parallel, mesh, small):  # P-10
+    model = {"num_experts": 4, "num_experts_per_tok": 2} if "expert" in parallel else {}
+    numerics = {} if model else {"attention": "bf16"}
+    with pytest.raises(ConfigError, match=f"parallel asks for {mesh}; there are 1"):
+        processes.mesh_of(small.replace(model=model, numerics=numerics, parallel=parallel))
+
+
 def test_one_process_is_no_mesh(config):
     with pytest.raises(ConfigError, match=r"2 processes; there are 1\. Start as many: torchrun --nproc-per-node 2"):
         trainer.Trainer(config)
