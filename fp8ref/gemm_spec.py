@@ -46,6 +46,14 @@ class CastSpec:
         """Whether the simulator alone has it: FP4, a rotation, or stochastic rounding."""
         return self.fmt.bits < 8 or self.rotation is not None or self.rounding != "nearest_even"
 
+    @property
+    def pairs(self) -> bool:
+        """Whether its codes by scales of rows and by scales of columns are made of each other (spec P-6): the scales are powers of two and
+        saturate no number. One above fmt.max would be lost in the finer codes: a scale rounded up, or that of an infinite amax."""
+        policy = self.policy
+        computed = (policy.ratio, policy.overflow, policy.zero, policy.infinite, policy.nan) == ("max/amax", "inf", *["compute"] * 3)
+        return self.granularity == "rowwise" and policy.power_of_two is not None and computed and not self.simulated
+
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:

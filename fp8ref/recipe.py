@@ -118,6 +118,12 @@ class Recipe:
         return first == second and (first is None or first.granularity == "tensorwise")
 
     @property
+    def pairs_gradients(self) -> bool:
+        """Whether JAX's two backward GEMMs take codes of grad_output that are made of each other, and are gathered together (spec P-6)."""
+        first, second = self.grad_input.a, self.grad_weight.a
+        return first is not None and first == second and first.pairs
+
+    @property
     def rows(self) -> int:
         """What M is a multiple of: the blocks along M in which grad_weight scales its operands (spec L-5)."""
         casts = [cast for cast in (self.grad_weight.a, self.grad_weight.b) if cast is not None]

@@ -85,12 +85,14 @@ class Bound(NamedTuple):
         return 1.01 * (flipped + rounded) + 2.0**-bits * np.abs(found) + 1e-30
 
 
-def bound(variant: Variant, q, k, v, tensors: dict, *, mask: Mask, scale, documents, exponential_error: float) -> Bound:
+def bound(
+    variant: Variant, q, k, v, tensors: dict, *, mask: Mask, scale, documents, exponential_error: float, softcap=None, sinks=None
+) -> Bound:
     """The bound, of a variant on these inputs.
 
-    exponential_error  of each exponential, relative.
+    exponential_error  of each exponential and hyperbolic tangent, relative.
     """
-    problem = attention_inputs.prepare(q, k, v, variant, mask, scale, documents)
+    problem = attention_inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
     granularity = variant.granularity or "tensor"
     wide = {}
     for role, x in (("q", q), ("k", k), ("v", v)):
@@ -98,13 +100,17 @@ def bound(variant: Variant, q, k, v, tensors: dict, *, mask: Mask, scale, docume
         wide[role] = tensors[role].values.astype(np.float64) * of_role
     of_q, of_k, of_v = wide["q"], *(np.repeat(wide[role], problem.group, axis=1) for role in ("k", "v"))
     seen = np.stack([attention_inputs.allowed(problem, i) for i in range(len(q))])[:, None]
-    s = np.where(seen, of_q @ of_k.swapaxes(-1, -2) * float(problem.scale), -np.inf)
+    s = of_q @ of_k.swapaxes(-1, -2) * float(problem.scale)
+    s = np.where(seen, s if softcap is None else softcap * np.tanh(s / softcap), -np.inf)
     sizes = np.where(seen, np.abs(of_q) @ np.abs(of_k).swapaxes(-1, -2) * float(problem.scale), 0).max(axis=-1, keepdims=True)
-    m = s.max(axis=-1, keepdims=True)
-    e = np.exp(s - np.where(np.isfinite(m), m, 0))
-    weights = e / np.maximum(e.sum(axis=-1, keepdims=True), 1e-300)
+    of_sink = np.full((1, 1, 1, 1), -np.inf) if sinks is None else sinks.astype(float)[:, None, None]
+    m = np.maximum(s.max(axis=-1, keepdims=True), of_sink)
+    m = np.where(np.isfinite(m), m, 0)
+    e = np.exp(s - m)
+    weights = e / np.maximum(e.sum(axis=-1, keepdims=True) + np.exp(of_sink - m), 1e-300)
     # A score and a maximum each err by their sums, of D products, four factors and both sides' roundings. The exponent is rounded
     # twice on either side, as are the c of each tile: of a size below 2 * sizes + 16, in base 2 by 1.5 more.
     tiles = -(-k.shape[2] // variant.tile(q.shape[3], mask))
     roundings = 2 * (1 + tiles) * 2.0**-23 * 1.5 * (2 * sizes + 16)
-    return Bound(2 * gamma(q.shape[3] + 8) * sizes + roundings + (1 + tiles) * exponential_error, weights, of_v)
+    capped = 0 if softcap is None else 2 * softcap * (exponential_error + 2.0**-22)  # A-18's term of a softcap
+    return Bound(2 * gamma(q.shape[3] + 8) * sizes + roundings + (1 + tiles) * exponential_error + capped, weights, of_v)

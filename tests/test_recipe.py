@@ -7,6 +7,7 @@ from fp8ref import recipe
 from fp8ref.delayed import DELAYED
 from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16, FP8_FORMATS
+from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.rotation import NVFP4_ROTATION, Rotation
 
@@ -253,3 +254,18 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'rowwize'") as error:
         recipe.by_name("rowwize")
     assert all(name in str(error.value) for name in RECIPES)
+
+
+def test_casts_that_saturate_or_have_other_scales_move_by_themselves():  # P-6
+    row = RECIPES["rowwise"].grad_input.a
+    assert row.pairs
+    for other in (
+        dataclasses.replace(row, policy=POLICIES["torchao"]),
+        dataclasses.replace(row, policy=POLICIES["te_block"]),  # scale 1 of an infinite amax
+        dataclasses.replace(row, policy=POLICIES["mx_floor"], granularity="mx_1x32"),
+        dataclasses.replace(row, granularity="tensorwise"),
+        dataclasses.replace(row, rounding="stochastic"),
+    ):
+        assert not other.pairs
+    pairs = {name for name, recipe in RECIPES.items() if recipe.pairs_gradients}
+    assert pairs == {"rowwise"}  # rowwise_with_gw_hp has one cast; the others have no lines, or no powers of two

@@ -144,9 +144,8 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
             if keys.sequence:
                 recipe, size = decision.recipe, float(_gathered(decision.recipe.grad_input, config, backend))
                 if backend == "jax" and not recipe.serves_both("grad_output"):
-                    # each GEMM needs its own codes: of one format, a bit an element beside the others'
-                    cast = recipe.grad_input.a
-                    one = cast is not None and cast == recipe.grad_weight.a and cast.policy.power_of_two and keys.through == "shard_map"
+                    # each GEMM needs its own codes, or a bit an element beside the other's (P-6)
+                    one = recipe.pairs_gradients and keys.through == "shard_map"
                     size = 9 / 8 if one else size + _gathered(recipe.grad_weight, config, backend)
                 yield "grad_outputs, gathered over tensor", parts, size
 

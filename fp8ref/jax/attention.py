@@ -260,6 +260,7 @@ def _saved(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict
             "not be summed. Use jax.shard_map(..., check_vma=True)."
         )
     q, k, v = (derivatives.not_again(x, use.name, "attention") for x in (q, k, v))
+    sinks = None if sinks is None else derivatives.not_again(sinks, use.name, "attention")
     given = Inputs(q, k, v, documents, sinks)
     result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
     o = result.o.astype(q.dtype)

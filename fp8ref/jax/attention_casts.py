@@ -12,15 +12,18 @@ import jax.numpy as jnp
 from fp8ref import attention_casts as data
 from fp8ref.attention_casts import Casts
 from fp8ref.formats import Format
-from fp8ref.jax import head_scaling, scaling
+from fp8ref.jax import derivatives, head_scaling, scaling
 
 _PRECISE = jax.lax.Precision.HIGHEST
 """Products of float32 on a GPU as on a CPU, without TF32."""
 
+_NAME = "attention with single casts"
+"""What errors begin with."""
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def apply(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts) -> jax.Array:
-    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype."""
+    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype. ValueError for a second derivative."""
     return _forward(q, k, v, casts)[0]
 
 
@@ -37,8 +40,14 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
     return o.reshape(q.shape).astype(q.dtype), (a, b, c, e / total, o, [jnp.zeros((), x.dtype) for x in like])
 
 
+def _saved(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
+    q, k, v = (derivatives.not_again(x, _NAME, "attention") for x in (q, k, v))
+    return _forward(q, k, v, casts)
+
+
 def _backward(casts: Casts, saved, grad: jax.Array):
     q, k, v, p, o, dtypes = saved
+    grad = derivatives.not_again(grad, _NAME, "attention")
     do = _cast(grad, "do", casts).reshape(q.shape)
     dv = _product(_probabilities(p, casts).mT, do).sum(axis=2)
     d = (do * o).sum(axis=-1, keepdims=True)
@@ -47,7 +56,7 @@ def _backward(casts: Casts, saved, grad: jax.Array):
     return tuple(x.astype(like.dtype) for x, like in zip((dq, dk, dv), dtypes, strict=True))
 
 
-apply.defvjp(_forward, _backward)
+apply.defvjp(_saved, _backward)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -130,18 +130,27 @@ def prepare(
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
     if isinstance(over, str):
         raise ValueError(f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},).")
-    how: dict = {"seed": seed, "arithmetic": arithmetic, "over": tuple(over), "softcap": _softcap(softcap)}
+    how: dict = {"seed": seed, "arithmetic": arithmetic, "over": tuple(over), "softcap": _softcap(softcap, number)}
     use = Use(variant=variant, mask=mask, scale=float(number), **how)
     found = _documents(documents, b, tq, of_k[2])
     return use, _on_devices(Inputs(*tensors, found, _sinks(sinks, h)), use)
 
 
-def _softcap(softcap: float | None) -> float | None:
+def _softcap(softcap: float | None, scale: np.float32) -> float | None:
+    """The softcap, rounded to float32. ValueError where a factor made of it is no normal float32 number: XLA flushes others to zero."""
     if softcap is None:
         return None
-    if isinstance(softcap, jax.Array) or not (np.isfinite(np.float32(softcap)) and np.float32(softcap) > 0):
-        raise ValueError(f"a softcap is a number, positive and finite, that is known while attention is traced; got {softcap!r}.")
-    return float(np.float32(softcap))
+    if isinstance(softcap, jax.Array):
+        raise ValueError(f"a softcap is a number that is known while attention is traced; got {softcap!r}. Pass a float.")
+    with np.errstate(all="ignore"):
+        cap = np.float32(softcap)
+        factors = scale / cap, np.float32(np.float64(cap) * np.float64(math.log2(math.e)))
+    if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
+        raise ValueError(
+            f"a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) (A-22); got {softcap!r} with the softmax scale "
+            f"{float(scale)!r}. Use None for no cap."
+        )
+    return float(cap)
 
 
 def _sinks(sinks, heads: int) -> jax.Array | None:

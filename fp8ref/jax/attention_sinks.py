@@ -43,7 +43,7 @@ def gradient(d: jax.Array, lse: jax.Array, sinks: jax.Array, use: Use) -> jax.Ar
     """The gradient of the sinks, float32 [H], of this device's rows.
 
     Shapes:   d [B, H, Tq], the row sums D of A-15, and lse of its shape, float32; sinks [H].
-    Order:    stated: A-23, with a sum in float64; fast: XLA's own.
+    Order:    stated: A-23, with sums of float64 numbers in XLA's order; fast: XLA's own.
     """
     p = elementary.exponential(sinks.astype(jnp.float32)[None, :, None] - lse, "e", use.arithmetic)
     products = elementary.times(p, d, use.arithmetic)

@@ -82,7 +82,7 @@ class Use:
 
     def gathers_pair(self) -> bool:
         """True if one gather of grad_output serves both backward GEMMs, each with its own scales (``paired_codes``)."""
-        return self.mode == "shard_map" and bool(self.placement.gathered("grad_output")) and paired_codes.serve(self.recipe)
+        return self.mode == "shard_map" and bool(self.placement.gathered("grad_output")) and self.recipe.pairs_gradients
 
 
 def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: Scales, use: Use) -> Quantized:

@@ -1,8 +1,8 @@
 """Two sets of codes of one tensor, by the scales of its rows and by those of its columns, in little more than the bytes of one (spec P-6).
 
-Where all scales are powers of two, both codes of an element are roundings of one significand. The code by the larger scale, the finer one, is
-kept. The other is that one, rounded again on a coarser grid: the same bits, but where that rounding meets a tie, which the number
-itself may not have been. A bit an element says so.
+Where all scales are powers of two and saturate no number (``CastSpec.pairs``), both codes of an element are roundings of one
+significand. The code by the larger scale, the finer one, is kept. The other is that one, rounded again on a coarser grid: the same
+bits, but where that rounding meets a tie, which the number itself may not have been. A bit an element says so.
 """
 
 import dataclasses
@@ -13,24 +13,9 @@ from jax import lax
 
 from fp8ref.jax import cast
 from fp8ref.jax.scaling import Quantized
-from fp8ref.recipe import CastSpec, Recipe
 
 BITS = 8
 """Elements whose bits are kept in a byte."""
-
-
-def takes(spec: CastSpec) -> bool:
-    """Whether codes of this cast are made of each other: of lines, with scales that are powers of two and saturate no number. One above
-    fmt.max would be lost in the finer codes: a scale rounded up, or that of an infinite amax."""
-    policy = spec.policy
-    computed = (policy.ratio, policy.overflow, policy.zero, policy.infinite, policy.nan) == ("max/amax", "inf", *["compute"] * 3)
-    return spec.granularity == "rowwise" and policy.power_of_two is not None and computed and not spec.simulated
-
-
-def serve(recipe: Recipe) -> bool:
-    """Whether grad_output has codes of both kinds by a recipe, made of each other."""
-    first, second = recipe.grad_input.a, recipe.grad_weight.a
-    return first is not None and first == second and takes(first)
 
 
 def merged(rows: Quantized, columns: Quantized) -> tuple[jax.Array, jax.Array]:

@@ -137,7 +137,7 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
     """``chains_plain``, by compiled kernels: the faster one where the unit is ``compiled``. The result may be a
     transposed view."""
     unit, k = plan.unit, a.shape[1]
-    if k == 0:
+    if len(a) * len(b) * k == 0:
         return np.zeros((len(a), len(b)), np.float32)
     if not unit.compiled:
         return _by_chains(chain, a, b, fmt_a, fmt_b, plan)

@@ -56,16 +56,22 @@ def prepare(
     if not (np.isfinite(factor) and factor > 0):
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
     of_documents = _documents(documents, b, tq, tk)
-    more: dict = {"softcap": _softcap(softcap), "sinks": _sinks(sinks, h)}
+    more: dict = {"softcap": _softcap(softcap, factor), "sinks": _sinks(sinks, h)}
     return Problem(variant, tensors["q"], tensors["k"], tensors["v"], factor, mask, low, high, *of_documents, **more)
 
 
-def _softcap(softcap: float | None) -> np.float32 | None:
+def _softcap(softcap: float | None, scale: np.float32) -> np.float32 | None:
+    """The softcap, rounded to float32. ValueError where a factor made of it is no normal float32 number."""
     if softcap is None:
         return None
-    cap = np.float32(softcap)
-    if not (np.isfinite(cap) and cap > 0):
-        raise ValueError(f"a softcap is positive and finite; got {softcap!r}. Use None for no cap.")
+    with np.errstate(all="ignore"):
+        cap = np.float32(softcap)
+        factors = scale / cap, np.float32(float(cap) * math.log2(math.e))
+    if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
+        raise ValueError(
+            f"a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) (A-22); got {softcap!r} with the softmax scale "
+            f"{float(scale)!r}. Use None for no cap."
+        )
     return cap
 
 

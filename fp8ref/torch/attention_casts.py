@@ -3,7 +3,10 @@
 o = apply(q, k, v, casts)          # differentiable
 """
 
+import contextlib
+import functools
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,18 +14,47 @@ from torch import Tensor
 from fp8ref import attention_casts as data
 from fp8ref.attention_casts import Casts
 from fp8ref.formats import Format
-from fp8ref.torch import head_scaling, scaling
+from fp8ref.torch import head_scaling, linear_input, scaling
 
 
 def apply(q: Tensor, k: Tensor, v: Tensor, casts: Casts) -> Tensor:
-    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype."""
+    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype. ValueError for a second derivative.
+
+    Order:    products are of float32 numbers, under torch.autocast too, and whatever float32 precision torch.backends says.
+    """
     return _Attention.apply(q, k, v, casts)
+
+
+@contextlib.contextmanager
+def _precise() -> Iterator[None]:
+    """In this context torch multiplies float32 matrices as such, without TF32 and bfloat16."""
+    settings = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value
+
+
+def _in_float32(pass_: Callable) -> Callable:
+    """Wrap a forward or backward pass (ctx, tensor, ...): what it computes in float32 stays so."""
+
+    @functools.wraps(pass_)
+    def run(*given):
+        with _precise():
+            return pass_(*given)
+
+    return linear_input.without_autocast(run)
 
 
 class _Attention(torch.autograd.Function):
     """Tensors are [B, Hkv, G, T, ...]: the query heads of a head of keys are a dim."""
 
     @staticmethod
+    @_in_float32
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, casts: Casts) -> Tensor:
         ctx.casts, ctx.dtypes, heads = casts, (q.dtype, k.dtype, v.dtype), k.shape[1]
         cast = [_cast(x, role, casts) for x, role in ((q, "q"), (k, "k"), (v, "v"))]
@@ -37,7 +69,10 @@ class _Attention(torch.autograd.Function):
         return o.flatten(1, 2).to(ctx.dtypes[0])
 
     @staticmethod
+    @_in_float32
     def backward(ctx, grad: Tensor):
+        if torch.is_grad_enabled():  # autograd would not follow casts
+            raise ValueError("gradients of attention with single casts are not differentiated again; got create_graph=True. Leave it out.")
         q, k, v, p, o = ctx.saved_tensors
         do = _cast(grad, "do", ctx.casts).unflatten(1, q.shape[1:3])
         dv = (_probabilities(p, ctx.casts).mT @ do).sum(2)

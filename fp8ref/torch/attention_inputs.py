@@ -53,8 +53,6 @@ class Spec:
             raise ValueError(f"arithmetic is one of {', '.join(ARITHMETIC)}; got {self.arithmetic!r}.")
         if self.scale is not None and not (math.isfinite(self.scale) and np.float32(self.scale) > 0):
             raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and np.float32(self.softcap) > 0):
-            raise ValueError(f"a softcap is positive and finite; got {self.softcap!r}. Use None for no cap.")
         if self.variant.rotated:
             hadamard.check(1, self.seed)
         elif self.seed:
@@ -109,7 +107,8 @@ class Shape:
 def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
     """The shape of a problem.
 
-    Raises:   ValueError: DTensors; dtypes, devices or shapes that do not fit; more features than the variant takes.
+    Raises:   ValueError: DTensors; dtypes, devices or shapes that do not fit; more features than the variant takes; a softcap whose
+              factors are no normal float32 numbers (A-22).
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -121,9 +120,24 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them.")
     spec.variant.tile(d, spec.mask)
+    _check_softcap(spec, d)
     if spec.variant.rotated:
         hadamard.check(d, spec.seed)
     return Shape(b, h, of_k[1], tq, of_k[2], d)
+
+
+def _check_softcap(spec: Spec, features: int) -> None:
+    if spec.softcap is None:
+        return
+    scale = spec.softmax_scale(features)
+    with np.errstate(all="ignore"):
+        cap = np.float32(spec.softcap)
+        factors = np.float32(scale) / cap, np.float32(float(cap) * math.log2(math.e))
+    if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
+        raise ValueError(
+            f"a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) (A-22); got {spec.softcap!r} with the softmax scale "
+            f"{scale!r}. Use None for no cap."
+        )
 
 
 def check_tensor(name: str, x: Tensor) -> None:

@@ -49,7 +49,7 @@ def gradient(d: Tensor, lse: Tensor, sinks: Tensor, spec: Spec) -> Tensor:
     """The gradient of the sinks, float32 [H], of this rank's rows.
 
     Shapes:   d [B, H, Tq], the row sums D of A-15, and lse of its shape, float32; sinks [H].
-    Order:    stated: A-23, with a sum in float64; fast: torch's own.
+    Order:    stated: A-23, with sums of float64 numbers in torch's order; fast: torch's own.
     """
     p = exponential(sinks.float()[None, :, None] - lse, "e", spec.arithmetic)
     products = times(p, d)

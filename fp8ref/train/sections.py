@@ -192,11 +192,11 @@ class NumericsConfig:
         if self.attention_operands is not None:
             require(
                 self.attention in attention.VARIANTS
-                and (self.attention_scaling, self.attention_backward) == ("current", "own")
+                and (self.attention_scaling, self.attention_backward, self.attention_arithmetic) == ("current", "own", "fast")
                 and not self.simulates,
-                "numerics.attention_operands are of numerics.attention, with its own backward pass, scales of the tensors themselves and the "
-                f"framework's own GEMMs; got {self.attention!r}, {self.attention_backward!r}, {self.attention_scaling!r} and numerics.accumulate "
-                f"{self.accumulate!r}. Leave them out, or set attention to cudnn.",
+                "numerics.attention_operands are of numerics.attention, with its own backward pass, scales of the tensors themselves, fast arithmetic "
+                f"and the framework's own GEMMs; got {self.attention!r}, {self.attention_backward!r}, {self.attention_scaling!r}, "
+                f"{self.attention_arithmetic!r} and numerics.accumulate {self.accumulate!r}. Leave them out, or set attention to cudnn.",
             )
             roles = frozenset(operand.rpartition("/")[2] for operand in self.attention_operands)
             attention_casts.Casts(attention.by_name(str(self.attention)), roles)  # type: ignore[arg-type]  # refuses unknown ones

@@ -33,8 +33,9 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
     """
     try:
         if attention is not None:
+            plain = {"attention_scaling": "current", "attention_arithmetic": "fast"}
             config = config.replace(
-                numerics={"attention": attention, "attention_scaling": "current", "attention_operands": attention_casts.ROLES},
+                numerics={"attention": attention, **plain, "attention_operands": attention_casts.ROLES},
                 parallel={"attention": "xla", "compile": "none"},
             )
         if states is not None:

@@ -1,5 +1,6 @@
 """Counted by hand from the sizes in tests/sizes.py."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -90,6 +91,26 @@ def test_a_tensorwise_input_is_gathered_as_codes_in_pytorch():  # P-15
     for config in (sizes.config(**sizes.MESH | {"amax_scope": "global"}), sizes.config("delayed", tensor=2, sequence=True)):
         found = flows(config, "torch")  # fp8ref's own linear casts after the gather
         assert found["inputs, gathered over tensor"][1] == 2 * found["inputs, gathered over tensor"][0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "through", "size"),
+    [
+        ("tensorwise", "shard_map", 1),
+        ("rowwise", "shard_map", 9 / 8),
+        ("rowwise", "jit", 2),
+        ("rowwise_with_gw_hp", "shard_map", 3),
+        ("blockwise_ue8m0", "shard_map", 2),
+        ("mxfp8", "shard_map", 2),
+    ],
+)
+def test_bytes_of_a_gathered_gradient(recipe, through, size):  # P-6
+    """Codes of each backward GEMM, or of both, or bfloat16 for one: of 8192 tokens, half from the other device, of o and down of a layer."""
+    config = sizes.config(recipe, tensor=2, sequence=True, through=through)
+    model = dataclasses.replace(config.model, hidden_size=512, intermediate_size=512, num_hidden_layers=1, num_key_value_heads=4)
+    config = dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, sequence_length=1024))
+    elements = 2 * 8192 * 512 // 2
+    assert flows(config, "jax")["grad_outputs, gathered over tensor"] == (elements, size * elements)
 
 
 def test_without_sequence_parallelism_sums_are_all_reduces():

@@ -33,3 +33,16 @@ def test_output_and_gradients_are_the_simulators(roles):
 def _passed(q, k, v, do, casts):
     o, back = jax.vjp(lambda *x: attention_casts_of_jax.apply(*x, casts), q, k, v)
     return np.asarray(o), [np.asarray(g) for g in back(do)]
+
+
+@pytest.mark.parametrize("by", [0, 1, 2])
+def test_second_derivatives_are_refused(by):  # A-14
+    """Of a loss that is linear in o, what the forward pass saved has them; of one that is not, do has them too."""
+    given, casts = list(tensors()[:3]), attention_casts.of("cudnn", ["p"], LAYER)
+
+    def loss(x, power):
+        return (attention_casts_of_jax.apply(*given[:by], x, *given[by + 1 :], casts) ** power).sum()
+
+    for power in (1, 2):
+        with pytest.raises(ValueError, match=r"^attention with single casts: the gradients of attention are not differentiated again"):
+            jax.grad(lambda x, power=power: jax.grad(loss)(x, power).sum())(given[by])

@@ -27,6 +27,17 @@ def test_a_sink_joins_the_sum_or_replaces_it():  # A-23
         assert maximum[n] == pytest.approx(sink * log2e / 2, rel=2.0**-22)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("variant", ["cudnn", "exact"])
+def test_second_derivatives_are_refused(variant, wrap):  # A-14, A-23
+    """The loss is linear in o, so that do has no derivative: only what the forward pass saved has."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 2, 8, 16)), jnp.float32) for _ in range(3))
+    first = wrap(jax.grad(lambda sinks: attention.apply(q, k, v, variant=variant, sinks=sinks).sum()))
+    with pytest.raises(ValueError, match=f"^attention by variant '{variant}': the gradients of attention are not differentiated again"):
+        jax.grad(lambda sinks: first(sinks).sum())(jnp.zeros(2))
+
+
 @pytest.mark.slow
 def test_the_gradient_sums_over_devices_and_vmap():  # A-23
     """In float32, two parts of a sum in place of one: B Tq + 8 roundings of its terms."""

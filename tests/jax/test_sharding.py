@@ -311,6 +311,9 @@ def test_one_gather_of_a_gradient_serves_both_gemms(recipe, bytes_, operands):  
     without = dataclasses.replace(program, operations=[op for op in program.operations if op.result[0] != "ui8"])
     lines = proof.missing(without, {"fc": recipe}, {"fc": placement})
     assert lines == (["fc/grad_weight: planned 1 gathers in FP8, of grad_output; found 0"] if recipe == "rowwise" else [])
+    if recipe == "rowwise":  # bytes are codes of no recipe but this
+        lines = proof.missing(program, {"fc": "tensorwise"}, {"fc": placement})
+        assert [line for line in lines if "ui8" in line] == [f"fc/grad_input: gathers ui8[{B // 4}, {T}, {N // 8}]"]
 
 
 @pytest.mark.grid(1)

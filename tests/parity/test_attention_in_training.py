@@ -153,6 +153,10 @@ REFUSED = [
     ({"attention": "flash"}, r"numerics.attention is one of .*; got 'flash'"),
     ({"attention": "cudnn", "attention_arithmetic": "exact"}, r"attention_arithmetic is one of fast, stated; got 'exact'"),
     ({"attention": None, "attention_arithmetic": "stated"}, r"is of numerics.attention, which is left out; got 'stated'"),
+    (
+        {"attention": "cudnn", "attention_arithmetic": "stated", "attention_operands": ("p",)},
+        r"attention_operands are of .*, fast arithmetic .*; got 'cudnn', 'own', 'current', 'stated'",
+    ),
     ({"attention": "mxfp8", "accumulate": "hopper"}, r"attention multiplies MX blocks dequantized; got 'hopper' with .* 'mxfp8'"),
 ]
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref import attention_casts
 from fp8ref.sim import attention_casts as sim
@@ -34,3 +35,45 @@ def _passed(q, k, v, do, casts):
     leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
     o = attention_casts_of_torch.apply(*leaves, casts)
     return o.detach().numpy(), [g.numpy() for g in torch.autograd.grad(o, leaves, torch.from_numpy(do))]
+
+
+@pytest.mark.parametrize("roles", [(), attention_casts.ROLES], ids=" ".join)
+def test_autocast_changes_nothing(roles):
+    casts = attention_casts.of("cudnn", roles, LAYER)
+    o, grads = _passed(*tensors(), casts)
+    with torch.autocast("cpu", torch.bfloat16):
+        under, its = _passed(*tensors(), casts)
+    for mine, plain in zip((under, *its), (o, *grads), strict=True):
+        np.testing.assert_array_equal(mine, plain)
+
+
+class _Precisions(TorchDispatchMode):
+    """The precisions under which matrices are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.bmm:
+            self.found.append([backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)])
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_are_of_float32_whatever_precision_torch_is_told():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with _Precisions() as precisions:
+            _passed(*tensors(), attention_casts.of("cudnn", ["p"], LAYER))
+        assert torch.get_float32_matmul_precision() == "medium"  # as the caller had it
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert precisions.found == [["ieee", "ieee"]] * 6
+
+
+def test_second_derivatives_are_refused():  # A-14
+    leaves = [torch.from_numpy(x).requires_grad_() for x in tensors()[:3]]
+    o = attention_casts_of_torch.apply(*leaves, attention_casts.of("cudnn", ["p"], LAYER))
+    with pytest.raises(ValueError, match="are not differentiated again; got create_graph=True"):
+        torch.autograd.grad(o.sum(), leaves, create_graph=True)

@@ -75,4 +75,4 @@ def test_a_compiled_graph_has_sinks_and_their_gradients():  # A-18, A-23
     right = torch.autograd.grad(loss(q, k, v, sinks), (q, k, v, sinks))
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v, sinks), (q, k, v, sinks))
     for mine, other in zip(found, right, strict=True):
-        assert (mine - other).norm() <= 0.02 * other.norm()
+        assert (mine - other).norm() <= 2.0**-3 / 32 * other.norm()

@@ -36,3 +36,8 @@ def test_casts_are_left_out_one_by_one(studied):
         assert set(variants.cast_operands(variants.without(studied, operand.casts))) == set(every) - operand.casts
         others = [one for one in every if one not in operand.casts]
         assert set(variants.cast_operands(variants.without(studied, others))) == operand.casts
+
+
+def test_attention_of_a_run_in_the_stated_form_is_studied_in_the_fast_one(small):  # E-9
+    stated = small.replace(numerics={"attention": "cudnn", "attention_arithmetic": "stated"})
+    assert variants.studying(stated, attention="cudnn", states=None).numerics.attention_arithmetic == "fast"

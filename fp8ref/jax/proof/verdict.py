@@ -17,7 +17,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import cast, gemm, paired_codes
+from fp8ref.jax import cast, gemm
 from fp8ref.jax.proof import hlo
 from fp8ref.jax.proof.hlo import COLLECTIVES, Operation
 from fp8ref.jax.sharding import Placement
@@ -167,7 +167,8 @@ def missing(
             if len(bytes_) + _merged(moved, layer, which, recipe, placement) < len(gathered):
                 lines.append(f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of {', '.join(gathered)}; found {len(bytes_)}")
             # Scales of rows are [..., M, 1], or [M] where XLA leaves the 1 out.
-            wide = [m for m in wide if len(m.shape) > 1 and 1 not in m.shape[-2:] and not _is_bits(m.dtype)]
+            paired = "grad_output" in gathered and recipes.by_name(recipe).pairs_gradients
+            wide = [m for m in wide if len(m.shape) > 1 and 1 not in m.shape[-2:] and not (paired and _is_bits(m.dtype))]
             lines += [f"{layer}/{which}: gathers {m.dtype}{list(m.shape)}" for m in wide]
     return lines
 
@@ -261,7 +262,7 @@ def _merged(moved: list[Collective], layer: str, which: str, recipe: str | Recip
     if other is None or placement is None or not placement.gathered("grad_output"):
         return 0
     there = [m.dtype for m in moved if (m.layer, m.which, m.kind) == (layer, other, "all_gather")]
-    paired = paired_codes.serve(recipes.by_name(recipe)) and any(map(_is_bits, there))
+    paired = recipes.by_name(recipe).pairs_gradients and any(map(_is_bits, there))
     if not paired and not recipes.by_name(recipe).serves_both("grad_output"):
         return 0
     needed = sum(bool(placement.gathered(role)) for role in OPERANDS[other])  # type: ignore[index]

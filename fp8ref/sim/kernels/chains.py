@@ -37,7 +37,7 @@ def pack(a: np.ndarray, emin: int, width: int, fraction_bits: int, output_bits: 
     """Rows of float32 values a [M, K] of a format with this emin; K is a multiple of the width."""
     # Products lie below 2^(F + 2) units and the accumulator below 2^(F + 1).
     double = (width << (fraction_bits + 2)) + (1 << (fraction_bits + 1)) >= MOST_UNITS
-    a = np.ascontiguousarray(a.reshape(len(a), -1, width).swapaxes(0, 1))
+    a = np.ascontiguousarray(a.reshape(len(a), a.shape[1] // width, width).swapaxes(0, 1))
     bits = np.packbits(np.signbit(a), axis=-1, bitorder="little")  # [steps, M, bytes]
     signs = bits.view(f"<u{bits.shape[-1]}")[..., 0].astype(u32)
     exponents = np.empty(a.shape, u8)

@@ -91,10 +91,22 @@ def test_chains_of_the_smallest_sums():
         np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
 
 
-def test_chains_over_no_k_are_zero():
-    assert not bits(
-        accumulate.chains(np.zeros((2, 0), np.float32), np.zeros((3, 0), np.float32), E4M3FN, E4M3FN, ACCUMULATIONS["ada"])
-    ).any()
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 3, 0), (0, 3, 64), (3, 0, 64), (0, 0, 64), (0, 3, 0)])
+@pytest.mark.parametrize("plan", ACCUMULATIONS)
+def test_chains_of_nothing_are_zeros_of_their_shape(plan, m, n, k, monkeypatch):  # G-12
+    monkeypatch.setenv("FP8REF_COMPILE", "always")
+    a, b = np.ones((m, k), np.float32), np.ones((n, k), np.float32)
+    for chains in (accumulate.chains, accumulate.chains_plain):
+        found = chains(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])
+        assert found.shape == (m, n)
+        assert not bits(found).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
+def test_rows_of_nothing_are_packed(shape):
+    rows = kernels.pack(np.ones(shape, np.float32), -6, 32, 13, 13)
+    assert rows.numbers.shape == rows.exponents.shape == (shape[1] // 32, shape[0], 32)
+    assert rows.signs.shape == (shape[1] // 32, shape[0])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -117,7 +129,7 @@ def test_operands_are_read_in_any_memory_order_and_not_changed(rng):
 
 
 @pytest.mark.parametrize("plan", ["hopper_fast", "blackwell"])
-def test_the_rounding_mode_is_left_as_it_was(plan, rng):
+def test_the_rounding_mode_is_to_nearest_afterwards(plan, rng):
     a, b = values(rng, (5, 96), E4M3FN), values(rng, (LANES + 3, 96), E4M3FN)
     with parallel.using(1):  # in this thread
         accumulate.chains(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])
