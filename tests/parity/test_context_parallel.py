@@ -42,12 +42,11 @@ def of_ranks(config, tokens, batches=()):
     return found_by(Trainer(config), tokens, batches)
 
 
-def compare(found: dict, right: dict, *, cut: bool) -> None:
-    """cut: linears are cut too, and sum bfloat16 parts of their outputs, so that logits are not the same bits, and any code of a gradient may be a
-    neighbor: 2^-3 of it.
+def compare(found: dict, right: dict, *, cut: bool = False, apart: float = 2**-6) -> None:
+    """cut: linears are cut too, and sum bfloat16 parts of their outputs, so that logits are not the same bits.
 
     The loss is a mean of float32 means: T / 2 of them, each off by half a unit. A weight's gradient is a sum over parts of the tokens,
-    each rounded once to bfloat16 (P-8), after codes of dK and dV that are neighbors at most (A-21): 2^-3 of few elements.
+    each rounded once to bfloat16 (P-8), after codes of dK and dV that are neighbors at most (A-21): 2^-6, unless ``apart`` is of cut linears.
     """
     if not cut:
         np.testing.assert_array_equal(found["logits"], right["logits"])
@@ -55,8 +54,7 @@ def compare(found: dict, right: dict, *, cut: bool) -> None:
     assert found["loss"] == pytest.approx(right["loss"], rel=2**-10)
     assert found["gradients"].keys() == right["gradients"].keys()
     for name, gradient in right["gradients"].items():
-        apart = np.linalg.norm(found["gradients"][name] - gradient) / np.linalg.norm(gradient)
-        assert apart < (2**-3 if cut else 2**-6), name
+        assert np.linalg.norm(found["gradients"][name] - gradient) < apart * np.linalg.norm(gradient), name
     assert found["missing"] == right["missing"] == []
     assert found["statistics"].keys() == right["statistics"].keys()
     for name, one in right["statistics"].items():
@@ -66,8 +64,12 @@ def compare(found: dict, right: dict, *, cut: bool) -> None:
     assert found["losses"] == pytest.approx(right["losses"], rel=2**-10)
 
 
+# Accumulators differ from one device's by the order of their sum alone, so cut linears have its codes, and the bound is that of whole ones.
+CUT = {"fsdp": 2, "context": 2, "tensor": 2, "reduce": "accumulators"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"context": 2}, {"data": 2, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{"context": 2}, {"data": 2, "context": 2}, CUT], ids=str)
 def test_a_jax_mesh_has_one_devices_logits_and_loss(parallel, config):  # A-21, A-24
     tokens, batches = loader.open_batches(config).step(0), [loader.open_batches(config).step(step) for step in range(2)]
     one, mesh = (found_by(loop.trainer("jax", config.replace(parallel=keys)), tokens, batches) for keys in ({}, parallel))
@@ -85,18 +87,29 @@ def test_a_scan_and_microbatches_take_parts_in_jax(config):  # A-24, T-7
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel", [{"context": 2}, {"context": 2, "checkpointing": "selective"}, {"context": 2, "tensor": 2, "sequence": True}], ids=str
-)
+@pytest.mark.parametrize("parallel", [{"context": 2}, {"context": 2, "checkpointing": "selective"}], ids=str)
 def test_ranks_have_one_processes_logits_and_loss_in_pytorch(parallel, config):  # A-21, A-24
+    check_ranks(config, parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "apart"), [("bf16", 2**-5), ("tensorwise", 2**-3)])
+def test_ranks_cut_heads_beside_tokens_in_pytorch(recipe, apart, config):  # A-24, P-9
+    """PyTorch sums rounded parts. An operand off by d, in a format whose neighbors are s apart, has d / s of its codes at a neighbor, and is
+    then off by sqrt(d s) in norm: with d = 2^-9 (bfloat16) and s = 2^-2.5 (E5M2, a mean) 2^-5.7. Under bf16 linears dO alone is in E5M2,
+    and q, k and v in E4M3 give less: 2^-5. Where linears cast too, these pass d on, at most until codes are as far apart as those of two
+    rounding errors, sqrt(2) of one's: FP8 itself moves these gradients by 7 to 11 % of the norm, so 2^-3.
+    Tokens or heads that are missed or counted twice are wrong by a half or more."""
+    check_ranks(config.replace(numerics={"recipe": recipe}), {"context": 2, "tensor": 2, "sequence": True}, cut=True, apart=apart)
+
+
+def check_ranks(config, parallel, **bounds) -> None:
     tokens, batches = loader.open_batches(config).step(0), [loader.open_batches(config).step(step) for step in range(2)]
+    one = found_by(loop.trainer("torch", config), tokens, batches)
     config = config.replace(parallel=parallel)
     parts = ranks.run(config.parallel.devices, of_ranks, config, tokens, batches)
-    one = found_by(
-        loop.trainer("torch", config.replace(parallel=dict.fromkeys(("context", "tensor"), 1) | {"sequence": False})), tokens, batches
-    )
     for part in parts:
-        compare(part, one, cut="tensor" in parallel)
+        compare(part, one, **bounds)
         np.testing.assert_array_equal(part["logits"], parts[0]["logits"])
 
 
