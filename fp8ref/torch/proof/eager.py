@@ -59,7 +59,8 @@ def trace_eager(model: nn.Module, attention: Mapping[str, nn.Module] | None = No
 class _Tracer(TorchDispatchMode):
     """Names a GEMM by where it runs: in a linear's forward pass, or in an autograd node of it.
 
-    A forward pass that is recomputed runs in a node too; the linear that runs then names its GEMMs.
+    A forward pass that is recomputed runs in a node too; the linear that runs then names its GEMMs, and those outside of linears have no
+    name.
     """
 
     def __init__(self, trace: GemmTrace) -> None:
@@ -151,6 +152,8 @@ class _Tracer(TorchDispatchMode):
         if self._inside:
             return self._inside[-1], "output"
         node = torch._C._current_autograd_node()
+        if node is not None and torch.is_grad_enabled():  # checkpointed, it runs again in whatever node comes first
+            return None, "output"
         place = _memory(node).get(_LAYER_KEY) if node is not None else None
         if not place or not place["order"]:
             return None, "output"

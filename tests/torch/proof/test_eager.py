@@ -126,6 +126,21 @@ def test_a_recomputed_forward_pass_is_no_backward_pass(recipe, reentrant):
     assert proof.missing(trace, {"0": recipe, "2": recipe}) == []
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_product_of_no_linear_that_runs_again_is_none_of_a_linears_gradients(reentrant):
+    """As a router's: the backward pass of the last linear is where the block runs again."""
+    model, router = square("rowwise"), torch.randn(128, 128, requires_grad=True)
+    x = torch.randn(128, 128).bfloat16().requires_grad_()
+
+    def block(x):
+        return model(x * torch.mm(x.float(), router).softmax(-1).bfloat16())
+
+    with proof.trace_eager(model) as trace:
+        step(lambda x: checkpoint(block, x, use_reentrant=reentrant), x)
+    assert all(g.fp8 for g in trace.gemms)
+    assert proof.missing(trace, {"0": "rowwise", "2": "rowwise"}) == []
+
+
 def test_a_layer_used_twice_and_a_graph_run_twice():
     model, recipe = nn.Sequential(linear.Linear(128, 128, DISTINCT)), DISTINCT
     with proof.trace_eager(model) as trace:
