@@ -15,3 +15,9 @@ class LostProcessError(RuntimeError):
 
 class StoppedError(RuntimeError):
     """A run stopped because it was asked to; its state is saved."""
+
+
+def require(condition: bool, message: str) -> None:
+    """ValueError(message) unless the condition holds."""
+    if not condition:
+        raise ValueError(message)

@@ -1,6 +1,6 @@
 """The trainer: train a Llama, or a model of yours, in FP8 with JAX or PyTorch, from one configuration.
 
-    config = config.load("tiny")                   # config.py, sections.py
+    config = config.load("tiny")                   # config.py, sections
     loop.train(config, "jax", Path("runs/tiny"))  # batches, steps, checkpoints, logs
     export.export(Path("runs/tiny"), Path("hf"))  # weights for transformers
 

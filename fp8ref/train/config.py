@@ -20,7 +20,7 @@ import tyro
 from fp8ref import attention, attention_casts, attention_delayed, grouped, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
 from fp8ref.attention import Variant
-from fp8ref.errors import ConfigError
+from fp8ref.errors import ConfigError, require
 from fp8ref.linear_rules import Rule
 from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
@@ -38,7 +38,6 @@ from fp8ref.train.sections import (
     ParallelConfig,
     RunConfig,
     StatisticsConfig,
-    require,
 )
 
 
