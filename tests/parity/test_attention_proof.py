@@ -33,6 +33,7 @@ def test_jax_runs_dots_of_codes(config):  # B-15
     found = proven("jax", config)
     assert found["attention"] == {
         "variant": "cudnn",
+        "backward": "cast",
         "gemms": [
             {"gemm": f"{LAYER}/{product}", "a": "f8e4m3fn", "b": "f8e4m3fn", "accumulate": "slow", "fp8": True}
             for product in ("scores", "values", "grad_probabilities", "grad_v", "grad_k", "grad_q")

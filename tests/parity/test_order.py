@@ -17,7 +17,7 @@ def torch_pieces(config, tokens: np.ndarray) -> list[np.ndarray]:
 
     def rank(data: int, fsdp: int) -> SimpleNamespace:
         at = {"data": data, "fsdp": fsdp}
-        return SimpleNamespace(config=config, mesh=SimpleNamespace(get_local_rank=at.get))
+        return SimpleNamespace(config=config, context=None, mesh=SimpleNamespace(get_local_rank=at.get))
 
     keys = config.parallel
     return [Step.own(rank(i, j), tokens) for i in range(keys.data) for j in range(keys.fsdp)]

@@ -10,7 +10,7 @@ from fp8ref.torch.attention_function import function, values
 
 
 def made(variant="cudnn", mask=FULL, **change):
-    options = {"scale": None, "seed": 0, "arithmetic": "fast", "amax_group": None, "roles": ((), ())} | change
+    options = {"scale": None, "seed": 0, "arithmetic": "fast", "groups": (None, None), "roles": ((), ())} | change
     return function(variant, values(variant), values(mask), **options)
 
 

@@ -247,8 +247,8 @@ def refused():
     ("case", "message"),
     [
         ("optimizer", r"built after a model is cut.*a SGD already holds 0\.0\.weight. Build it afterwards"),
-        ("dims", r"dims named data, fsdp, tensor.*got \('dp',\)"),
-        ("data alone", r"data only with fsdp; got \('data',\)"),
+        ("dims", r"dims named data, fsdp, expert, tensor.*got \('dp',\)"),
+        ("data alone", r"data and expert only with fsdp; got \('data',\)"),
         ("blocks", "modules within the model"),
         ("local", "'delayed' keeps one state for all ranks.*Use 'global'"),
         ("order", "at most 2 ranks along data; got 3"),
