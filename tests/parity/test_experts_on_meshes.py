@@ -120,7 +120,7 @@ MESHES = [
     ("tensorwise", {"expert": 2, "fsdp": 2, "scan": True, "checkpointing": "full"}),
     ("rowwise", APART),
     ("delayed", APART),
-    ("blockwise_ue8m0", {"fsdp": 2}),
+    ("tensorwise", {"data": 2, "fsdp": 2}),
     ("rowwise", {"data": 2, "reduce_dtype": "bfloat16"}),
 ]
 
@@ -128,8 +128,7 @@ MESHES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "parallel"), MESHES, ids=str)
 def test_meshes_train_as_one_device_does(recipe, parallel, mixture):  # X-13, P-10, M-8
-    blocks = {"hidden_size": 128, "intermediate_size": 128, "shared_expert_intermediate_size": 128} if "blockwise" in recipe else {}
-    many, one = (trained("jax", configs.to_dict(mixture(recipe, keys, model=blocks))) for keys in (parallel, {}))
+    many, one = (trained("jax", configs.to_dict(mixture(recipe, keys))) for keys in (parallel, {}))
     check(many, one, recipe)
 
 
