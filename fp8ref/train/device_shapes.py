@@ -58,6 +58,12 @@ def ranks_share_amaxes(config: Config) -> bool:
     return config.parallel.sharing > 1 and config.parallel.amax_scope == "global"
 
 
+def runs_output_again(linear: str, config: Config, backend: str) -> bool:
+    """Whether JAX runs a linear's output GEMM again in the backward pass, with its collectives. No
+    gradient needs the output of the last linear of a layer."""
+    return backend == "jax" and config.parallel.checkpointing == "full" and "layers" in linear and not linear.endswith("down_proj")
+
+
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
     """Whether fsdp gathers a weight of this recipe in FP8."""
     if not recipe.output.fp8:
