@@ -21,7 +21,7 @@ from fp8ref.train.device_shapes import at_rest, in_fp8, ranks_share_amaxes, runs
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 """What a collective does."""
 
-SIZES = {name: 1 for name in QUANTIZED_FORMATS} | {"float32": 4, "int32": 4, "bfloat16": 2, "uint8": 1}
+SIZES = dict.fromkeys(QUANTIZED_FORMATS, 1) | {"float32": 4, "int32": 4, "bfloat16": 2, "uint8": 1}
 """{dtype: bytes of an element}. Amaxes are compared as integers of their bits."""
 
 
