@@ -21,7 +21,7 @@ from fp8ref.train.device_shapes import at_rest, in_fp8, ranks_share_amaxes, runs
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 """What a collective does."""
 
-SIZES = dict.fromkeys(QUANTIZED_FORMATS, 1) | {"float32": 4, "int32": 4, "bfloat16": 2, "uint8": 1}
+SIZES = dict.fromkeys(QUANTIZED_FORMATS, 1) | {"float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "uint8": 1}
 """{dtype: bytes of an element}. Amaxes are compared as integers of their bits."""
 
 
@@ -75,13 +75,13 @@ def _of_part(config: Config, backend: str) -> Iterator[Collective]:
         yield from _tensor(config, backend)
     if keys.expert > 1:
         yield from _rows(config, backend)
-    if backend == "jax" and keys.devices > 1 and keys.through == "shard_map":
+    if backend == "jax" and keys.devices > 1:
         yield from map(_scales, scale_collectives.of_part(config))
 
 
 def _scales(shared: Shared) -> Collective:
-    purpose, kind = ("scales of rows, gathered", "all-gather") if shared.gathered else ("amaxes, shared", "all-reduce")
-    return Collective(purpose, kind, "float32" if shared.gathered else "int32", shared.devices, shared.elements, beside=True)  # type: ignore[arg-type]
+    purpose = "scales of rows, gathered" if shared.kind == "all-gather" else "amaxes, shared"
+    return Collective(purpose, shared.kind, shared.dtype, shared.devices, shared.elements, beside=True)
 
 
 def _of_tokens(config: Config) -> int:
@@ -123,7 +123,8 @@ def _of_parameter(name: str, shape: tuple[int, ...], config: Config, backend: st
     as_it_is = table and (backend == "torch" or keys.through == "jit")
     recipe = next((d.recipe for d in config.decisions() if d.path == linear and d.experts is None), None)
     codes = recipe is not None and in_fp8(recipe, config, backend)
-    times = 1 if table else 3 if runs_output_again(linear, config, backend) else 2
+    once = table or (keys.loss == "chunked" and linear == "lm_head")  # the whole weight waits for the backward pass, which comes next
+    times = 1 if once else 3 if runs_output_again(linear, config, backend) else 2
     for which in ("output", "grad_input", "output")[:times]:
         cast = recipe.gemms[which].b if recipe is not None and codes else None  # type: ignore[index]
         dtype = "float32" if as_it_is else "bfloat16" if not codes else cast.fmt.name if cast is not None else recipe.output.b.fmt.name

@@ -6,7 +6,7 @@ PyTorch moves more bytes. Attention also multiplies.
 
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.memory import piece_sizes, states, sum_bytes
+from fp8ref.estimate.memory import WORDS, piece_sizes, states, sum_bytes
 from fp8ref.llama import EXPERTS
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import tokens
@@ -48,7 +48,8 @@ def moved(config: Config, backend: str) -> dict[str, float]:
         if name not in recipes or EXPERTS in name or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
     )
     master = 2 if config.optimizer.keeps_masters else 4
-    logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
+    own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)
+    logits = own * model.vocab_size
     found = {
         "attention": layers * _scores(config, backend),
         "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config, backend),
@@ -60,6 +61,8 @@ def moved(config: Config, backend: str) -> dict[str, float]:
         )
         + (master + 2) * copied,
     }
+    if keys.loss == "chunked":  # each part's float32 gradient is added to the sum
+        found["embedding and loss"] += 12 * -(-model.vocab_size // WORDS) * own * model.hidden_size
     if arranged := parts * _arranged(config, backend):
         found["pieces of sequences, put in order"] = arranged
     if parts > 1:

@@ -1,12 +1,15 @@
-"""What JAX's linears share beside their tensors inside shard_map: amaxes, and scales of rows that are gathered with their codes (spec P-2, P-6).
+"""What JAX's linears share beside their tensors: amaxes, and scales of rows that are gathered with their codes (spec P-2, P-6).
 
-An amax is reduced over the mesh axes that cut its group of elements. The scales of rows go with the rows. Linears that read one input share
-its amaxes, and the two GEMMs that take one cast share them too.
+An amax is reduced over the mesh axes that cut its group of elements. The scales of rows go with the rows. The two GEMMs that take one cast
+share its amax. Inside shard_map linears that read one input share its amaxes too. Under plain jit they do not, and the partitioner reduces
+amaxes of columns of an input or a weight twice, as int32 and as uint32, and scatters those of a grad_output, whose scales it then gathers.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from fp8ref import llama
 from fp8ref.gemm_spec import CastSpec
@@ -21,14 +24,15 @@ SHARED_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 @dataclass(frozen=True)
 class Shared:
-    """Numbers of 32 bits that devices share: amaxes, of which they take the largest, or scales that are gathered.
+    """Numbers of 32 bits that devices share: amaxes, of which they take the largest, or float32 scales that are gathered.
 
     elements  of amaxes as many as each device has; of scales all that are gathered.
     """
 
     devices: int
     elements: float
-    gathered: bool = False
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather"] = "all-reduce"
+    dtype: Literal["int32", "uint32", "float32"] = "int32"
 
 
 def of_part(config: Config) -> Iterator[Shared]:
@@ -41,31 +45,37 @@ def of_part(config: Config) -> Iterator[Shared]:
 
 def _of_linear(decision: Decision, config: Config, seen: set[tuple]) -> Iterator[Shared]:
     layer, _, last = decision.path.rpartition(".")
+    jit = config.parallel.through == "jit"
     again = runs_output_again(decision.path, config, "jax")
-    observed = set()
     for role in ROLES:
-        (m, k), cut = _sizes(role, decision, config), _cut(role, last, config)
-        owner = SHARED_INPUT.get(last, last) if role == "input" else last
+        sizes, cut = _sizes(role, decision, config), _cut(role, last, config)
+        owner = SHARED_INPUT.get(last, last) if role == "input" and not jit else last
         for which, cast, axis in _casts(decision.recipe, role):
-            if cast.delayed is not None:
-                observed.add(role)
-                continue
             if cast.granularity not in ("tensorwise", "rowwise"):
                 continue  # no layout cuts a block (P-5)
-            key = (layer, owner, role, cast, axis if cast.granularity == "rowwise" else None)
+            whole = cast.granularity == "tensorwise"
+            key = (layer, owner, role, cast, None if whole else axis)
             if key in seen:
                 continue
             seen.add(key)
             times = 1 + (again and which == "output")
-            whole = cast.granularity == "tensorwise"
-            rows, columns = (_count(axes, role, config) for axes in cut)
-            yield Shared(rows * columns if whole else (rows, columns)[axis], times * (1 if whole else (k, m)[axis]))
-            if not whole and axis == 1:
+            scope = config if cast.delayed is None else config.replace(parallel={"amax_scope": "global"})  # one state for all (H-4)
+            devices = tuple(_count(axes, role, scope) for axes in cut)
+            if whole:
+                yield Shared(math.prod(devices), times)
+                continue
+            amaxes = Shared(devices[axis], times * sizes[1 - axis])
+            if jit and role == "grad_output" and axis == 0:
+                yield dataclasses.replace(amaxes, kind="reduce-scatter")
+                yield dataclasses.replace(amaxes, kind="all-gather", dtype="float32")
+            else:
+                yield amaxes
+                if jit:
+                    yield dataclasses.replace(amaxes, dtype="uint32")
+            if axis == 1:
                 gathered = _gathered(role, last, config)
-                pair = role == "grad_output" and decision.recipe.pairs_gradients  # also what undoes each scale
-                yield Shared(gathered, times * gathered * m * (1 + pair), gathered=True)
-    if observed:
-        yield Shared(config.parallel.devices, len(observed))
+                pair = role == "grad_output" and decision.recipe.pairs_gradients and not jit  # also what undoes each scale
+                yield Shared(gathered, times * gathered * sizes[0] * (1 + pair), "all-gather", "float32")
 
 
 def _casts(recipe: Recipe, role: Role) -> Iterator[tuple[Gemm, CastSpec, int]]:

@@ -175,6 +175,10 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
             config.program_linears()
         except ConfigError as error:
             faults.append(str(error))
+    if keys.loss == "chunked" and any(d.fp8 and d.path == "lm_head" for d in decisions):
+        faults.append(
+            "parallel.loss 'chunked' takes a last linear in bfloat16; lm_head is in FP8. Name it in filter_fqns, or use loss 'whole'."
+        )
     if config.model.vocab_size % keys.shards:
         faults.append(f"model.vocab_size is divisible by parallel.{keys.of_shards}; got {config.model.vocab_size}.")
     if config.model.num_experts % keys.shards:

@@ -83,6 +83,16 @@ def test_the_rest_by_hand():
     assert jax["attention"] == pytest.approx(2 * (12 * 256 * 32 * 64 / H100.bf16 + 40 * 256 * 32 * 4 / H100.bandwidth))
 
 
+def test_a_loss_in_parts_adds_gradients_and_multiplies_once_more():  # P-29
+    """Of 256 tokens and 64 features a sum in float32 for each of three parts, read twice and written; and lm_head's output GEMM."""
+    whole, parts = (sizes.config(loss=kind).replace(model={"vocab_size": 20_000}) for kind in ("whole", "chunked"))
+    of_loss = [outside_linears.moved(config, "jax")["embedding and loss"] for config in (whole, parts)]
+    assert of_loss[1] - of_loss[0] == 12 * 3 * 256 * 64
+    (head,) = [d for d in whole.decisions() if d.path == "lm_head"]
+    again = roofline.of_decision(head, whole, "jax", H100, gemms=("output",)).seconds
+    assert roofline.of_step(parts, "jax", H100).configured - roofline.of_step(whole, "jax", H100).configured == pytest.approx(again)
+
+
 def test_moments_in_fp8_move_less():
     """Adam's moments are half of the rest's bytes, in float32."""
     plain, fp8 = (roofline.of_step(sizes.config(optimizer=kind), "torch", H100).rest["AdamW"] for kind in ("adamw", "adamw_fp8"))

@@ -10,11 +10,11 @@ LAYERS, MESH = 2, {"fsdp": 2}
 
 
 def shared(recipe="tensorwise", **parallel):
-    """{(devices, gathered): numbers}"""
+    """{(devices, whether they are scales that are gathered): numbers}"""
     found: collections.Counter = collections.Counter()
     for one in scale_collectives.of_part(sizes.config(recipe, **parallel)):
         if one.devices > 1 and one.elements:
-            found[one.devices, one.gathered] += one.elements
+            found[one.devices, one.kind == "all-gather"] += one.elements
     return found
 
 
@@ -44,5 +44,13 @@ def test_scales_of_gathered_tokens():  # P-6
     assert found[2, True] == LAYERS * tokens * (2 + 2 * 2)
 
 
-def test_what_delayed_scaling_observed_is_shared_once():
-    assert shared("delayed", **MESH) == {(2, False): LAYERS * 7 * 3}
+def test_what_delayed_scaling_observes_is_shared_likewise():  # H-4
+    assert shared("delayed", **MESH) == shared(**MESH)
+
+
+def test_plain_jit_shares_no_amax_of_an_input():
+    """And of groups that fsdp cuts it takes a weight's and an input's K twice, scatters a grad_output's N, and gathers their scales."""
+    assert shared(**MESH, through="jit") == {(2, False): LAYERS * (7 + 7 + 7)}
+    n, k = 64 + 32 + 32 + 64 + 128 + 128 + 64, 6 * 64 + 128
+    found = shared("rowwise", **MESH, through="jit")
+    assert found == {(2, False): LAYERS * (2 * (k + k) + n), (2, True): LAYERS * 2 * n}
