@@ -122,12 +122,13 @@ def _of_parameter(name: str, shape: tuple[int, ...], config: Config, backend: st
     # float32 of a table that is not rounded first, FP8 codes, or bfloat16
     as_it_is = table and (backend == "torch" or keys.through == "jit")
     recipe = next((d.recipe for d in config.decisions() if d.path == linear and d.experts is None), None)
-    codes = recipe is not None and in_fp8(recipe, config, backend)
+    dtypes = ["float32" if as_it_is else "bfloat16"] * 3
+    if recipe is not None and in_fp8(recipe, config, backend):
+        casts = (recipe.output.b, recipe.grad_input.b, recipe.output.b)
+        dtypes = [cast.fmt.name for cast in casts if cast is not None]
     once = table or (keys.loss == "chunked" and linear == "lm_head")  # the whole weight waits for the backward pass, which comes next
     times = 1 if once else 3 if runs_output_again(linear, config, backend) else 2
-    for which in ("output", "grad_input", "output")[:times]:
-        cast = recipe.gemms[which].b if recipe is not None and codes else None  # type: ignore[index]
-        dtype = "float32" if as_it_is else "bfloat16" if not codes else cast.fmt.name if cast is not None else recipe.output.b.fmt.name
+    for dtype in (*dtypes, dtypes[0])[:times]:  # of a weight that the backward pass takes in high precision, its codes twice
         yield Collective("weights, gathered over fsdp", "all-gather", dtype, shards, whole)
     if keys.reduce_dtype == "float8_e4m3fn" and len(shape) == 2 and not table:  # of linears' weights, all else in float32 (P-25)
         yield from _exchanged(linear, whole, piece, config, backend)
