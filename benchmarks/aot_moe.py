@@ -14,7 +14,9 @@ from fp8ref.train.config import Config
 from fp8ref.train.jax.trainer import Trainer
 
 LENGTH, SEQUENCES = 1024, 4
-CASES = [(recipe, mesh) for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed")) for mesh in ({}, {"expert": 4}) for recipe in recipes]
+CASES = [
+    (recipe, mesh) for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed")) for mesh in ({}, {"expert": 4}) for recipe in recipes
+]
 EXPLANATION = """\
 ## The trainer's step with experts
 

@@ -311,7 +311,7 @@ def take(module: nn.Module, form: Form) -> None:
     if form.states is not None:
         module.grouped_states = form.states.train(module.training)
     unit = isinstance(module, FSDPModule) and not issubclass(form.kind, FSDPModule)
-    module.__class__ = _unit(form.kind, type(module)) if unit else form.kind  # type: ignore[assignment]
+    module.__class__ = _unit(form.kind, type(module)) if unit else form.kind  # type: ignore[arg-type]
 
 
 def deconvert(modules: Iterable[nn.Module]) -> None:

@@ -53,6 +53,7 @@ class Switch:
                 forms[other] = experts.form_of(twin.get_submodule(name))
                 device = next(model.get_submodule(name).parameters(recurse=False)).device
                 for key, states in (forms[other].states or {}).items():
+                    assert isinstance(states, nn.ModuleDict)
                     self._share(f"{name}.grouped_states.{key}", states, device)
 
     def to(self, recipe: str) -> None:

@@ -68,7 +68,13 @@ def described(model: LlamaConfig) -> dict[str, Any]:
         sizes = {"intermediate_size": model.intermediate_size, "shared_intermediate_size": model.shared_expert_intermediate_size}
         of_experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.num_experts_per_tok}
         factors = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
-        return found | sizes | of_experts | factors | {"attention_multiplier": model.head_dim**-0.5, "router_aux_loss_coef": model.router_aux_loss_coef}
+        return (
+            found
+            | sizes
+            | of_experts
+            | factors
+            | {"attention_multiplier": model.head_dim**-0.5, "router_aux_loss_coef": model.router_aux_loss_coef}
+        )
     of_experts = {key: getattr(model, key) for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")}
     every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return found | {"moe_intermediate_size": model.intermediate_size, **of_experts, **every_layer}
@@ -87,9 +93,9 @@ def missing(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "qwen3":
         return {**every, "num_key_value_heads": 32, "head_dim": 128}
     if model_type == GRANITE:
-        factors = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
-        of_experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0, **dict.fromkeys(factors, 1.0)}
-        return {**every, "num_key_value_heads": heads, "head_dim": from_heads, **of_experts}
+        sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0}
+        factors = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier"), 1.0)
+        return {**every, "num_key_value_heads": heads, "head_dim": from_heads, **sizes, **factors}
     of_experts = {"num_experts_per_tok": 8, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return {**every, "num_key_value_heads": 4, "head_dim": from_heads, **of_experts}
 

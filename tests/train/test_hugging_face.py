@@ -126,7 +126,9 @@ def test_a_weight_of_experts_is_sliced_as_an_array(index):
     np.testing.assert_array_equal(hugging_face.ExpertsWeight(tuple(whole))[index], whole[index])
 
 
-@pytest.mark.parametrize("index", [slice(1, 3), (..., slice(0, 2), slice(None)), (slice(1, 2), slice(1, 2)), (slice(None), slice(2, 9)), ...])
+@pytest.mark.parametrize(
+    "index", [slice(1, 3), (..., slice(0, 2), slice(None)), (slice(1, 2), slice(1, 2)), (slice(None), slice(2, 9)), ...]
+)
 def test_half_a_weight_is_sliced_as_an_array(index):
     whole = np.random.default_rng(0).standard_normal((4, 6, 3)).astype(np.float32)
     for first in (0, 3):
