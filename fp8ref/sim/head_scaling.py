@@ -31,6 +31,7 @@ class Heads(NamedTuple):
                  ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D], for
                  ``mx_1x32``.
     scale_inv    float32 of that shape.
+    q and k in INT8, and v beside them, have those of ``int8_heads``; codes are int8.
     """
 
     values: np.ndarray
