@@ -47,9 +47,9 @@ def quantized(x, groups) -> tuple[list[list[int]], list[np.float32]]:
     return codes, scales
 
 
-def sage(q, k, v, scale, *, causal=False):
-    """One head: q [Tq, D], k and v [Tk, D], bfloat16 numbers. Returns (o before its rounding, lse, {codes and scales by role}, P codes'
-    numbers by (row, key))."""
+def sage(q, k, v, scale, *, causal=False, rows=None):
+    """One head: q [Tq, D], k and v [Tk, D], bfloat16 numbers; all rows, or those named. Returns (o before its rounding, lse, {codes and
+    scales by role}, the cast P by (row, key))."""
     length, keys, features = len(q), len(k), len(q[0])
     km = mean(k)
     smooth = [[F(bfloat16(F(F(x) - y))) for x, y in zip(row, km, strict=True)] for row in k]
@@ -66,7 +66,7 @@ def sage(q, k, v, scale, *, causal=False):
     v8 = [[e4m3(F(F(x) * F(F(448.0) / a))) for x, a in zip(row, v_amax, strict=True)] for row in v]
     original = F(F(scale) * LOG2E)
     out, lse, cast = np.zeros((length, features), F), np.zeros(length, F), {}
-    for row in range(length):
+    for row in range(length) if rows is None else rows:
         limit = min(keys, (row // 64 + 1) * 64) if causal else keys
         iterations = -(-limit // 128)
         m, d, ro = FAR, [F(1.0)] * 4, [F(0)] * features

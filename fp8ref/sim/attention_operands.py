@@ -69,8 +69,8 @@ class Parts:
             self.inverse_k = np.broadcast_to(head_scaling.spread(tensors["k"].scale_inv, shape_k, first), (*shape_k[:3], 1))
             self.inverse_v = np.broadcast_to(head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1))
         if self.variant.int8:
-            self.inverse_q = int8_heads.spread(tensors["q"].scale_inv, shape_q)[..., 0]
-            self.inverse_k = np.pad(int8_heads.spread(tensors["k"].scale_inv, shape_k)[..., 0], ((0, 0), (0, 0), tokens))
+            self.inverse_q = head_scaling.spread(tensors["q"].scale_inv, shape_q, "int8_thread")[..., 0]
+            self.inverse_k = np.pad(head_scaling.spread(tensors["k"].scale_inv, shape_k, "int8_thread")[..., 0], ((0, 0), (0, 0), tokens))
             self.last = shifted_softmax.last_tiles(problem.high, keys, self.length)
         self.cap = None if problem.softcap is None else self._under_base(problem.softcap)
         self.of_scale = self._under_base(problem.scale) if problem.softcap is None else problem.scale / problem.softcap

@@ -7,16 +7,13 @@ import numpy as np
 
 from fp8ref.formats import BFLOAT16, Format
 from fp8ref.sim import cast
-from fp8ref.sim.head_scaling import Heads
+from fp8ref.sim.head_scaling import KEYS, THREADS, Heads, padded, spread
 
 LARGEST = 127
 """The largest magnitude of an INT8 code."""
 
 SMALLEST = np.float32(1e-7)
 """What is added to a scale_inv, so that none is zero."""
-
-ROWS, KEYS = 16, 128
-"""Rows of q and keys of k whose scales lie together."""
 
 _ZERO = np.float32(2.0**-100)
 """An amax of v below it has scale 1."""
@@ -34,11 +31,11 @@ def quantize(q: np.ndarray, k: np.ndarray, v: np.ndarray, fmt: Format) -> dict[s
         k = cast.round_to(k - mean(k), BFLOAT16)
     if not np.isfinite(k).all():
         raise ValueError("k less its mean over the tokens leaves bfloat16's range. Scale k down.")
-    b, h, t, d = q.shape
-    of_q = _padded(q, ROWS).reshape(b, h, -1, 2, 8, d)
+    b, h, _, d = q.shape
+    of_q = padded(q, THREADS).reshape(b, h, -1, 2, 8, d)
     amax_q = np.abs(of_q).max(axis=(3, 5)).reshape(b, h, -1, 1)
-    b, h, t, d = k.shape
-    of_k = _padded(k, KEYS).reshape(b, h, -1, KEYS // 8, 4, 2, d)
+    b, h, _, d = k.shape
+    of_k = padded(k, KEYS).reshape(b, h, -1, KEYS // 8, 4, 2, d)
     amax_k = np.abs(of_k).max(axis=(3, 5, 6)).reshape(b, h, -1, 1)
     return {"q": _int8(q, amax_q), "k": _int8(k, amax_k), "v": _by_feature(v, fmt)}
 
@@ -49,7 +46,7 @@ def mean(k: np.ndarray) -> np.ndarray:
     Order:    zeros up to a power of two of tokens; the halves are added, until one is left; times RN32(1 / T); to bfloat16.
     """
     k = cast.round_to(k, BFLOAT16)
-    total = _padded(k, 1 << (k.shape[2] - 1).bit_length())
+    total = padded(k, 1 << (k.shape[2] - 1).bit_length())
     with np.errstate(over="ignore", invalid="ignore"):
         while total.shape[2] > 1:
             half = total.shape[2] // 2
@@ -70,22 +67,10 @@ def taken(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     return cast.round_to(total, BFLOAT16)
 
 
-def spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Scales repeated over their groups, so that they broadcast against a tensor of this shape; their number tells whose they are."""
-    b, h, t = shape[:3]
-    if scale.shape[2] == 1:  # of v
-        return scale
-    if scale.shape[2] == 4 * -(-t // KEYS):
-        found = np.broadcast_to(scale.reshape(b, h, -1, 1, 4, 1), (b, h, -(-t // KEYS), KEYS // 8, 4, 2))
-    else:
-        found = np.broadcast_to(scale.reshape(b, h, -1, 1, 8), (b, h, -(-t // ROWS), 2, 8))
-    return found.reshape(b, h, -1, 1)[:, :, :t]
-
-
 def _int8(x: np.ndarray, amax: np.ndarray) -> Heads:
     """INT8 codes of x: RN32(x / scale_inv), half of one added away from zero, rounded, and cut off."""
     scale_inv = amax / np.float32(LARGEST) + SMALLEST
-    quotient = x / spread(scale_inv, x.shape)
+    quotient = x / spread(scale_inv, x.shape, "int8_thread")
     values = np.trunc(quotient + np.where(quotient >= 0, np.float32(0.5), np.float32(-0.5)))
     return Heads(values, values.astype(np.int8), amax, np.float32(1) / scale_inv, scale_inv)
 
@@ -97,8 +82,3 @@ def _by_feature(v: np.ndarray, fmt: Format) -> Heads:
     scale, scale_inv = largest / safe, safe / largest
     codes = cast.encode(v * scale, fmt)
     return Heads(cast.decode(codes, fmt), codes, amax, scale, scale_inv)
-
-
-def _padded(x: np.ndarray, block: int) -> np.ndarray:
-    """x with zeros behind its tokens, up to a multiple of block."""
-    return np.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)])

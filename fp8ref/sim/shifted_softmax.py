@@ -32,9 +32,7 @@ def last_tiles(high: np.ndarray, keys: int, length: int) -> np.ndarray:
     return (np.concatenate(of_blocks) - 1) // length * length
 
 
-def factors(
-    s: np.ndarray, scale: np.float32, of_q: np.ndarray, of_k: np.ndarray, last: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def factors(s: np.ndarray, scale: np.float32, of_q: np.ndarray, of_k: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(scores, their factors in the exponent): in its last tile a row's scores have both scale_inv already.
 
     Shapes:   s float32 [rows, keys], integers; scale_inv of q [rows] and of k [keys]; last bool [rows].

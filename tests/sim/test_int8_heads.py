@@ -9,7 +9,7 @@ from attention_sources import F, bfloat16
 
 from fp8ref.attention import VARIANTS, Mask
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.sim import attention, cast, int8_heads
+from fp8ref.sim import attention, cast, head_scaling, int8_heads
 
 SAGE = VARIANTS["sage"]
 
@@ -20,26 +20,33 @@ def bf16(shape, seed, *, shift=0.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("tq", "tk", "d", "causal", "shift"),
-    [(70, 150, 8, False, 0.0), (3, 128, 16, False, 20.0), pytest.param(200, 200, 16, True, 3.0, marks=pytest.mark.slow), (5, 300, 64, False, 1.0)],
+    ("tq", "tk", "d", "causal", "shift", "rows"),
+    [
+        (18, 150, 8, False, 0.0, range(18)),
+        (3, 128, 16, False, 20.0, range(3)),
+        (200, 200, 16, True, 3.0, [0, 63, 64, 127, 128, 199]),
+        (5, 300, 64, False, 1.0, [4]),
+        pytest.param(200, 200, 16, True, 3.0, range(200), marks=pytest.mark.slow),
+    ],
 )
-def test_every_number_is_the_kernels(tq, tk, d, causal, shift):  # A-26
-    """The mask under which both agree: the kernel's causal one begins at the first query."""
+def test_every_number_is_the_kernels(tq, tk, d, causal, shift, rows):  # A-26
+    """The mask under which both agree: the kernel's causal one begins at the first query. A row's last tile is that of its 64 queries."""
     q, k, v = (bf16((1, 1, t, d), seed, shift=shift * (seed == 2)) for seed, t in ((1, tq), (2, tk), (3, tk)))
     mask = Mask(causal=causal, alignment="start")
     found = attention.forward(q, k, v, variant=SAGE, mask=mask, keep_p=True)
-    o, lse, operands, p = sage_source.sage(*(x[0, 0].tolist() for x in (q, k, v)), sage_source.scale_of(d), causal=causal)
+    o, lse, operands, p = sage_source.sage(*(x[0, 0].tolist() for x in (q, k, v)), sage_source.scale_of(d), causal=causal, rows=rows)
     for role in ("q", "k"):
         codes, scales = operands[role]
         np.testing.assert_array_equal(found.tensors[role].codes[0, 0], codes, err_msg=role)
-        spread = int8_heads.spread(found.tensors[role].scale_inv, found.tensors[role].values.shape)
+        spread = head_scaling.spread(found.tensors[role].scale_inv, found.tensors[role].values.shape, "int8_thread")
         np.testing.assert_array_equal(spread[0, 0, :, 0], scales, err_msg=role)
     np.testing.assert_array_equal(found.tensors["v"].values[0, 0], operands["v"][0])
     np.testing.assert_array_equal(found.tensors["v"].scale_inv[0, 0, 0], operands["v"][1])
     of_codes = cast.decode(found.p_codes[0, 0], E4M3FN)
     assert all(of_codes[place] == x for place, x in p.items() if not causal or place[1] <= place[0])
-    np.testing.assert_array_equal(found.o[0, 0], [[bfloat16(x) for x in row] for row in o])
-    np.testing.assert_array_equal(found.lse[0, 0], lse)
+    rows = list(rows)
+    np.testing.assert_array_equal(found.o[0, 0, rows], [[bfloat16(x) for x in o[n]] for n in rows])
+    np.testing.assert_array_equal(found.lse[0, 0, rows], lse[rows])
 
 
 def test_smoothing_leaves_the_softmax_as_it_is():  # A-26
@@ -64,11 +71,10 @@ def test_rows_keys_and_features_share_scales():  # A-26
     x[0, 0, 3], x[0, 0, 128 + 5] = 2, 4
     v = np.ones((1, 1, 256, 4), F)
     v[0, 0, 7, 2] = 8
-    k = x - int8_heads.mean(x) * 0
-    found = int8_heads.quantize(x, k, v, E4M3FN)
-    amax = int8_heads.spread(found["q"].amax, x.shape)[0, 0, :, 0]
+    found = int8_heads.quantize(x, x, v, E4M3FN)
+    amax = head_scaling.spread(found["q"].amax, x.shape, "int8_thread")[0, 0, :, 0]
     np.testing.assert_array_equal(np.flatnonzero(amax != 1), [3, 11, 133, 141])
-    of_k = int8_heads.spread(found["k"].amax, x.shape)[0, 0, :, 0]
+    of_k = head_scaling.spread(found["k"].amax, x.shape, "int8_thread")[0, 0, :, 0]
     assert set(np.flatnonzero(of_k != of_k[0])) == {j for j in range(256) if j % 8 // 2 == (1 if j < 128 else 2)}
     np.testing.assert_array_equal(found["v"].amax[0, 0, 0], [1, 1, 8, 1])
 
@@ -100,7 +106,9 @@ def test_what_is_refused():  # A-22, A-23, A-26
     with pytest.raises(ValueError, match="at most 128 features"):
         attention.forward(*[np.ones((1, 1, 2, 256), F)] * 3, variant="sage")
     with pytest.raises(ValueError, match="leaves bfloat16's range"):
-        attention.forward(q, np.array([3e38, -3e38, -3e38], F).reshape(1, 1, 3, 1) * np.ones(8, F), np.ones((1, 1, 3, 8), F), variant="sage")
+        attention.forward(
+            q, np.array([3e38, -3e38, -3e38], F).reshape(1, 1, 3, 1) * np.ones(8, F), np.ones((1, 1, 3, 8), F), variant="sage"
+        )
     with pytest.raises(ValueError, match="granularity 'int8_thread'"):
         dataclasses.replace(SAGE, promotion=None)
     with pytest.raises(ValueError, match="are of granularity"):
