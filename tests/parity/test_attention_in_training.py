@@ -66,7 +66,7 @@ def test_each_variant_trains_with_a_backward_pass_in_bf16(backend, variant, conf
     assert proven["missing"] == []
     assert (proven["attention"]["variant"], proven["attention"]["backward"]) == (variant, "bf16")
     in_fp8 = [gemm["gemm"].rpartition("/")[2] for gemm in proven["attention"]["gemms"] if gemm["fp8"]]
-    assert sorted(in_fp8) == ["scores", "values"]
+    assert sorted(in_fp8) == (["values"] if variant == "sage" else ["scores", "values"])
     mine, right = trainer.gradients(tokens), exact.gradients(tokens)
     name = "model.layers.0.self_attn.v_proj.weight"
     assert np.linalg.norm(mine[name] - right[name]) < 2**-4 * np.linalg.norm(right[name])  # P is off by FP8's log-sum-exp, below 2^-4
