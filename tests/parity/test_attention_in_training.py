@@ -85,8 +85,9 @@ def test_fa3_trains(backend, config):  # A-25
 
 
 @pytest.mark.slow
-def test_a_cross_check_holds_with_a_backward_pass_in_bf16(config):  # B-2, B-3, A-25
-    report = one_device.crosscheck(config.replace(numerics={"attention": "fa4", "attention_backward": "bf16"}), steps=1)
+@pytest.mark.parametrize("variant", ["fa4", "sage"])
+def test_a_cross_check_holds_with_a_backward_pass_in_bf16(variant, config):  # B-2, B-3, A-25, A-26
+    report = one_device.crosscheck(config.replace(numerics={"attention": variant, "attention_backward": "bf16"}), steps=1)
     assert [name for name, check in report.checks.items() if not check.ok] == []
     assert any("self_attn/q/codes" in name for name in report.checks)
     assert not any("self_attn/do/codes" in name for name in report.checks)
