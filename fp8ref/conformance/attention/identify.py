@@ -220,7 +220,9 @@ def _measured(base: Variant, probed: Probed) -> Variant:
 
     def departs(what: str) -> Any:
         finding = probed[what]
-        return None if finding is None or finding.value is None or finding.value == wanted[what] else finding.value
+        if finding is None or finding.value is None or what not in wanted or finding.value == wanted[what]:
+            return None
+        return finding.value
 
     if (value := departs("output")) is not None and value in FORMATS:
         changes["out"] = FORMATS[value]
@@ -232,6 +234,8 @@ def _measured(base: Variant, probed: Probed) -> Variant:
         changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
     if (value := departs("scales of v")) is not None:
         changes["granularity"] = value
+    if base.int8:
+        return dataclasses.replace(base, **changes)
     if probed.threshold is not None and not probed.threshold.agrees(wanted["threshold"]) and probed.threshold.finding.value is not None:
         changes["threshold"] = probed.threshold.finding.value
     if probed.largest is not None and not probed.largest.agrees(wanted["largest P"]) and probed.largest.finding.value:
