@@ -179,9 +179,8 @@ class Parts:
             self.inverse["q"] = self.by_group(head_scaling.spread(tensors["q"].scale_inv, self.shape_q, "int8_thread"))  # [B, N, G, T, 1]
             self.inverse["k"] = self.by_tiles(head_scaling.spread(tensors["k"].scale_inv, self.shape_k, "int8_thread"))  # [B, N, T, 1]
             self.inverse["v"] = tensors["v"].scale_inv[:, :, :, None]  # [B, N, 1, 1, D]
-            queries, keys = self.shape_q[2], self.shape_k[2]
-            last = shifted_softmax.last_tiles(self.grid.high[:queries], keys, self.grid.length)
-            self.last = jnp.asarray(np.pad(last, (0, len(self.grid.high) - queries), constant_values=-1))
+            last = shifted_softmax.last_tiles(self.grid.high[: self.shape_q[2]], self.shape_k[2], self.grid.length)
+            self.last = jnp.asarray(np.pad(last, (0, len(self.grid.high) - len(last)), constant_values=-1))
 
     def operand(self, tensor: Heads, *, along_tokens: bool = False, fmt=None) -> jax.Array:
         """A GEMM's operand: codes; of MX blocks the dequantized tensor in bfloat16, exactly, because no FP8
