@@ -100,7 +100,7 @@ def cases(
 
 def _with(question: Question, softcap: float | None, sinks: bool, rng: np.random.Generator) -> Question:
     """The question with a softcap and with sinks between a row's smallest and largest scores."""
-    drawn = (2 * rng.standard_normal(question.q.shape[1])).astype(np.float32) if sinks else None
+    drawn = 2 * rng.standard_normal((question.q.shape[1],)).astype(np.float32) if sinks else None
     return question._replace(softcap=softcap, sinks=drawn)
 
 

@@ -192,7 +192,8 @@ def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
     """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error."""
     found = [one for variant in VARIANTS.values() if (one := answers.agreement(variant, cases=1)) is not None]
     departing = {one.variant.name: len(probed.departures(one.variant)) for one in found}
-    return sorted(found, key=lambda one: (not one.alike, departing[one.variant.name], one.error))
+    # Few decisions of INT8 are compared: such a variant is near by its outputs alone.
+    return sorted(found, key=lambda one: (not one.alike, one.variant.int8 and not one.alike, departing[one.variant.name], one.error))
 
 
 def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
