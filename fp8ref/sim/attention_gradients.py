@@ -187,7 +187,7 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep
     saturated = int(clipped.sum()) + of_ds
     raw = {"dq": dq, "dk": dk, "dv": dv}
     found = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
-    matrices = {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
+    matrices: dict = {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
     zeros = attention.count_lost(ds, ds8, of_gradients)
     return found._replace(matrices=matrices, dsinks=_of_sinks(problem, of_rows, result.lse), lost=zeros, saturated_ds=of_ds)
 
