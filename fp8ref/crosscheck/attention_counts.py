@@ -62,8 +62,8 @@ def _check_ds(
     if "ds/counts" not in backward.arrays or not np.isfinite(do).all():
         return 0
     scales = {role: x for role, x in given.items() if role in ("s", *GRADIENT_ROLES)}
-    tensors = _tensors(forward, "q", "k", "v")
-    found = attention_gradients.backward(do, *tensors, result, variant=variant, mask=MASK, scales=scales, keep=True)
+    q, k, v = _tensors(forward, "q", "k", "v")
+    found = attention_gradients.backward(do, q, k, v, result, variant=variant, mask=MASK, scales=scales, keep=True)
     exact = attention.exact("ds", forward, backward, variant)
     assert exact is not None
     values, bound = np.abs(exact.value), exact.bound
@@ -109,7 +109,7 @@ def _compare(
 ) -> None:
     """Compare with the simulator's amax and (saturated, lost): counts within the elements that lie near the thresholds of a cast by scale."""
     names = one.backend, "sim"
-    seen = np.broadcast_to(np.tri(*values.shape[-2:], dtype=bool), values.shape)  # MASK is causal
+    seen = np.broadcast_to(np.tri(*values.shape[-2:]) > 0, values.shape)  # MASK is causal
     found = dict(zip(COUNTS, np.asarray(one.arrays[f"{what}/counts"]).tolist(), strict=True))
 
     def add(kind: str, value, reference, by) -> None:
