@@ -245,6 +245,11 @@ class Parts:
         of_q, of_k = self.block(self.documents[0], block, 1), self.tile(self.documents[1], tile, 1)
         return inside & (of_q[:, None, None, :, None] == of_k[:, None, None, None, :])
 
+    def pairs(self, seen: jax.Array) -> jax.Array:
+        """How many scores of a block and a tile are of keys that are seen, int32."""
+        b, n = self.shape_k[:2]
+        return jnp.sum(jnp.broadcast_to(seen, (b, n, self.group, *seen.shape[3:])), dtype=jnp.int32)
+
     def scores(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant scales them (A-4), or in
         the fast form; with a softcap (A-22)."""
