@@ -465,3 +465,12 @@ def test_a_rank_makes_its_shards_in_little_more_memory():  # M-6
     assert arrays < 0.1
     compared = re.search(r"rank 5 against one process: +0 of ([0-9,]+) elements differ", out)
     assert int(compared[1].replace(",", "")) == pytest.approx(1.236e9 / 32, rel=0.01)
+
+
+def test_the_page_shows_grouped_gemms_compiled_for_an_h200():  # X-17
+    """tokamax's kernels multiply no codes in FP8; the others' do."""
+    printed = subprocess.run([sys.executable, BENCHMARKS / "aot_ragged.py", "--show"], check=True, capture_output=True, text=True).stdout
+    assert printed in (BENCHMARKS.parent / "docs" / "how-to" / "experts.md").read_text()
+    kept = json.loads((BENCHMARKS / "results" / "aot_ragged.json").read_text())
+    for case, found in kept.items():
+        assert any("e4m3" in what or "$f8" in what for what in found) == ("tokamax" not in case)

@@ -44,7 +44,7 @@ def show(use: Use, phase: Phase, arrays: dict[str, jax.Array]) -> None:
 
 def of_forward(given: Inputs, result, use: Use) -> dict[str, jax.Array]:
     """What a forward pass made, and of what softcap and sinks."""
-    found = {f"{role}/value": x.astype(jnp.float32) for role, x in zip(("q", "k", "v"), given[:3], strict=True)}
+    found: dict = {f"{role}/value": x.astype(jnp.float32) for role, x in zip(("q", "k", "v"), given[:3], strict=True)}
     found |= {
         "s/value": result.scores,
         "p/scale": result.scale_p,
