@@ -134,4 +134,5 @@ def _dequantized(role: str, one: AttentionPass, variant: Variant) -> np.ndarray:
     codes, scale = np.asarray(one.arrays[f"{role}/codes"]), np.asarray(one.arrays[f"{role}/scale"], np.float64)
     granularity = variant.granularity
     assert granularity is not None
-    return cast.decode(codes, variant.fmt).astype(np.float64) * head_scaling.spread(1 / scale, codes.shape, granularity)
+    values = codes.view(np.int8) if variant.int8 else cast.decode(codes, variant.fmt)
+    return values.astype(np.float64) * head_scaling.spread(1 / scale, codes.shape, granularity)
