@@ -141,5 +141,4 @@ def _magnitudes(role: str, one: AttentionPass, variant: Variant) -> np.ndarray:
     codes, scale = np.asarray(one.arrays[f"{role}/codes"]), np.asarray(one.arrays[f"{role}/scale"], np.float64)
     granularity = variant.granularity
     assert granularity is not None
-    values = codes.view(np.int8) if variant.int8 else cast.decode(codes, variant.fmt)
-    return np.abs(values.astype(np.float64)) * head_scaling.spread(1 / scale, codes.shape, granularity)
+    return np.abs(cast.decode(codes, variant.fmt).astype(np.float64)) * head_scaling.spread(1 / scale, codes.shape, granularity)
