@@ -62,7 +62,7 @@ def main() -> None:
     repeats = max(1, size**3 // (ROWS * 32 * LANES))
     rows = np.resize(a, (ROWS, 32))
     tile = np.resize(b, (32, LANES)).astype(f32)
-    room = [aligned(n, kind) for n, kind in ((64 * LANES, f32), (8 * LANES, np.uint32), (ROWS * LANES, f32))]
+    room = [aligned(n, kind) for n, kind in ((64 * LANES, f32), (2 * 8 * LANES, np.uint32), (ROWS * LANES, f32))]
     for array, value in zip(room, (np.repeat(tile, 2, 0).reshape(-1), 0x7F7F7F7F, 0), strict=True):
         array[:] = value
     signs = rng.integers(0, 1 << 32, ROWS, dtype=np.uint32)

@@ -49,7 +49,7 @@ def step(typing_context, a, of_a, signs, parts, of_b, acc, first, of_parts, of_a
 
     a, parts  float32 if a step's sum is below MOST_UNITS, else float64: a [any rows, width]; parts [any steps, width, 2, LANES]:
               b's positive numbers, and its negative ones, other numbers being 0.
-    of_a      uint8 [any rows, width], exponents; of_b uint8 [any steps, width / 4, LANES, 4], with the bias.
+    of_a      uint8 [any rows, width], exponents; of_b uint8 [1 + any steps, width / 4, LANES, 4], with the bias, from 1 on.
     signs     uint32 [any rows]: bit k is the sign of a's number k.
     first     the first row of a, of ``rows``; of_parts, the step of parts; of_acc, the first row of acc.
     width     a multiple of 4, at most 32.
@@ -71,7 +71,8 @@ class _Step(Vectors):
         b = self.b
         numbers = b.mul(b.mul(of_parts, width), ir.Constant(I64, LANES))  # of b before the step
         parts = b.gep(parts, [b.mul(numbers, ir.Constant(I64, 2))])
-        of_a, of_b = b.bitcast(of_a, I8.as_pointer()), b.gep(b.bitcast(of_b, I8.as_pointer()), [numbers])
+        of_b = b.gep(b.bitcast(of_b, I8.as_pointer()), [b.add(numbers, b.mul(width, ir.Constant(I64, LANES)))])
+        of_a = b.bitcast(of_a, I8.as_pointer())
         acc = b.gep(acc, [b.mul(of_acc, ir.Constant(I64, LANES))])
         fraction = ir.Constant(I32, self.fraction)
         places = self.splat(b.shl(self.widened(b.sub(fraction, fraction_bits)), ir.Constant(self.bits, self.fraction)), self.n)

@@ -9,20 +9,19 @@ from fp8ref.sim.kernels.chain_vectors import F32, I8, I32, I64, LANES, Vectors
 
 
 @intrinsic
-def lay_out(typing_context, words, parts, of_b, which, width, mantissa_bits, bias, least, zero, of_one):
-    """Fill step ``which`` of parts and of_b, as ``chain_steps.step`` takes them, from codes of finite numbers.
+def lay_out(typing_context, room, parts, which, width, mantissa_bits, bias, zero, of_one):
+    """Fill step ``which`` of parts and of exponents, as ``chain_steps.step`` takes them, from codes of finite numbers.
 
-    words          uint32 [width / 4, LANES]: four codes of a column, the first in the lowest byte.
-    mantissa_bits, bias, least   of the format; ``least`` is its smallest number above 0.
-    zero, of_one   the bytes of a zero and of 2^0 in of_b.
+    room           uint32 [1 + steps, width / 4, LANES]: words of four codes of a column, the first in the lowest byte; and
+                   the exponents of each step.
+    mantissa_bits, bias   of the format.
+    zero, of_one   the bytes of a zero and of 2^0 among the exponents.
     """
-    signature = types.void(
-        words, parts, of_b, types.int64, types.int64, types.int32, types.int32, types.float32, types.int32, types.int32
-    )  # fmt: skip
+    signature = types.void(room, parts, *[types.int64] * 2, *[types.int32] * 4)
 
     def generate(context, builder, signature, arguments):
-        arrays = [context.make_array(t)(context, builder, value).data for t, value in zip(signature.args[:3], arguments[:3], strict=True)]
-        _Tile(builder, parts.dtype == types.float64).write(*arrays, *arguments[3:])
+        arrays = [context.make_array(t)(context, builder, value).data for t, value in zip(signature.args[:2], arguments[:2], strict=True)]
+        _Tile(builder, parts.dtype == types.float64).write(*arrays, *arguments[2:])
         return context.get_dummy_value()
 
     return signature, generate
@@ -31,16 +30,20 @@ def lay_out(typing_context, words, parts, of_b, which, width, mantissa_bits, bia
 class _Tile(Vectors):
     """Writes the loop of ``lay_out`` over four numbers of each column."""
 
-    def write(self, words, parts, of_b, which, width, mantissa_bits, bias, least, zero, of_one) -> None:
-        b, self.mantissa_bits, self.least = self.b, self.splat(mantissa_bits, 16), self.splat(least, 16)
+    def write(self, words, parts, which, width, mantissa_bits, bias, zero, of_one) -> None:
+        b, self.mantissa_bits = self.b, self.splat(mantissa_bits, 16)
         fraction = b.sub(ir.Constant(I32, 23), mantissa_bits)
         self.places = self.splat(fraction, 16)
         self.unbiased = self.splat(b.shl(b.sub(ir.Constant(I32, 127), bias), ir.Constant(I32, 23)), 16)
+        # The smallest number above 0 is 2^(1 - bias - mantissa_bits).
+        field = b.sub(ir.Constant(I32, 128), b.add(bias, mantissa_bits))
+        self.least = self.splat(b.bitcast(b.shl(field, ir.Constant(I32, 23)), F32), 16)
         self.first_normal = self.splat(b.shl(ir.Constant(I32, 1), mantissa_bits), 16)
         field_mask = self.splat(b.trunc(b.lshr(ir.Constant(I32, 0x7F), mantissa_bits), I8), 64)
         of_field, of_zero = (self.splat(b.trunc(v, I8), 64) for v in (b.sub(of_one, bias), zero))
         numbers = b.mul(b.mul(which, width), ir.Constant(I64, LANES))
-        parts, of_b = b.gep(parts, [b.mul(numbers, ir.Constant(I64, 2))]), b.gep(of_b, [b.udiv(numbers, ir.Constant(I64, 4))])
+        of_step = b.mul(b.udiv(width, ir.Constant(I64, 4)), ir.Constant(I64, LANES))
+        parts, of_b = b.gep(parts, [b.mul(numbers, ir.Constant(I64, 2))]), b.gep(words, [b.mul(b.add(which, ir.Constant(I64, 1)), of_step)])
         vectors = b.mul(b.udiv(width, ir.Constant(I64, 4)), ir.Constant(I64, LANES // 16))
         with cgutils.for_range(b, vectors) as loop:
             at = b.mul(loop.index, ir.Constant(I64, 16))

@@ -4,13 +4,13 @@
 for as many steps as the cache holds, and takes these steps for some rows after others (``chain_steps``).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_float
+from fp8ref.sim.kernels.bits import prefer_small_code
 from fp8ref.sim.kernels.chain_steps import MOST_UNITS, TO_NEAREST, TOWARD_ZERO, set_rounding, step, zero_and_bias
 from fp8ref.sim.kernels.chain_tiles import lay_out
 from fp8ref.sim.kernels.chain_vectors import LANES
@@ -47,13 +47,20 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     bits = np.packbits(a >= 128, axis=-1, bitorder="little")  # [steps, M, bytes]
     signs = bits.view(f"<u{bits.shape[-1]}")[..., 0].astype(u32)
     numbers, exponents = np.empty(a.shape, np.float64 if double else f32), np.empty(a.shape, u8)
-    decode(a.reshape(-1), *layout(fmt), zero_and_bias(double)[0], numbers.reshape(-1), exponents.reshape(-1))
+    look_up(a.reshape(-1), *tables(fmt, zero_and_bias(double)[0]), numbers.reshape(-1), exponents.reshape(-1))
     return Rows(numbers, exponents, signs, (width, fraction_bits, output_bits))
 
 
-def layout(fmt: Format) -> tuple[np.int32, np.int32, np.float32]:
-    """Of a format: mantissa bits, bias, and the smallest number above 0."""
-    return i32(fmt.mantissa_bits), i32(fmt.bias), f32(fmt.smallest_subnormal)
+@functools.cache
+def tables(fmt: Format, zero: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each code: its number, float32, and its exponent, a byte: max(floor(log2|v|), emin), ``zero`` of a zero. Codes of no number
+    have any."""
+    code = np.arange(256)
+    field = (code & 0x7F) >> fmt.mantissa_bits
+    count = (code & 0x7F) - ((np.maximum(field, 1) - 1) << fmt.mantissa_bits)  # in units of the exponent's last place
+    exponent = np.maximum(field, 1) - fmt.bias
+    number = np.where(code > 127, -1.0, 1.0) * np.ldexp(count, exponent - fmt.mantissa_bits)
+    return number.astype(f32), np.where(count, exponent, zero).astype(np.int8).view(u8)
 
 
 def padded(b: np.ndarray) -> np.ndarray:
@@ -72,12 +79,13 @@ def columns(a: Rows, b: np.ndarray, fmt: Format, ends: np.ndarray, out: np.ndarr
     """
     (_, m, width), n, kind = a.numbers.shape, out.shape[1], a.numbers.dtype
     most = max(1, min(STEPS * f32().itemsize // kind.itemsize, len(ends)))
-    words, parts, of_b = aligned(width // 4 * LANES, u32), aligned(most * 2 * width * LANES, kind), aligned(most * width // 4 * LANES, u32)
-    acc, part = aligned(m * LANES, f32), aligned(m * LANES, f32)
-    acc[:] = part[:] = 0
+    room, parts = aligned((1 + most) * (width // 4) * LANES, u32), aligned(most * 2 * width * LANES, kind)
+    acc = aligned(2 * m * LANES, f32)
+    acc[:] = 0
+    zero, of_one = zero_and_bias(kind == np.float64)
+    sizes = np.array([begin, end, m, n, most, *a.unit, fmt.mantissa_bits, fmt.bias, of_one + zero, of_one], np.int64)
     flat = (x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b.view(u32)))
-    zero, bias = zero_and_bias(kind == np.float64)
-    chains(*flat, *layout(fmt), i32(bias + zero), i32(bias), ends, words, parts, of_b, acc, part, out.reshape(-1), begin, end, m, n, most, *a.unit)
+    chains(*flat, ends, room, parts, acc, out.reshape(-1), sizes)
 
 
 def aligned(size: int, dtype: Any) -> np.ndarray:
@@ -88,64 +96,25 @@ def aligned(size: int, dtype: Any) -> np.ndarray:
     return raw[begin : begin + length].view(dtype)
 
 
-@njit(nogil=True, inline="always", error_model="numpy")
-def _magnitude(code, mantissa_bits, bias, least):
-    """The number of a code without its sign, float32; ``least`` is the format's smallest above 0."""
-    magnitude = u32(code & u32(0x7F))
-    normal = as_float(u32(u32(magnitude << u32(23 - mantissa_bits)) + u32(u32(127 - bias) << u32(23))))
-    return normal if magnitude >> u32(mantissa_bits) else f32(f32(i32(magnitude)) * f32(least))
-
-
-@njit(nogil=True, inline="always", error_model="numpy")
-def _exponent(code, mantissa_bits, bias, zero):
-    """max(floor(log2|v|), emin) of a code, int32; ``zero`` of a zero."""
-    magnitude = u32(code & u32(0x7F))
-    field = i32(magnitude >> u32(mantissa_bits))
-    return (i32((field if field else i32(1)) - i32(bias))) if magnitude else i32(zero)
-
-
 @compiled
-def decode(codes, mantissa_bits, bias, least, zero, numbers, exponents):
-    """The numbers of codes, and their exponents as bytes."""
+def look_up(codes, number_of, exponent_of, numbers, exponents):
+    """The numbers of codes, and their exponents, by tables of all codes."""
     for i in range(codes.size):
-        code = u32(codes[i])
-        magnitude = _magnitude(code, mantissa_bits, bias, least)
-        numbers[i] = -magnitude if code & u32(0x80) else magnitude
-        exponents[i] = u8(_exponent(code, mantissa_bits, bias, zero))
+        numbers[i] = number_of[codes[i]]
+        exponents[i] = exponent_of[codes[i]]
 
 
 @compiled
-def chains(
-    a,
-    of_a,
-    signs,
-    b,
-    mantissa_bits,
-    exponent_bias,
-    least,
-    zero,
-    bias,
-    ends,
-    words,
-    parts,
-    of_b,
-    acc,
-    part,
-    out,
-    begin,
-    end,
-    m,
-    n,
-    most,
-    width,
-    fraction_bits,
-    output_bits,
-):
-    """``columns``, of flat arrays: these of ``Rows``, words of four codes of b, and room for the words of a step of a tile of b [width / 4, LANES], for ``most`` steps'
-    parts and exponents, and the accumulators and sums [M, LANES]."""
-    of_step = width // 4
+def chains(a, of_a, signs, b, ends, room, parts, acc, out, sizes):
+    """``columns``, of flat arrays: these of ``Rows``, words of four codes of b, and room: for the words of a step of a tile of b
+    [width / 4, LANES] and the exponents of ``most`` steps alike, for these steps' parts, and for the accumulators and the parts' sums
+    [2, M, LANES]. ``sizes`` are as ``columns`` gives them: few arguments are compiled faster than many."""
+    prefer_small_code()
+    begin, end, m, n, most, width = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
+    fraction_bits, output_bits, mantissa_bits, bias, zero, of_one = sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11]
+    of_step, sums = width // 4, m * LANES
     k = ends.size * of_step
-    for first in range(begin, end, LANES):  # the last step of a tile leaves acc and part zero for the next
+    for first in range(begin, end, LANES):  # the last step of a tile leaves accumulators and sums zero for the next
         lanes = min(LANES, n - first)
         for start in range(0, ends.size, most):
             stop = min(start + most, ends.size)
@@ -153,20 +122,20 @@ def chains(
                 for j in range(LANES):
                     at = (first + j) * k + s * of_step
                     for x in range(of_step):
-                        words[x * LANES + j] = b[at + x]
-                lay_out(words, parts, of_b, s - start, width, mantissa_bits, exponent_bias, least, zero, bias)
+                        room[x * LANES + j] = b[at + x]
+                lay_out(room, parts, s - start, width, i32(mantissa_bits), i32(bias), i32(zero), i32(of_one))
             for row in range(0, m, ROWS):
                 rows = min(ROWS, m - row)
                 for s in range(start, stop):
                     set_rounding(i32(TOWARD_ZERO))
-                    step(a, of_a, signs, parts, of_b, acc, s * m + row, s - start, row, rows, width, i32(fraction_bits), i32(output_bits))
+                    step(a, of_a, signs, parts, room, acc, s * m + row, s - start, row, rows, width, i32(fraction_bits), i32(output_bits))
                     set_rounding(i32(TO_NEAREST))
                     if ends[s]:
                         for i in range(row * LANES, (row + rows) * LANES):
-                            part[i] += acc[i]
+                            acc[sums + i] += acc[i]
                             acc[i] = f32(0)
                         if ends[s] & SPLIT_END:
                             for i in range(row, row + rows):
                                 for j in range(lanes):
-                                    out[i * n + first + j] += part[i * LANES + j]
-                                    part[i * LANES + j] = f32(0)
+                                    out[i * n + first + j] += acc[sums + i * LANES + j]
+                                    acc[sums + i * LANES + j] = f32(0)
