@@ -169,9 +169,7 @@ def _chains_compiled(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format,
         a, b = a[:, order], b[:, order]
     rows = chain_kernels.pack(a, fmt_a, unit.fused_width, unit.fraction_bits, unit.output_bits)
     out, b = np.zeros((len(a), len(b)), np.float32), chain_kernels.padded(b)
-    threads.run(
-        lambda begin, end: chain_kernels.columns(rows, b, fmt_b, ends, out, begin, end), out.shape[1], unit=chain_kernels.LANES
-    )
+    threads.run(lambda begin, end: chain_kernels.columns(rows, b, fmt_b, ends, out, begin, end), out.shape[1], unit=chain_kernels.LANES)
     return out
 
 

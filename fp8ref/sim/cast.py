@@ -77,7 +77,9 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
         late = kernel(bits[begin:end], target[begin:end], start + begin, key)
         if late is not None and late.size:  # 16 random bits did not decide these: the definition draws 32 more
             late += begin
-            target[late] = encode_plain(bits[late].view(np.float32), fmt, rounding=rounding, saturate=saturate, seed=seed, start=start + late)
+            target[late] = encode_plain(
+                bits[late].view(np.float32), fmt, rounding=rounding, saturate=saturate, seed=seed, start=start + late
+            )
 
     for start, piece in _pieces(x):
         bits, target = float32_bits(piece), flat[start : start + piece.size]

@@ -151,7 +151,12 @@ def quantize_with(
         raise ValueError(
             f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
-    if policy.stored == "scale" and rounding == "nearest_even" and seed is None and worth(_encoder(fmt, value.shape, granularity, axis), value.size, ELEMENTS):
+    if (
+        policy.stored == "scale"
+        and rounding == "nearest_even"
+        and seed is None
+        and worth(_encoder(fmt, value.shape, granularity, axis), value.size, ELEMENTS)
+    ):
         return Quantized(
             _compiled_encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis
         )
@@ -294,7 +299,11 @@ def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity:
     ``scale_shape``, not checked."""
     g = grid_of(granularity, x.shape, axis)
     codes = np.empty(x.shape, np.uint8)
-    matrix, scales, kernel = codes.reshape(g.rows, g.columns), np.ascontiguousarray(scale).reshape(g.scales), _encoder(fmt, x.shape, granularity, axis)
+    matrix, scales, kernel = (
+        codes.reshape(g.rows, g.columns),
+        np.ascontiguousarray(scale).reshape(g.scales),
+        _encoder(fmt, x.shape, granularity, axis),
+    )
 
     def rows(begin: int, end: int) -> None:
         _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]))

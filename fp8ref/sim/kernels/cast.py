@@ -9,7 +9,7 @@ shift integers.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -154,7 +154,7 @@ class Stochastic:
                 random[i] = np.uint16(total & u32(0xFFFF))
                 out[i] = np.uint8(pack(b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to))
 
-        self._add = add
+        self._add: Any = add
 
     @property
     def overloads(self) -> dict:
@@ -163,11 +163,12 @@ class Stochastic:
 
     def __call__(self, bits: np.ndarray, out: np.ndarray, start: int, seed: int) -> np.ndarray:
         keys = np.array([[(half + r * weyl) & 0xFFFFFFFF for r in range(philox.ROUNDS)] for half, weyl in _halves(int(seed))], np.uint64)
-        random, late, done = np.empty((BLOCKS, 2, philox.BLOCK // 8), np.uint64), [], 0
-        halves = random.reshape(-1).view(np.uint16)
+        blocks = min(BLOCKS, (bits.size + 2 * philox.BLOCK - 2) // philox.BLOCK)  # which so many elements touch at most
+        random, late, done = np.empty(blocks * (philox.BLOCK // 4), np.uint64), [], 0
+        halves = random.view(np.uint16)
         while done < bits.size:
             block, offset = divmod(start + done, philox.BLOCK)
-            fill(random.reshape(-1), u64(block * (philox.BLOCK // 8)), keys)
+            fill(random, u64(block * (philox.BLOCK // 8)), keys)
             n = min(halves.size - offset, bits.size - done)
             drawn = halves[offset : offset + n]
             self._add(bits[done : done + n], drawn, out[done : done + n])
@@ -176,8 +177,8 @@ class Stochastic:
         return np.concatenate(late) if late else np.empty(0, np.int64)
 
 
-BLOCKS = 16
-"""Blocks of random numbers that are drawn at a time: 128 KiB, which the second cache holds."""
+BLOCKS = 32
+"""Blocks of random numbers that are drawn at a time: 256 KiB, which the second cache holds."""
 
 
 def _halves(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -212,6 +213,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 def fill(random, first, keys):
     """random uint64 [blocks, 2, BLOCK / 8], flat: of each block the words (0, 1), then (2, 3), of its counters, of which
     ``first`` is the first of all; stream 0. keys uint64 [2, ROUNDS]."""
+    prefer_wide_vectors()
     each = philox.BLOCK // 8
     for block in range(random.size // (2 * each)):
         for j in range(each):

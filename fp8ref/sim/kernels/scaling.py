@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_bits, as_float
+from fp8ref.sim.kernels.bits import as_bits, as_float, prefer_wide_vectors
 from fp8ref.sim.kernels.cast import layout, nearest_even, u32
 from fp8ref.sim.kernels.compiled import compiled
 
@@ -23,9 +23,9 @@ def amax(bits, group, width, out):
     their bits do, NaN on top."""
     for r in range(bits.shape[0]):
         for c in range(out.shape[1]):
-            largest = out[group[r], c]
-            for i in range(c * width, min(c * width + width, bits.shape[1])):
-                magnitude = u32(bits[r, i] & u32(0x7FFFFFFF))
+            part, largest = bits[r, c * width : c * width + width], out[group[r], c]
+            for i in range(part.size):
+                magnitude = u32(part[i] & u32(0x7FFFFFFF))
                 largest = magnitude if magnitude > largest else largest
             out[group[r], c] = largest
 
@@ -49,6 +49,7 @@ def encoder(fmt: Format, columns: bool) -> Callable:
 
         @compiled
         def encode(bits, group, width, scale, out):
+            prefer_wide_vectors()
             for r in range(bits.shape[0]):
                 g = group[r]
                 for i in range(bits.shape[1]):
@@ -57,10 +58,11 @@ def encoder(fmt: Format, columns: bool) -> Callable:
 
         @compiled
         def encode(bits, group, width, scale, out):
+            prefer_wide_vectors()
             for r in range(bits.shape[0]):
                 for c in range(scale.shape[1]):
-                    s = scale[group[r], c]
-                    for i in range(c * width, min(c * width + width, bits.shape[1])):
-                        out[r, i] = np.uint8(nearest_even(as_bits(np.float32(as_float(bits[r, i]) * s)), to))
+                    part, s, coded = bits[r, c * width : c * width + width], scale[group[r], c], out[r, c * width : c * width + width]
+                    for i in range(part.size):
+                        coded[i] = np.uint8(nearest_even(as_bits(np.float32(as_float(part[i]) * s)), to))
 
     return encode
