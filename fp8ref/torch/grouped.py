@@ -93,7 +93,8 @@ def apply(
                 merge_(by_role[role].seen, tensor, groups, apart)
     seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
     of_states = (by_role[role].scale if role in by_role else None for role in ROLES)
-    return bound.function.apply(x, w, offs, seen, (shared, apart), *of_states)[:rows]
+    y = bound.function.apply(x, w, offs, seen, (shared, apart), *of_states)
+    return y if len(y) == rows else y[:rows]  # else of FSDP2 units a view, of which it warns
 
 
 def bind(recipe: str | Recipe | GroupedRecipe) -> Bound:
