@@ -15,15 +15,15 @@ from fp8ref.crosscheck.operands import States, transposed
 from fp8ref.formats import BFLOAT16
 from fp8ref.granularity import by_name
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, GemmSpec, Recipe, Role
-from fp8ref.sim import delayed, gemm, scaling
+from fp8ref.sim import cast, delayed, gemm, scaling
 from fp8ref.sim.scaling import Quantized
 
 
 Operand = tuple[np.ndarray, np.ndarray, np.ndarray]
 """hp float32, codes uint8 and scale float32, in a linear's own layout (L-2)."""
 
-ExpertGemm = tuple[Operand, Operand, np.ndarray]
-"""One expert's GEMM on one device: its operands a and b, and its result, float32."""
+ExpertGemm = tuple[Operand, Operand, np.ndarray | None]
+"""One expert's GEMM on one device: its operands a and b, and its result, float32; None of one that is summed over devices."""
 
 ExpertGemms = Mapping[tuple[str, Gemm, int], ExpertGemm]
 """Those of one device, by layer, GEMM and the expert's number on the device; of an expert without rows none, or one of
@@ -40,6 +40,8 @@ def check(
     apart: int,
     scope: str,
     states: States,
+    sums: Mapping[str, np.ndarray] | None = None,
+    wide: bool = True,
 ) -> None:
     """Compare codes and scales of every expert's operands on every device, bit for bit, and results within B-1.
 
@@ -48,6 +50,7 @@ def check(
     weights   float32 [E, N, K] holding bfloat16, by layer.
     scope     of amaxes (P-2): global, over the devices with the same experts, or local.
     states    of delayed scaling, by "<layer>/<role>".
+    sums      grad_weight [E, N, K] by layer, of devices that give no result of their own, summed in float32 (wide) or bfloat16.
     """
     for layer, recipe in recipes.items():
         own = len(weights[layer]) // apart
@@ -62,7 +65,9 @@ def check(
                 holders = devices[e // own :: apart]
                 found = [mine[layer, which, e % own] for mine in holders if (layer, which, e % own) in mine]
                 if found:
-                    _check_expert(report, backend, layer, which, spec, found, weights[layer][e], scope=scope, states=states)
+                    parts = _check_expert(report, backend, layer, which, spec, found, weights[layer][e], scope=scope, states=states)
+                    if which == "grad_weight" and sums is not None:
+                        _check_sum(report, f"{layer}/{which}/value/{backend}", backend, spec, parts, sums[layer][e], wide=wide)
 
 
 def _check_expert(
@@ -76,8 +81,8 @@ def _check_expert(
     *,
     scope: str,
     states: States,
-) -> None:
-    """Compare one expert's GEMM on the devices that have rows of it."""
+) -> list[tuple[Quantized, Quantized, np.ndarray]]:
+    """Compare one expert's GEMM on the devices that have rows of it; the simulator's operands and result of each."""
     operands = []
     of_devices = zip(*((a, b) for a, b, _ in found), strict=True)
     for role, how, axis, given in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], of_devices, strict=True):
@@ -91,10 +96,34 @@ def _check_expert(
             compare_codes(report.check(f"{layer}/{role}/codes/{backend}"), {"sim": q.codes, backend: codes}, backend, q.fmt, shard)
             compare_scales(report.check(f"{layer}/{role}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend)
         operands.append([q if q.axis == 1 else transposed(q) for q in expected])
+    parts = []
     for a, b, (*_, out) in zip(*operands, found, strict=True):
         simulated = gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)  # [M, K] x [N, K] -> [M, N]
-        check = report.check(f"{layer}/{which}/value/{backend}", bound=1.0)
-        compare_values(check, out, simulated, bounds.gemm(a, b, spec, out, simulated), names=(backend, "sim"))
+        parts.append((a, b, simulated))
+        if out is not None:
+            check = report.check(f"{layer}/{which}/value/{backend}", bound=1.0)
+            compare_values(check, out, simulated, bounds.gemm(a, b, spec, out, simulated), names=(backend, "sim"))
+    return parts
+
+
+def _check_sum(
+    report: Report,
+    name: str,
+    backend: str,
+    spec: GemmSpec,
+    parts: Sequence[tuple[Quantized, Quantized, np.ndarray]],
+    out: np.ndarray,
+    *,
+    wide: bool,
+) -> None:
+    """Compare a sum over devices with the simulator's of the devices' results, each rounded (P-8); devices without rows add zeros."""
+    check, names = report.check(name, bound=1.0), (backend, "sim")
+    if len(parts) == 1:
+        ((a, b, simulated),) = parts
+        compare_values(check, out, simulated, bounds.gemm(a, b, spec, out, simulated), names=names)
+        return
+    simulated = cast.round_to(np.sum([part for *_, part in parts], axis=0, dtype=np.float32), BFLOAT16)
+    compare_values(check, out, simulated, bounds.summed_gemm(parts, spec, out, wide=wide), names=names)
 
 
 def quantized(
