@@ -103,8 +103,8 @@ class _Check:
     def mesh(self, mesh: "_Mesh", scope: str) -> None:
         """Run every comparison on one mesh under one scope."""
         name = mesh.name(scope)
-        shapes = llama.linear_shapes(self.config.model)  # experts' weights are gathered in the compute dtype
-        gathered_in_fp8 = [path for path, recipe in self.recipes.items() if recipe.serves_both("weight") and len(shapes[path]) == 2]
+        model = self.config.model  # whose experts' weights are gathered in the compute dtype
+        gathered_in_fp8 = [p for p, recipe in self.recipes.items() if recipe.serves_both("weight") and llama.experts_of(p, model) is None]
         config = mesh.of(self.config, scope)
         variants = dict(_variants(mesh, fp8=bool(gathered_in_fp8)))
         found = self._run(self.n, fsdp_run.train, config, variants, self.tokens, self.prepare)
