@@ -193,11 +193,9 @@ def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
     found = {}
     for decision in trainer.decisions:
         for role in delayed_casts(decision.recipe) if decision.fp8 else ():
-            if role == "weight":
-                largest = scaling.amax(cast.round_to(weights[f"{decision.path}.weight"], BFLOAT16))
-            else:
-                largest = operands.amax(decision.path, role)
-            found[f"{decision.path}/{role}"] = largest
+            name, of_weight = decision.path, role == "weight"
+            largest = scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16)) if of_weight else operands.amax(name, role)
+            found[f"{name}/{role}"] = largest
     return found
 
 

@@ -18,7 +18,6 @@ from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, GemmSpec, Reci
 from fp8ref.sim import cast, delayed, gemm, scaling
 from fp8ref.sim.scaling import Quantized
 
-
 Operand = tuple[np.ndarray, np.ndarray, np.ndarray]
 """hp float32, codes uint8 and scale float32, in a linear's own layout (L-2)."""
 

@@ -83,7 +83,9 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
             if mesh.tensor > 1:
                 unfit[f"{name} against one process"] = "ranks round their parts of outputs (P-16); runs are compared with each other"
             elif config.model.num_experts:
-                unfit[f"{name} against one process"] = "experts' gradients and the loss are of the tokens of all ranks; runs are compared with each other"
+                unfit[f"{name} against one process"] = (
+                    "experts' gradients and the loss are of the tokens of all ranks; runs are compared with each other"
+                )
             elif mesh.data > 2:
                 why = f"gloo adds the gradients of {mesh.data} copies in an order of its own (P-13); runs are compared with each other"
                 unfit[f"{name} against one process"] = why
@@ -245,6 +247,8 @@ def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
         if mesh.tensor == 1:
             yield "fp8 each", {**ordered, "gather": "fp8", "precompute_scales": False}
     yield "compute", ordered
+    if mesh.expert > 1:  # rows in the compute dtype too (X-14)
+        yield "compute rows", ordered | {"expert_dispatch": "compute"}
     if mesh.data * mesh.fsdp * mesh.expert == 2 and mesh.tensor == 1:
         yield "native", {**ordered, "gather": "fp8", "reduction": "native"}
 

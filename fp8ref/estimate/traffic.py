@@ -86,14 +86,20 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, float]]:
 
 
 def _rows(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
-    """Rows of tokens that are sent to their experts and back (X-13), in bfloat16, and their gradients: in PyTorch those rows alone,
-    as if experts took equally many; in JAX a buffer of all of a device's rows to every other."""
+    """Rows of tokens that are sent to their experts and back (X-13), in bfloat16 or as codes (X-14), and their gradients: in PyTorch those
+    rows alone, as if experts took equally many; in JAX a buffer of all of a device's rows to every other."""
     keys, model = config.parallel, config.model
     others = (keys.expert - 1) / keys.expert if backend == "torch" else keys.expert - 1
     rows = tokens(config) * model.num_experts_per_tok * model.hidden_size * others
-    passes = 3 if keys.checkpointing == "full" else 2  # forward, again in the backward pass, and of gradients
-    yield "rows, sent to their experts", model.num_hidden_layers * passes * rows, 2
-    yield "rows, sent back", model.num_hidden_layers * passes * rows, 2
+    forward = 2 if keys.checkpointing == "full" else 1  # and again in the backward pass
+    recipes = {d.path: d.recipe for d in config.decisions() if d.experts is not None}
+    for layer in range(model.num_hidden_layers):
+        gate, up, down = (recipes[f"model.layers.{layer}.mlp.experts.{name}_proj"] for name in ("gate", "up", "down"))
+        codes = keys.expert_dispatch == "fp8"
+        inputs = codes and gate == up and gate.fp8 and gate.serves_both("input")
+        yield "rows, sent to their experts", forward * rows, 1 if inputs else 2
+        yield "gradients of results, sent to their experts", rows, 1 if codes and down.fp8 and down.serves_both("grad_output") else 2
+        yield "rows, sent back", (forward + 1) * rows, 2
 
 
 def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, float]]:

@@ -263,6 +263,7 @@ def test_experts_on_ranks_hold_to_the_simulator(recipe, n, expert, small, monkey
     for which in ("output", "grad_input", "grad_weight"):
         assert report.checks[f"{layer}/{which}/value/{name}"].compared > 0
     assert report.checks[f"model/losses/value/{name} compute"].equal == n - (recipe == "rowwise")  # without FP8 gathers it is the first
+    assert report.checks[f"{layer}/weights/value/{name} compute rows"].equal == n * 4 * 16 * 32
     if expert is None:
         meshes = {check.split("/torch ")[1].split()[0] for check in report.checks if "/torch " in check} - {"one"}
         assert meshes == {"4x1", "2x2", "1x4", "2x1x2", "1x2x2", "1x1x4"}
