@@ -54,13 +54,13 @@ class Operands:
         """Fill this with the operands of one pass."""
         trainer.observe(tokens, self.add, experts=self.add_expert)
 
-    def amax(self, layer: str, role: Role) -> np.float32:
+    def amax(self, layer: str, role: Role) -> np.ndarray:
         """The largest magnitude of a linear's input or grad_output, of all experts' rows; 0 of none."""
         if (layer, role) in self.hp:
             return scaling.amax(self.hp[layer, role])
         which: Gemm = "output" if role == "input" else "grad_input"
         found = [scaling.amax(a[0]) for (name, gemm, _), (a, *_) in self.experts.items() if (name, gemm) == (layer, which)]
-        return np.max(found, initial=np.float32(0))
+        return np.asarray(np.max(found, initial=np.float32(0)))
 
 
 @dataclass(kw_only=True)

@@ -98,7 +98,7 @@ def _rows(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         codes = keys.expert_dispatch == "fp8"
         inputs = codes and gate == up and gate.fp8 and gate.serves_both("input")
         yield "rows, sent to their experts", forward * rows, 1 if inputs else 2
-        yield "gradients of results, sent to their experts", rows, 1 if codes and down.fp8 and down.serves_both("grad_output") else 2
+        yield "rows, sent to their experts", rows, 1 if codes and down.fp8 and down.serves_both("grad_output") else 2
         yield "rows, sent back", (forward + 1) * rows, 2
 
 

@@ -140,8 +140,8 @@ def _returned_backward(how: tuple, residuals, g: jax.Array):
     q = _quantized(g, group_sizes, axis, spec, scale, over)
     codes = expert_parallel.sent(lax.bitcast_convert_type(q.codes, jnp.uint8), places, order, axis)
     seen = jnp.zeros(3, jnp.float32) if spec.delayed is None else observed(g, group_sizes)
-    found = lax.bitcast_convert_type(codes, cast.DTYPES[spec.fmt.name]), *_own_scales(q, axis)
-    own = Slot(*(attention_inputs.like(v, g) for v in found), seen)
+    scales = (attention_inputs.like(v, g) for v in _own_scales(q, axis))
+    own = Slot(attention_inputs.like(lax.bitcast_convert_type(codes, cast.DTYPES[spec.fmt.name]), g), *scales, seen)  # type: ignore[call-arg]
     of_moved = Moved(*(None for _ in Moved._fields))  # type: ignore[arg-type]
     return _nothing(g, len(order)), own, None, of_moved, None if scale is None else jnp.zeros_like(scale)
 

@@ -74,7 +74,7 @@ def combine(y: jax.Array, moved: Moved, axis: str) -> jax.Array:
 
 
 def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(places, sizes, order) of ``Moved``."""
+    """(places, sizes, order) of ``Moved``. ValueError as dispatch."""
     devices, experts = lax.axis_size(axis), len(group_sizes)
     if experts % devices:
         raise ValueError(f"experts are divisible by the {devices} devices of axis {axis!r}; got {experts}.")

@@ -240,8 +240,8 @@ def _slot(y: jax.Array, experts: int, use: Use) -> Slot:
     spec = use.recipe.recipe.grad_input.a
     assert spec is not None
     table = jnp.zeros(() if spec.delayed else (experts, 1), jnp.float32)
-    found = jnp.zeros(y.shape, DTYPES[spec.fmt.name]), table, table
-    return Slot(*(attention_inputs.like(v, y) for v in found), jnp.zeros(3, jnp.float32))  # an observation is of all devices
+    codes, table = (attention_inputs.like(v, y) for v in (jnp.zeros(y.shape, DTYPES[spec.fmt.name]), table))
+    return Slot(codes, table, table, jnp.zeros(3, jnp.float32))  # an observation is of all devices
 
 
 def _backward(use: Use, residuals, cotangents):
@@ -304,7 +304,8 @@ def _gemm(
         grouped_reports.observe(use.observer, use.name, which, given, (a, b), groups, out)
     measured: stats.Measured = {}
     if use.measures:
-        measured = {(which, role): grouped_reports.measure(x, q, groups) for role, x, q in zip(roles, given, (a, b), strict=True)}
+        shown = zip(roles, given, (a, b), strict=True)
+        measured = {(which, role): grouped_reports.measure(x, q, groups) for role, x, q in shown}  # type: ignore[arg-type]
     return out.astype(dtype), measured
 
 

@@ -78,8 +78,8 @@ class Codes(NamedTuple):
         native = cast.DTYPES[spec.fmt.name]
         codes = self.codes if self.codes.dtype == native else lax.bitcast_convert_type(self.codes, native)
         if self.scale.ndim == 0:
-            made = {"scale": self.scale, "scale_inv": self.scale_inv, "fmt": spec.fmt, "granularity": spec.granularity, "axis": axis}
-            return Quantized(codes=codes, **made)
+            made: dict = {"fmt": spec.fmt, "granularity": spec.granularity, "axis": axis}
+            return Quantized(codes=codes, scale=self.scale, scale_inv=self.scale_inv, **made)
         return Segmented(codes, self.scale, self.scale_inv, groups.group, spec.fmt, spec.granularity, axis)
 
 

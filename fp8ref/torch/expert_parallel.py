@@ -121,7 +121,7 @@ def all_to_all(x: torch.Tensor, taken: list[int], given: list[int], group: Proce
 
 
 def plan(ends: torch.Tensor, group: ProcessGroup) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
-    """(given, taken, order, ends of the rank's own groups) of ``Moved``."""
+    """(given, taken, order, ends of the rank's own groups) of ``Moved``. ValueError as dispatch."""
     ranks, experts = group.size(), len(ends)
     if experts % ranks:
         raise ValueError(f"experts are divisible by the {ranks} ranks that share them; got {experts}.")

@@ -112,7 +112,9 @@ def apply(
     observes = observe and torch.is_grad_enabled()
     if observes and by_role:
         groups = operands.groups_of(offs, len(x))
-        of_forward: dict[Role, torch.Tensor] = {"weight": w} | ({"input": groups.only(x)} if given is None else {})
+        of_forward: dict[Role, torch.Tensor] = {"weight": w}
+        if given is None:
+            of_forward["input"] = groups.only(x)
         for role, tensor in of_forward.items():
             if role in by_role:
                 merge_(by_role[role].seen, tensor, groups, apart)
@@ -217,8 +219,9 @@ def _backward(ctx, recipe: GroupedRecipe, grad_output: torch.Tensor) -> tuple[to
     x, w, offs, codes, scale, scale_inv, *scales = ctx.saved_tensors
     groups = operands.groups_of(offs, len(x))
     shared, apart, slot = ctx.ranks
+    g: torch.Tensor | Quantized
     if slot is None:
-        g: torch.Tensor | Quantized = groups.only(grad_output)
+        g = groups.only(grad_output)
         if ctx.seen is not None:
             merge_(ctx.seen, g, groups, apart)
     else:
@@ -256,7 +259,7 @@ def _gemm(
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         out = grouped_gemm.multiply(which, a, b, groups, spec, gemm.output_dtype(spec, dtype))
         for observer in observers:
-            observer(which, (tensors[roles[0]], tensors[roles[1]]), (a, b), groups, out)
+            observer(which, (tensors[roles[0]], tensors[roles[1]]), (a, b), groups, out)  # type: ignore[arg-type]
         return out.to(dtype)
     # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
     a, b = (operands.dequantized(v, groups).to(dtype) if isinstance(v, Quantized) else v for v in (a, b))

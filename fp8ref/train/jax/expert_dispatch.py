@@ -4,7 +4,7 @@ Functions of a pass of the model, whose layout says how devices hold experts and
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 
@@ -15,11 +15,17 @@ from fp8ref.jax.grouped_operands import Codes, Slot
 from fp8ref.recipe import CastSpec, Recipe, Role
 from fp8ref.train.jax.mesh import Layout
 
-if TYPE_CHECKING:
-    from fp8ref.train.jax.llama import Pass
+
+class Run(Protocol):
+    """What a pass of the model has (``llama.Pass``)."""
+
+    state: Mapping[str, delayed.State]
+    seen: dict[str, delayed.Seen]
+    layout: Layout | None
+    taps: dict[str, jax.Array]
 
 
-def dispatched(run: "Pass", rows: jax.Array, sizes: jax.Array, of: Mapping[str, str | Recipe]) -> tuple[Moved, Codes | None]:
+def dispatched(run: Run, rows: jax.Array, sizes: jax.Array, of: Mapping[str, str | Recipe]) -> tuple[Moved, Codes | None]:
     """Rows of all experts at the devices that have them; and in FP8, where one cast serves the grouped linears ``of``, by name: these
     observe them here. Where statistics are measured rows move as they are."""
     layout, axis = _apart(run)
@@ -35,12 +41,12 @@ def dispatched(run: "Pass", rows: jax.Array, sizes: jax.Array, of: Mapping[str, 
     return expert_codes.dispatch(rows, sizes, axis, spec, scale=scale, over=layout.sharing_groups)
 
 
-def gradients_move_as_codes(run: "Pass", recipe: str | Recipe) -> bool:
+def gradients_move_as_codes(run: Run, recipe: str | Recipe) -> bool:
     """Whether the gradient of a grouped linear's result comes in FP8."""
     return _moves_codes(run) and expert_codes.cast_of([recipes.by_name(recipe)], "grad_output") is not None
 
 
-def combined(run: "Pass", y: jax.Array, slot: Slot | None, moved: Moved, sizes: jax.Array, name: str, recipe: str | Recipe) -> jax.Array:
+def combined(run: Run, y: jax.Array, slot: Slot | None, moved: Moved, sizes: jax.Array, name: str, recipe: str | Recipe) -> jax.Array:
     """Results of the grouped linear ``name`` at the devices that sent their rows, of which each has so many of each expert."""
     layout, axis = _apart(run)
     if slot is None:
@@ -51,7 +57,7 @@ def combined(run: "Pass", y: jax.Array, slot: Slot | None, moved: Moved, sizes: 
     return expert_codes.combine(y, slot, moved, sizes, axis, spec, scale=scale, over=layout.sharing_groups)
 
 
-def _apart(run: "Pass") -> tuple[Layout, str]:
+def _apart(run: Run) -> tuple[Layout, str]:
     """The layout, and its axis of devices with different experts."""
     layout = run.layout
     assert layout is not None
@@ -59,11 +65,11 @@ def _apart(run: "Pass") -> tuple[Layout, str]:
     return layout, layout.expert_axis
 
 
-def _moves_codes(run: "Pass") -> bool:
+def _moves_codes(run: Run) -> bool:
     return run.layout is not None and run.layout.moves_codes and not run.taps
 
 
-def _scale(run: "Pass", name: str, role: Role, spec: CastSpec, of: Mapping[str, str | Recipe]) -> jax.Array | None:
+def _scale(run: Run, name: str, role: Role, spec: CastSpec, of: Mapping[str, str | Recipe]) -> jax.Array | None:
     """That of a delayed state; None of a dynamic cast."""
     if spec.delayed is None:
         return None

@@ -200,8 +200,8 @@ class Trainer:
             observer(name, gemm, *arrays(a, b, out))
 
         def of_experts(name, gemm, *groups):
-            for e, operands, out in of_groups(gemm, *groups):
-                experts(name, gemm, e, *arrays(*operands, out))  # type: ignore[misc]
+            for e, (a, b), out in of_groups(gemm, *groups):
+                experts(name, gemm, e, *arrays(a, b, out))  # type: ignore[misc]
 
         def shown(name, phase, tensors):
             found = {key: _copy(x if x.dtype == torch.uint8 else x.float()) for key, x in tensors.items()}
