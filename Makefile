@@ -20,11 +20,11 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/fp8ref demo
 
-# Of the slow tests a sixty-fourth: another one after each commit. Three workers for two cores: a worker waits for the processes that its test starts.
+# Of the slow tests one in 128: other ones after each commit. Three workers for two cores: a worker waits for the processes that its test starts.
 TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist worksteal --slow-stride 64 --slow-turn $(TURN) --durations 40 $(TESTS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --slow-stride 128 --slow-turn $(TURN) --durations 40 $(TESTS)
 
 slow: setup
 	$(BIN)/python -m pytest -m 'slow and not exhaustive' $(TESTS)
@@ -106,6 +106,9 @@ bench-attention-losses: setup
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --json benchmarks/results/attention_losses.json
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 40 --batch-size 1 --sequence-length 1024 --json benchmarks/results/attention_losses_long.json
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --variants "cudnn, delayed" --json benchmarks/results/attention_losses_delayed.json
+
+bench-attention-first-steps: setup
+	$(BIN)/python benchmarks/attention_first_steps.py
 
 bench-attention-speed: setup
 	$(BIN)/python benchmarks/attention_speed.py --json benchmarks/results/attention_speed.json

@@ -14,7 +14,9 @@ from fp8ref.train.config import Config
 from fp8ref.train.jax.trainer import Trainer
 
 LENGTH, SEQUENCES = 1024, 4
-CASES = [(recipe, mesh) for mesh in ({}, {"expert": 4}) for recipe in ("bf16", "rowwise")]
+CASES = [
+    (recipe, mesh) for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed")) for mesh in ({}, {"expert": 4}) for recipe in recipes
+]
 EXPLANATION = """\
 ## The trainer's step with experts
 
@@ -83,7 +85,7 @@ def markdown(rows: list[dict], moved: Callable[[dict], str]) -> str:
     """The table."""
     bf16 = {str(row["mesh"]): sum(row["collectives_mib"].values()) for row in rows if row["recipe"] == "bf16"}
     lines = ["", EXPLANATION]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: str(row["mesh"])):
         taken = [", ".join(f"{types} {count}" for types, count in row["taken"][of].items()) for of in ("grouped", "linears")]
         whole = bf16[str(row["mesh"])]
         ratio = f"{sum(row['collectives_mib'].values()) / whole:.2f}" if whole else "-"

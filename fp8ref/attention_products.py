@@ -50,9 +50,15 @@ MEASURED: tuple[Role, ...] = ("q", "k", "v", "do")
 ROWS: tuple[tuple[Product, Role], ...] = tuple((p, role) for p, roles in OPERANDS.items() for role in roles if role in MEASURED)
 """The operands that are measured, as (product, role)."""
 
+COUNTED: tuple[tuple[Product, Role], ...] = (("values", "p"), ("grad_q", "ds"))
+"""The operands that exist a tile at a time, of which a run records the amax and counts alone."""
+
+RECORDED = (*ROWS, *COUNTED)
+"""All operands of attention that a run records, as (product, role)."""
+
 
 class AttentionOperand(NamedTuple):
-    """One measured FP8 operand of one product of one layer's attention."""
+    """One recorded FP8 operand of one product of one layer's attention."""
 
     layer: str
     product: Product
@@ -64,9 +70,14 @@ class AttentionOperand(NamedTuple):
         """``layer/product/role``, its key in what is recorded."""
         return f"{self.layer}/{self.product}/{self.role}"
 
+    @property
+    def counted(self) -> bool:
+        """Whether it exists a tile at a time, so that its amax and counts are all that is recorded."""
+        return (self.product, self.role) in COUNTED
+
 
 def formats(product: Product, variant: Variant) -> tuple[Format, Format]:
-    """The formats of both operands of a product."""
+    """The formats of both operands of a product that is not ``in_int8``."""
     of_gradients = variant.gradient_fmt or variant.fmt
     first, second = (of_gradients if role in ("do", "ds") else variant.fmt for role in OPERANDS[product])
     return first, second
@@ -81,6 +92,8 @@ def along_tokens(product: Product, role: Role) -> bool:
 def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, Role]:
     """The product that first has these codes and scales of a role. Blocks along another axis are other codes."""
     blocks = variant.granularity == "mx_1x32"
+    if (product, role) in COUNTED:
+        return product, role
     return next(row for row in ROWS if row[1] == role and (not blocks or along_tokens(*row) == along_tokens(product, role)))
 
 
@@ -89,11 +102,16 @@ def products(variant: Variant) -> tuple[Product, ...]:
     return PRODUCTS if variant.backward in ("exact", "cast") else PRODUCTS[:2]
 
 
+def in_int8(product: Product, variant: Variant) -> bool:
+    """Whether a product's operands are in INT8, of which ``formats`` has no format (A-26)."""
+    return variant.int8 and product == "scores"
+
+
 def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand]:
-    """Every operand that a run measures of attention by a variant in these layers, in order; [] unless it is in FP8."""
+    """Every operand that a run records of attention by a variant in these layers, in order; none of INT8, [] unless it is in FP8."""
     if variant is None or variant.fmt.bits != 8:
         return []
-    rows = [row for row in ROWS if row[0] in products(variant)]
+    rows = [row for row in RECORDED if row[0] in products(variant) and not in_int8(row[0], variant)]
     return [
         AttentionOperand(layer, product, role, formats(product, variant)[OPERANDS[product].index(role)])
         for layer in layers
@@ -103,4 +121,4 @@ def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand
 
 def is_attention(name: str) -> bool:
     """Whether a name of a record, ``layer/product/role``, is of attention and not of a linear."""
-    return tuple(name.rsplit("/", 2)[1:]) in ROWS
+    return tuple(name.rsplit("/", 2)[1:]) in RECORDED

@@ -76,6 +76,11 @@ PROFILES = {
             sources=("qwix 0.1.8 (PyPI) qwix/_src/core/qarray.py",),
         ),
         Profile(
+            name="tokamax-0.0.12", library="tokamax", versions="0.0.12", known="run", granularities=("tensorwise", "rowwise"),
+            sources=("tokamax 0.0.12 (PyPI) tokamax/_src/ops/ragged_dot/pallas_triton.py",
+                     "tokamax 0.0.12 (PyPI) tokamax/_src/ops/ragged_dot/pallas_mosaic_gpu.py"),
+        ),
+        Profile(
             name="te-current", library=_TE, versions="2", known="transcribed", cast="saturating", policies=("te_current",),
             granularities=("tensorwise",), sources=(f"{_TE_COMMON}recipe/recipe_common.cuh d0067d0d",),
         ),

@@ -62,14 +62,17 @@ def planned(decisions: Iterable[Decision]) -> list[Operand]:
 
 def merged(operands: Sequence[Operand | AttentionOperand], parts: Sequence[np.ndarray]) -> dict[str, dict]:
     """The recorded statistics of each operand, by name (Q-8, Q-13): amax, scale_min, scale_max; rates as
-    fractions; non_finite, a count; sqnr in dB.
+    fractions; non_finite, a count; sqnr in dB. Of P and dS amax, count, saturated and lost, and their rates.
 
     Shapes:   parts float64 [parts, FIELDS], one array for each operand; a part whose count is 0
               holds no element of it.
     Specials: None where JSON has no number: an amax or scale that is not finite, an SQNR without
               noise, signal or a finite x.
     """
-    return {operand.name: _recorded(of_one) for operand, of_one in zip(operands, parts, strict=True)}
+    return {
+        operand.name: (_counted if isinstance(operand, AttentionOperand) and operand.counted else _recorded)(of_one)
+        for operand, of_one in zip(operands, parts, strict=True)
+    }
 
 
 def _recorded(parts: np.ndarray) -> dict:
@@ -88,6 +91,20 @@ def _recorded(parts: np.ndarray) -> dict:
         "overflow_rate": total["overflows"] / count,
         "non_finite": int(total["non_finite"]),
         "sqnr": _sqnr(total["signal"], total["noise"], nothing=total["non_finite"] == count),
+    }
+
+
+def _counted(parts: np.ndarray) -> dict:
+    """The record of P or dS (Q-13): casts that clipped are overflows, and those that made 0 underflows."""
+    total: Mapping[str, float] = dict(zip(FIELDS, parts.sum(axis=0).tolist(), strict=True))
+    count = total["count"]
+    return {
+        "amax": _json(float(parts[:, FIELDS.index("amax")].max())),
+        "count": int(count),
+        "saturated": int(total["overflows"]),
+        "lost": int(total["underflows"]),
+        "underflow_rate": total["underflows"] / count,
+        "overflow_rate": total["overflows"] / count,
     }
 
 

@@ -20,7 +20,8 @@ def test_variants_are_known_by_name_and_cite_a_source(name):  # A-1
 
 
 @pytest.mark.parametrize(
-    ("name", "largest"), [("fa3", 256), ("fa4", 256), ("fa4_threshold4", 4096), ("cudnn", 1), ("mxfp8", 1), ("fa3_paper", 256)]
+    ("name", "largest"),
+    [("fa3", 256), ("fa4", 256), ("fa4_threshold4", 4096), ("cudnn", 1), ("mxfp8", 1), ("fa3_paper", 256), ("sage", 2.0**8.807)],
 )
 def test_the_largest_probability(name, largest):  # within the format's range, times its scale, unless the variant is at fault
     assert VARIANTS[name].largest_probability == largest
@@ -69,6 +70,9 @@ def test_too_many_features():  # A-6
         ({"scores": "scaled", "bias": "separate"}, "no bias"),
         ({"scores": "scaled", "base": "e"}, "needs base '2'"),
         ({"out_scales": "tile"}, "promotion=1"),
+        ({"offset": 8.5}, "offset"),
+        ({"finish": "feature"}, "of granularity 'int8_thread'"),
+        ({"granularity": "int8_thread"}, "Start from VARIANTS"),
     ],
 )
 def test_contradictions_are_refused(change, said):

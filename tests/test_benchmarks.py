@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import attention_first_steps
 import attention_losses
 import gpu_parity
 import gpu_probe
 import layout_losses
 from fp8ref.conformance.gemm import recording
 from fp8ref.states import LAYOUTS, WITH_MASTERS
+from fp8ref.train import config as configs
 from fp8ref.train import loop
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -183,6 +185,33 @@ def test_the_page_shows_the_losses_under_delayed_scales():
     assert len(gaps) == 2
     assert all(-0.04 < gap < -0.03 for gap in gaps)  # as the page says
     assert attention_losses.keys_of("cudnn, delayed") == {"attention": "cudnn", "attention_scaling": "delayed"}
+
+
+def test_the_page_says_what_the_first_steps_under_delayed_scales_do():
+    page = (PAGE.parent / "concepts" / "attention.md").read_text(encoding="utf-8")
+    kept = json.loads(attention_first_steps.RESULTS.read_text())
+    assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (60, 4, 128, "bf16")
+    gaps = {name: gap for (_, name), gap in attention_losses.gaps(kept["runs"]).items()}
+    assert set(gaps) == set(attention_first_steps.ARMS)
+    for arm in attention_first_steps.ARMS[1:]:
+        name = arm.replace("cudnn,", "`cudnn`,")
+        assert f"| {name} | {layout_losses.written(gaps[arm])} |" in page
+    # As the page says: held gradients alone lower the loss by more, and warm states are within noise.
+    assert gaps["framework's, held"][0] < gaps[attention_losses.DELAYED][0] < -0.02
+    mean, error = gaps["cudnn, delayed, warm"]
+    assert abs(mean) < error
+
+
+@pytest.mark.slow
+def test_gradients_are_held_in_the_first_steps_only():
+    losses = {arm: attention_first_steps.run(_first_steps(), arm, 0)["val_loss"] for arm in attention_first_steps.ARMS}
+    assert len(set(losses.values())) == len(losses)
+    assert attention_first_steps.HELD == {"v": 2, "q": 3, "k": 3}
+
+
+def _first_steps():
+    sizes = {"batch_size": 2, "sequence_length": 32}
+    return configs.load("tiny").replace(numerics={"recipe": "bf16"}, run={"steps": 4, "eval_every": 4, "eval_batches": 1}, data=sizes)
 
 
 @pytest.mark.slow
@@ -436,3 +465,12 @@ def test_a_rank_makes_its_shards_in_little_more_memory():  # M-6
     assert arrays < 0.1
     compared = re.search(r"rank 5 against one process: +0 of ([0-9,]+) elements differ", out)
     assert int(compared[1].replace(",", "")) == pytest.approx(1.236e9 / 32, rel=0.01)
+
+
+def test_the_page_shows_grouped_gemms_compiled_for_an_h200():  # X-17
+    """tokamax's kernels multiply no codes in FP8; the others' do."""
+    printed = subprocess.run([sys.executable, BENCHMARKS / "aot_ragged.py", "--show"], check=True, capture_output=True, text=True).stdout
+    assert printed in (BENCHMARKS.parent / "docs" / "how-to" / "experts.md").read_text()
+    kept = json.loads((BENCHMARKS / "results" / "aot_ragged.json").read_text())
+    for case, found in kept.items():
+        assert any("e4m3" in what or "$f8" in what for what in found) == ("tokamax" not in case)

@@ -19,7 +19,7 @@ import numpy as np
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
-from fp8ref.crosscheck import attention, attention_states, bounds, operands
+from fp8ref.crosscheck import attention, attention_counts, attention_states, bounds, operands
 from fp8ref.crosscheck.operands import Quantizer, amaxes, check_operands, compare_quantized, initial_states, states_after
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
@@ -77,6 +77,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
                     )
                     of_linears = states_after(of_linears, recipes, amaxes(observations))
                 if step in (0, steps):
+                    attention_counts.check(report, passes, config.attention_variant, attention.delayed_scales(states))
                     advance(f"{name}: operands after {step} steps")
                 if step < steps:
                     curves[name].append(trainer.step(batches.step(step)))

@@ -123,19 +123,21 @@ def apply_with_stats(
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-13), with seen the amaxes that delayed
     scales come from (A-12). Raises as apply.
 
-    tap       float32 zeros [len(attention_products.ROWS), stats.LENGTH]; inside shard_map varying along all axes of
+    tap       float32 zeros [len(attention_products.RECORDED), stats.LENGTH]; inside shard_map varying along all axes of
               its mesh. The variant is in FP8.
     seen      observations by role, ``delayed.unseen`` of ``attention_delayed.casts``.
     Returns:  (output, seen, tap). seen is merged with observations of q, k, v, s and o, and the gradient by seen with those
               of the backward pass (H-4). The tap holds measurements of this device's part of q, k and v; the gradient by it
-              those of the backward pass. Equal codes of several products are measured once, in the first.
+              those of the backward pass. Equal codes of several products are measured once, in the first. P and dS are counted.
     """
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over, softcap=softcap, sinks=sinks)
     if any(sign in name for sign in "/()"):
         raise ValueError(f"attention's name has no '/', '(' or ')', which part the names of scopes; got {name!r}. Write dots.")
     if tap is not None and use.variant.fmt.bits != 8:
         raise ValueError(f"statistics are of FP8 operands; variant {use.variant.name!r} has {use.variant.fmt}. Give no tap.")
-    use = dataclasses.replace(use, layer=name, measures=tap is not None, watcher=attention_observer.watcher(), multiply=multiply)
+    watcher = attention_observer.watcher()
+    measures = tap is not None or (watcher is not None and use.variant.fmt.bits == 8)
+    use = dataclasses.replace(use, layer=name, measures=measures, watcher=watcher, multiply=multiply)
     if multiply is not None:
         _check_simulated(use, given)
     if tokens:
@@ -247,7 +249,7 @@ def _merged(seen: dict | None, amaxes: dict, given: dict | None) -> dict | None:
 
 def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) -> jax.Array | None:
     """The tap with measurements of q, k and v."""
-    return None if tap is None else tap + attention_stats.rows(attention_stats.of_forward(given, result.tensors, use))
+    return None if tap is None else tap + attention_stats.rows(attention_stats.of_forward(given, result, use))
 
 
 def _saved(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict | None, tap: jax.Array | None, use: Use):
@@ -276,7 +278,7 @@ def _saved(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict
     keeps = variant.real or variant.backward == "bf16" or variant.granularity == "mx_1x32"
     whole = (q, k, v) if keeps else None
     out = o, _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
-    return out, (whole, documents, sinks, kept._replace(amaxes={}), scales, seen)
+    return out, (whole, documents, sinks, kept._replace(amaxes={}, counts=None), scales, seen)
 
 
 def _gradients(use: Use, saved, cotangents):
@@ -293,7 +295,7 @@ def _gradients(use: Use, saved, cotangents):
     if use.watcher is not None:
         attention_observer.show(use, "backward", attention_observer.of_backward(do, found, _scale_of_p(result, use)))
     if tap is not None and use.variant.backward == "cast":
-        tap = tap + attention_stats.rows(attention_stats.of_backward(do, given, found.tensors["do"], use))
+        tap = tap + attention_stats.rows(attention_stats.of_backward(do, given, found, use))
     dsinks = None if sinks is None or found.dsinks is None else found.dsinks.astype(sinks.dtype)
     return (
         *(x.astype(do.dtype) for x in found[:3]),
@@ -340,6 +342,7 @@ def _check_differentiable(use: Use) -> None:
 
 def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
     """The forward pass, shown to whoever watches; without the matrices that are shown alone."""
+    observe |= use.measures
     if use.watcher is None:
         return attention_forward.run(given, scales, use, observe=observe)
     result = attention_forward.run(given, scales, use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real, observe=observe)

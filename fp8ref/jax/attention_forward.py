@@ -12,7 +12,18 @@ from jax import lax
 
 from fp8ref import attention as data
 from fp8ref.attention import Variant
-from fp8ref.jax import attention_context, attention_sinks, elementary, head_scaling, moments, online_softmax, probability_value
+from fp8ref.jax import (
+    attention_context,
+    attention_counts,
+    attention_sinks,
+    elementary,
+    head_scaling,
+    int8_heads,
+    moments,
+    online_softmax,
+    probability_value,
+    shifted_softmax,
+)
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax import attention_real as real
@@ -31,6 +42,8 @@ class Result(NamedTuple):
     amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
     saturated      int32: probabilities that the cast clipped, a fault of the variant (A-8).
     lost           int32: probabilities of at least 2^-126 that the cast made 0.
+    counts         int32 [3, 2]: those two and all that are seen, of this device, as ``attention_counts``; None unless
+                   ``Use.measures``.
     p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
                    own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
@@ -49,6 +62,7 @@ class Result(NamedTuple):
     scale_inv_p: jax.Array
     scores: jax.Array | None = None
     lost: jax.Array | None = None
+    counts: jax.Array | None = None
 
 
 def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
@@ -70,25 +84,30 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     order: data.SumOrder = "tile" if use.fast else variant.sum_order
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
     rows = online_softmax.start(parts.zeros(b, n, g, t), order)
-    largest, counts = parts.zeros(), parts.zeros(2, dtype=jnp.int32)
+    largest, counts = parts.zeros(), parts.zeros(3 if use.measures else 2, 2, dtype=jnp.int32)
     kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)
 
     def body(carry, block, tile):
         rows, o, largest, counts, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
-        s = parts.scores(block, tile)
+        shifted = variant.int8 and not use.fast
+        s, of_keys = parts.shifted(block, tile) if shifted else (parts.scores(block, tile), factor)
         if keep_s:
-            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
-        if use.fast:
+            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, of_keys), -jnp.inf))
+        if shifted:
+            assert of_keys is not None
+            p, c, own = shifted_softmax.step(s, of_keys, own, seen, variant.offset, use.arithmetic)
+        elif use.fast:
             p, c, own = online_softmax.step_fast(s, own, seen, variant)
         else:
             p, c, own = online_softmax.step(s, own, seen, variant, factor, use.arithmetic)
         scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else elementary.times(p, p_scale, use.arithmetic)
         cast = operands.narrow(scaled, variant)
         if observe:
-            clipped, lost = operands.clipped(scaled, variant.fmt), operands.lost(p, cast, variant.fmt)
-            largest, counts = jnp.maximum(largest, jnp.max(p)), counts + jnp.stack([clipped, lost])
+            found = [operands.clipped(scaled, variant.fmt), operands.lost(p, cast, variant.fmt)]
+            found += [parts.pairs(seen)] if use.measures else []
+            largest, counts = jnp.maximum(largest, jnp.max(p)), attention_counts.add(counts, found)
         if keep_p:
             matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
         of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
@@ -101,17 +120,29 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     if given.sinks is not None:
         o, total, maximum = attention_sinks.add(o, total, maximum, given.sinks, use, None if use.fast else factor)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    lse = online_softmax.log_sum_fast(maximum, total, variant) if use.fast else online_softmax.log_sum(maximum, total, factor, variant)
-    lse = parts.ungrouped(lse)
+    if variant.int8:
+        lse = _smoothed_log_sum(parts.ungrouped(maximum), parts.ungrouped(total), given, use)
+    else:
+        lse = online_softmax.log_sum_fast(maximum, total, variant) if use.fast else online_softmax.log_sum(maximum, total, factor, variant)
+        lse = parts.ungrouped(lse)
     rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
     if observe:
         amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
-        counts = lax.psum(counts, use.over) if use.over else counts
     if variant.out.bits == 8:
         tensors["o"] = rounded
-    found = kept.whole(matrices)
+    found, totals = kept.whole(matrices), attention_counts.numbers(counts)
+    totals = lax.psum(totals, use.over) if use.over and observe else totals
     of_p = found.get("p_codes"), p_scale, p_scale_inv
-    return Result(_values(rounded, variant), lse, tensors, amaxes, counts[0], *of_p, found.get("scores"), counts[1])
+    own = counts if use.measures else None
+    return Result(_values(rounded, variant), lse, tensors, amaxes, totals[0], *of_p, found.get("scores"), totals[1], own)
+
+
+def _smoothed_log_sum(maximum: jax.Array, total: jax.Array, given: Inputs, use: Use) -> jax.Array:
+    """The log-sum-exp of rows whose k was smoothed (A-26)."""
+    of_mean = int8_heads.taken(given.q, given.k)
+    if not use.fast:
+        return shifted_softmax.log_sum(maximum, total, of_mean, use.scale)
+    return online_softmax.log_sum_fast(maximum, total, use.variant) + of_mean * jnp.float32(use.scale)
 
 
 def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref.attention import Variant
-from fp8ref.jax import attention_context, attention_sinks, head_scaling, moments, online_softmax, scales
+from fp8ref.jax import attention_context, attention_counts, attention_sinks, head_scaling, moments, online_softmax, scales
 from fp8ref.jax import attention_operands as operands
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_kept import Kept, of_gradients
@@ -28,11 +28,13 @@ class Gradients(NamedTuple):
     dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
-    saturated    int32: elements of P and dS that their casts clipped.
+    saturated    int32: elements of P and dS that their casts clipped; saturated_ds: those of dS, none under MX.
     lost         int32: elements of dS of at least 2^-126 that the cast made 0; under MX that along the keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
     dsinks       float32 [H]: the gradient of sinks, of this device's rows; None without any.
+    counts       int32 [4, 2]: clipped of P and of dS, lost, and all that are seen, of this device, as ``attention_counts``; None unless
+                 ``Use.measures``.
     """
 
     dq: jax.Array
@@ -45,6 +47,8 @@ class Gradients(NamedTuple):
     matrices: dict[str, jax.Array] = {}  # noqa: RUF012
     dsinks: jax.Array | None = None
     lost: jax.Array | None = None
+    saturated_ds: jax.Array | None = None
+    counts: jax.Array | None = None
 
 
 def output_scaling(variant: Variant) -> tuple:
@@ -112,33 +116,46 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
     kept = Kept(parts, of_gradients(variant) if keep else [])
 
     def second(carry, block, tile):
-        dq, dk, dv, largest, lost, matrices = carry
+        dq, dk, dv, largest, counts, matrices = carry
         p, ds = pair(block, tile)
         scaled_p = times(p, p_scale, use.arithmetic) if low else p
         scaled_ds = times(ds, scale_ds[0], use.arithmetic) if low else ds
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
         p8, ds8 = operands.narrow(scaled_p, variant), operands.narrow(scaled_ds, variant, fmt)
-        clipped = operands.clipped(scaled_p, variant.fmt) + operands.clipped(scaled_ds, fmt)
-        lost = lost + jnp.stack([clipped, operands.lost(ds, ds8, fmt)])
+        clipped = operands.clipped(scaled_p, variant.fmt), operands.clipped(scaled_ds, fmt)
+        counts = counted(counts, *clipped, operands.lost(ds, ds8, fmt), parts, block, tile)
         for name, x in (("p_codes", p8), ("ds", ds), ("ds_codes", ds8)):
             matrices = kept.put(matrices, name, block, tile, x)
         rows = parts.block(values_do, block), parts.block(parts.q, block)
         dq, dk, dv = added((dq, dk, dv), parts, (p8, ds8, ds8), (*rows, parts.tile(parts.k, tile)), block, tile)
-        return dq, dk, dv, largest, lost, matrices
+        return dq, dk, dv, largest, counts, matrices
 
-    start = *sums(parts), parts.zeros(), parts.zeros(2, dtype=jnp.int32), kept.start
-    dq, dk, dv, largest, lost, matrices = operands.loop(second, start, parts.grid)
+    start = *sums(parts), parts.zeros(), no_counts(parts), kept.start
+    dq, dk, dv, largest, counts, matrices = operands.loop(second, start, parts.grid)
     if low:
         dq = moments.product(moments.product(dq, scale_ds[1]), parts.inverse["k"])
         dk = moments.product(moments.product(dk, scale_ds[1]), parts.inverse["q"])
         dv = moments.product(moments.product(dv, p_scale_inv), of_do)
-    found = rounded((dq, dk, dv), do8, share(largest), lost, scale_ds, parts, given_scales)
+    found = rounded((dq, dk, dv), do8, share(largest), counts, scale_ds, parts, given_scales)
     return found._replace(matrices=kept.whole(matrices), dsinks=of_sinks(of_rows, result, given, use))
 
 
 def of_sinks(d: jax.Array, result, given: Inputs, use: Use) -> jax.Array | None:
     """The gradient of sinks, of D of rows [B, H, Tq]; None without any."""
     return None if given.sinks is None else attention_sinks.gradient(d, result.lse, given.sinks, use)
+
+
+def no_counts(parts: Parts) -> jax.Array:
+    """What ``counted`` begins with."""
+    return parts.zeros(4 if parts.use.measures else 3, 2, dtype=jnp.int32)
+
+
+def counted(
+    counts: jax.Array, of_p: jax.Array, of_ds: jax.Array, lost: jax.Array, parts: Parts, block: jax.Array, tile: jax.Array
+) -> jax.Array:
+    """Counts with those of a block and a tile added: clipped of P and of dS, lost, and if measured all that are seen."""
+    pairs = [parts.pairs(parts.seen(block, tile))] if parts.use.measures else []
+    return attention_counts.add(counts, [of_p, of_ds, lost, *pairs])
 
 
 def sums(parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -172,7 +189,7 @@ def added(
     return dq, dk, dv
 
 
-def rounded(raw: tuple, do: Heads, largest, lost, scale_ds: Scales, parts: Parts, given_scales: dict) -> Gradients:
+def rounded(raw: tuple, do: Heads, largest, counts, scale_ds: Scales, parts: Parts, given_scales: dict) -> Gradients:
     """The gradients in the output's format, summed over the query heads of a head of keys, with their amaxes
     (A-15, steps 9 and 10)."""
     use, variant = parts.use, parts.variant
@@ -189,8 +206,10 @@ def rounded(raw: tuple, do: Heads, largest, lost, scale_ds: Scales, parts: Parts
         values[role] = moments.product(head_scaling.values(of_role, variant.out), of_role.scale_inv)
         if variant.out.bits == 8:
             coded[role] = of_role
-    lost = lax.psum(lost, use.over) if use.over else lost
-    return Gradients(**values, tensors=coded, amaxes=amaxes, saturated=lost[0], scale_ds=scale_ds, lost=lost[1])
+    totals = attention_counts.numbers(counts)
+    of_p, of_ds, lost, *_ = lax.psum(totals, use.over) if use.over else totals
+    found_counts: dict = {"saturated": of_p + of_ds, "saturated_ds": of_ds, "lost": lost, "counts": counts if use.measures else None}
+    return Gradients(**values, tensors=coded, amaxes=amaxes, scale_ds=scale_ds, **found_counts)
 
 
 def _over_heads(x: jax.Array) -> jax.Array:

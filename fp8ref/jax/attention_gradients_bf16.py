@@ -21,7 +21,7 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
 
     result    what ``attention.forward`` gave; of it o and the log-sum-exp.
     """
-    wide = dataclasses.replace(use, variant=VARIANTS["bf16"], seed=0, multiply=None)
+    wide = dataclasses.replace(use, variant=VARIANTS["bf16"], seed=0, multiply=None, measures=False)
     one, o = jnp.ones((), jnp.float32), head_scaling.to_hp(result.o, BFLOAT16)
     kept = result._replace(tensors=operands.quantize(given, wide, {}), o=o, scale_p=one, scale_inv_p=one)
     return attention_gradients.backward(do, given, kept, {}, wide, keep=keep)

@@ -52,7 +52,7 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
     kept = Kept(parts, of_gradients(variant) if keep else [])
 
     def body(carry, block, tile):
-        dq, dk, dv, largest, lost, matrices = carry
+        dq, dk, dv, largest, counts, matrices = carry
         seen = parts.seen(block, tile)
         (s, slope), of_block = parts.scores_and_slope(block, tile), parts.block(lse, block)
         p = (
@@ -68,19 +68,20 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
         ds = times(ds, jnp.float32(use.scale), use.arithmetic)
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
         of_queries, of_keys = blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
-        lost = lost + jnp.stack([operands.clipped(scaled, variant.fmt), operands.lost(ds, of_keys, fmt)])
+        of_casts = operands.clipped(scaled, variant.fmt), jnp.int32(0), operands.lost(ds, of_keys, fmt)
+        counts = gradients.counted(counts, *of_casts, parts, block, tile)
         p8 = operands.narrow(scaled, variant)
         matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(p8, variant))
         matrices = kept.put(matrices, "ds", block, tile, ds)
         of_scores = p8, of_queries, of_keys
         others = parts.block(do_tokens, block), parts.block(q_tokens, block), parts.tile(k_tokens, tile)
-        return *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile), largest, lost, matrices
+        return *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile), largest, counts, matrices
 
-    carry = *gradients.sums(parts), parts.zeros(), parts.zeros(2, dtype=jnp.int32), kept.start
-    dq, dk, dv, largest, lost, matrices = operands.loop(body, carry, parts.grid)
+    carry = *gradients.sums(parts), parts.zeros(), gradients.no_counts(parts), kept.start
+    dq, dk, dv, largest, counts, matrices = operands.loop(body, carry, parts.grid)
     one = jnp.ones((), jnp.float32)
     raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
-    found = gradients.rounded(raw, along_features, largest, lost, Scales(one, one), parts, {})
+    found = gradients.rounded(raw, along_features, largest, counts, Scales(one, one), parts, {})
     return found._replace(matrices=kept.whole(matrices), dsinks=gradients.of_sinks(of_rows, result, given, use))
 
 

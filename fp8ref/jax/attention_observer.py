@@ -7,9 +7,11 @@ from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8ref.attention_products import Phase
+from fp8ref.jax import attention_counts
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.head_scaling import Heads
 
@@ -49,7 +51,7 @@ def of_forward(given: Inputs, result) -> dict[str, jax.Array]:
         "p/codes": result.p_codes,
         "o/value": result.o.astype(given.q.dtype).astype(jnp.float32),
     }
-    return _present(found) | _quantized(result.tensors)
+    return _present(found) | _quantized(result.tensors) | _counted("p", result.amaxes.get("s"), result.counts, (2, 0, 1))
 
 
 def of_backward(do: jax.Array, found, scale_p: jax.Array) -> dict[str, jax.Array]:
@@ -59,7 +61,15 @@ def of_backward(do: jax.Array, found, scale_p: jax.Array) -> dict[str, jax.Array
     if "ds_codes" in matrices:
         shown |= {"ds/codes": matrices["ds_codes"], "ds/scale": found.scale_ds.scale}
     values = {"dq/value": found.dq, "dk/value": found.dk, "dv/value": found.dv}
-    return _present(shown | values) | _quantized(found.tensors)
+    return _present(shown | values) | _quantized(found.tensors) | _counted("ds", found.amaxes.get("ds"), found.counts, (3, 1, 2))
+
+
+def _counted(what: str, amax: jax.Array | None, counts: jax.Array | None, at: tuple[int, ...]) -> dict[str, jax.Array]:
+    """The amax of P or dS, and how many elements it has, were clipped and lost; of a pass that counts."""
+    if counts is None:
+        return {}
+    assert amax is not None
+    return {f"{what}/amax": amax, f"{what}/counts": attention_counts.numbers(counts)[np.array(at)]}
 
 
 def _present(arrays: dict) -> dict[str, jax.Array]:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from fp8ref.attention import Variant
-from fp8ref.attention_products import OPERANDS, ROWS, Product, Role, along_tokens, first_use, formats
+from fp8ref.attention_products import OPERANDS, RECORDED, Product, Role, along_tokens, first_use, formats, in_int8
+from fp8ref.jax import attention_counts, head_scaling, stats
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_operands as operands
-from fp8ref.jax import head_scaling, stats
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.head_scaling import MX, Heads
 from fp8ref.jax.scaling import Quantized
@@ -21,22 +21,37 @@ Measured = dict[tuple[Product, Role], jax.Array]
 """(product, role) -> measurement float32 [stats.LENGTH]."""
 
 
-def of_forward(given: Inputs, tensors: Mapping[str, Heads], use: Use) -> Measured:
-    """Measurements of q, k and v, after a rotation if the variant has one."""
+def of_forward(given: Inputs, result, use: Use) -> Measured:
+    """Measurements of q, k and v, after a rotation if the variant has one; and the counts of P.
+
+    result    what the forward pass gave, with counts.
+    """
+    tensors: Mapping[str, Heads] = result.tensors
     found: Measured = {}
     first: tuple[tuple[Product, Role, jax.Array], ...] = (("scores", "q", given.q), ("scores", "k", given.k), ("values", "v", given.v))
     for product, role, x in first:
+        if in_int8(product, use.variant):
+            continue
         if use.variant.rotated and role != "v":
             x = operands.rotated(x, use)
         found |= measure(x, tensors[role], product, role, use.variant)
+    saturated, lost, count = result.counts
+    found["values", "p"] = attention_counts.measurement(result.amaxes["s"], count, saturated, lost)
     return found
 
 
-def of_backward(do: jax.Array, given: Inputs, tensor: Heads, use: Use) -> Measured:
-    """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks along the tokens.
+def of_backward(do: jax.Array, given: Inputs, gradients, use: Use) -> Measured:
+    """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks along the tokens. And the
+    counts of dS.
 
-    tensor    the quantized do; under MX along its features.
+    gradients  what the backward pass gave, with counts; its quantized do under MX along its features.
     """
+    _, saturated, lost, count = gradients.counts
+    of_ds: Measured = {("grad_q", "ds"): attention_counts.measurement(gradients.amaxes["ds"], count, saturated, lost)}
+    return _of_do(do, given, gradients.tensors["do"], use) | of_ds
+
+
+def _of_do(do: jax.Array, given: Inputs, tensor: Heads, use: Use) -> Measured:
     if use.variant.granularity != "mx_1x32":
         return measure(do, tensor, "grad_v", "do", use.variant)
     found = measure(do, tensor, "grad_probabilities", "do", use.variant)
@@ -50,16 +65,16 @@ def measure(x: jax.Array, tensor: Heads, product: Product, role: Role, variant: 
     """The measurement of x [B, H, T, D] and its quantized form, in a row of its own.
 
     product, role  its first use with these codes (``first_use``).
-    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
+    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows, of features as those of columns.
     """
     assert first_use(product, role, variant) == (product, role)
     fmt = formats(product, variant)[OPERANDS[product].index(role)]
     if variant.granularity != "mx_1x32":
-        kind = "tensorwise" if variant.granularity == "tensor" else "rowwise"
+        kind, by_feature = "tensorwise" if variant.granularity == "tensor" else "rowwise", variant.int8
         scale, inverse = (head_scaling.spread(s, x.shape, variant.granularity) for s in (tensor.scale, tensor.scale_inv))
-        if kind == "rowwise":
+        if kind == "rowwise" and not by_feature:
             scale, inverse = (jnp.broadcast_to(s, (*x.shape[:3], 1)) for s in (scale, inverse))
-        q = Quantized(codes=tensor.codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=kind, axis=-1)
+        q = Quantized(codes=tensor.codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=kind, axis=2 if by_feature else -1)
         return {(product, role): stats.measure(x, q)}
     axis = 2 if along_tokens(product, role) else 3
     behind = -x.shape[axis] % MX
@@ -72,5 +87,5 @@ def measure(x: jax.Array, tensor: Heads, product: Product, role: Role, variant: 
 
 
 def rows(measured: Measured) -> jax.Array:
-    """float32 [len(ROWS), stats.LENGTH]: the measurements in the order of ROWS, or zeros."""
-    return jnp.stack([measured.get(row, jnp.zeros(stats.LENGTH, jnp.float32)) for row in ROWS])
+    """float32 [len(RECORDED), stats.LENGTH]: the measurements in the order of RECORDED, or zeros."""
+    return jnp.stack([measured.get(row, jnp.zeros(stats.LENGTH, jnp.float32)) for row in RECORDED])

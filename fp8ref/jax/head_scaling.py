@@ -24,6 +24,9 @@ MX = 32
 ROWS = 128
 """Tokens of a block of ``rows_128``."""
 
+THREADS, KEYS = 16, 128
+"""Rows of q and keys of k whose scales of ``int8_thread`` lie together."""
+
 _TE_CURRENT = policies.POLICIES["te_current"]
 _DTYPES = {BFLOAT16.name: jnp.bfloat16, FLOAT32.name: jnp.float32}
 
@@ -36,6 +39,7 @@ class Heads(NamedTuple):
     scale, scale_inv  float32: () for ``tensor`` and in high precision; [B, Hkv, 1, 1] for ``head``;
                       [B, H, ceil(T / 128), 1] for ``rows_128``; [B, H, T, D / 32], or along the tokens
                       [B, H, ceil(T / 32), D], for ``mx_1x32``.
+    q and k in INT8, and v beside them, have those of ``int8_heads``; codes are int8.
     """
 
     codes: jax.Array
@@ -57,9 +61,9 @@ def amax(x: jax.Array, granularity: Granularity | None, *, heads: int, along_tok
     if granularity == "head":
         return scaling.amax(x.reshape(b, heads, -1), "rowwise")[..., None]
     if granularity == "rows_128":
-        return scaling.amax(_padded(x, ROWS).reshape(b, h, -1, ROWS * d), "rowwise")
+        return scaling.amax(padded(x, ROWS).reshape(b, h, -1, ROWS * d), "rowwise")
     if along_tokens:
-        return scaling.amax(_padded(x, MX).reshape(b, h, -1, MX, d), "rowwise", axis=3)[:, :, :, 0]
+        return scaling.amax(padded(x, MX).reshape(b, h, -1, MX, d), "rowwise", axis=3)[:, :, :, 0]
     if d % MX:
         raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {d}. Pad them with zeros.")
     return scaling.amax(x.reshape(b, h, t, d // MX, MX), "rowwise")[..., 0]
@@ -74,7 +78,21 @@ def spread(scale: jax.Array, shape: tuple[int, ...], granularity: Granularity | 
         return jnp.repeat(scale, h // scale.shape[1], axis=1)
     if granularity == "rows_128":
         return jnp.repeat(scale, ROWS, axis=2)[:, :, :t]
+    if granularity == "int8_thread":
+        return _of_threads(scale, shape)
     return jnp.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else jnp.repeat(scale, MX, axis=3)
+
+
+def _of_threads(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Scales of q, k or v under ``int8_thread``, repeated; their number tells whose they are."""
+    b, h, t = shape[:3]
+    if scale.shape[2] == 1:  # of v
+        return scale
+    if scale.shape[2] == 4 * -(-t // KEYS):
+        found = jnp.broadcast_to(scale.reshape(b, h, -1, 1, 4, 1), (b, h, -(-t // KEYS), KEYS // 8, 4, 2))
+    else:
+        found = jnp.broadcast_to(scale.reshape(b, h, -1, 1, 8), (b, h, -(-t // THREADS), 2, 8))
+    return found.reshape(b, h, -1, 1)[:, :, :t]
 
 
 def quantize(
@@ -159,6 +177,6 @@ def values(tensor: Heads, fmt: Format) -> jax.Array:
     return cast.decode(tensor.codes, fmt) if fmt.bits == 8 else tensor.codes.astype(jnp.float32)
 
 
-def _padded(x: jax.Array, block: int) -> jax.Array:
+def padded(x: jax.Array, block: int) -> jax.Array:
     """x with zeros behind its tokens, up to a multiple of block."""
     return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)])

@@ -89,7 +89,7 @@ def _in_high_precision(
     use: Use,
     mu: jax.Array | None,
 ) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
-    """``_gemm`` without FP8 (spec G-9). An operand that is cast beside one that is not is
+    """``run`` without FP8 (spec G-9). An operand that is cast beside one that is not is
     dequantized, and rounded to its tensor's dtype (L-4)."""
     spec, roles = use.recipe.gemms[which], OPERANDS[which]
     axes = (use.axis(which, roles[0]), use.axis(which, roles[1]))

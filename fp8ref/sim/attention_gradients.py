@@ -3,7 +3,8 @@
     result = attention.forward(q, k, v, variant="cudnn")
     gradients = attention_gradients.backward(do, q, k, v, result, variant="cudnn")
 
-Probabilities are computed again from the log-sum-exp. A head at a time: the simulator keeps all its scores.
+Probabilities are computed again from the log-sum-exp. A head at a time on each thread: sums go over all queries or keys at once, so that
+the simulator keeps a head's scores, and dS of all heads, whose scale is one.
 """
 
 import math
@@ -15,14 +16,14 @@ from fp8ref import attention as data
 from fp8ref.attention import FULL, Mask, Variant
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import attention, attention_sinks, cast, elementary, head_scaling
+from fp8ref.sim import attention, attention_sinks, cast, elementary, head_scaling, threads
 from fp8ref.sim import attention_gradients_bf16 as bf16
 from fp8ref.sim import attention_gradients_mx as mx
 from fp8ref.sim import attention_inputs as inputs
 from fp8ref.sim import attention_operands as operands
 from fp8ref.sim.accumulate import Accumulation, multiply_add
 from fp8ref.sim.attention import Result
-from fp8ref.sim.attention_gradients_mx import sums_of_rows
+from fp8ref.sim.attention_gradients_mx import by_head, heads_of, over_heads, sums_of_rows
 from fp8ref.sim.attention_inputs import Problem
 from fp8ref.sim.attention_operands import Parts
 from fp8ref.sim.head_scaling import Heads
@@ -38,7 +39,7 @@ class Gradients(NamedTuple):
     dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
-    saturated    elements of P and dS that their casts clipped.
+    saturated    elements of P and dS that their casts clipped; saturated_ds: those of dS, none under MX.
     lost         elements of dS of at least 2^-126 that the cast made 0; under MX that along the keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS before its cast and its codes [B, H, Tq, Tk] by "p_codes", "ds", "ds_codes"; {} unless
@@ -56,6 +57,7 @@ class Gradients(NamedTuple):
     matrices: dict[str, np.ndarray] = {}  # noqa: RUF012
     dsinks: np.ndarray | None = None
     lost: int = 0
+    saturated_ds: int = 0
 
 
 def backward(
@@ -115,9 +117,12 @@ def with_gradients() -> list[str]:
 
 def _real(problem: Problem, do: np.ndarray) -> Gradients:
     """Real arithmetic in float64, rounded once (A-14)."""
-    dq, dk, dv = (np.zeros(x.shape, np.float64) for x in (problem.q, problem.k, problem.v))
-    largest, of_sinks = 0.0, np.zeros(problem.q.shape[1])
-    for i, j, g in _heads(problem):
+    dq = np.zeros(problem.q.shape, np.float64)
+    b, h = problem.q.shape[:2]
+    largest, of_sinks = np.zeros((b, h)), np.zeros((b, h))
+    of_k, of_v = by_head(problem.k, h, np.float64), by_head(problem.v, h, np.float64)
+
+    def of_head(i: int, j: int, g: int) -> None:
         p, lse = attention.real_probabilities(problem, i, j)
         q, k, v, of_o = (x.astype(np.float64) for x in (problem.q[i, j], problem.k[i, g], problem.v[i, g], do[i, j]))
         dp = of_o @ v.T
@@ -126,15 +131,18 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
         if problem.softcap is not None:
             ds = ds * (1 - (attention.real_scores(problem, i, j) / np.float64(problem.softcap)) ** 2)
         if problem.sinks is not None:
-            of_sinks[j] -= (np.exp(np.float64(problem.sinks[j]) - lse) * d[:, 0]).sum()
-        largest = max(largest, np.abs(ds).max())
+            of_sinks[i, j] = (np.exp(np.float64(problem.sinks[j]) - lse) * d[:, 0]).sum()
+        largest[i, j] = np.abs(ds).max()
         dq[i, j] = ds @ k
-        dk[i, g] += ds.T @ q
-        dv[i, g] += p.T @ of_o
+        of_k[i, j] = ds.T @ q
+        of_v[i, j] = p.T @ of_o
+
+    threads.each(of_head, heads_of(problem))
+    dk, dv = over_heads(of_k, problem), over_heads(of_v, problem)
     found: dict[str, Any] = {"dq": dq.astype(np.float32), "dk": dk.astype(np.float32), "dv": dv.astype(np.float32)}
-    amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest)} | {role: np.abs(x).max()[()] for role, x in found.items()}
+    amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest.max())} | {role: np.abs(x).max()[()] for role, x in found.items()}
     one = np.ones((), np.float32)
-    dsinks = None if problem.sinks is None else of_sinks.astype(np.float32)
+    dsinks = None if problem.sinks is None else (-of_sinks.sum(0)).astype(np.float32)
     return Gradients(**found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one), dsinks=dsinks)
 
 
@@ -148,33 +156,40 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep
     parts = Parts(problem, tensors)
     o = tensors["o"] if low and variant.out.bits == 8 else Heads(result.o, None, one, one, one)
     p_scale, inverse_p = operands.probability_scale(variant, given) if "s" in given else (result.scale_p, result.scale_inv_p)
-    ds, dv = np.zeros((*problem.q.shape[:3], problem.k.shape[2]), np.float32), np.zeros(problem.v.shape, np.float32)
-    saturated, of_rows = 0, np.zeros(problem.q.shape[:3], np.float32)
+    b, h, tq = problem.q.shape[:3]
+    ds, dq = np.zeros((b, h, tq, problem.k.shape[2]), np.float32), np.zeros(problem.q.shape, np.float32)
+    clipped, of_rows = np.zeros((b, h), np.int64), np.zeros((b, h, tq), np.float32)
     p_codes = np.zeros(ds.shape if keep else (), np.uint8)
-    for i, j, g in _heads(problem):
+    dk_of_heads, dv_of_heads = by_head(problem.k, h), by_head(problem.v, h)
+
+    def first(i: int, j: int, g: int) -> None:
         of_do, values_do = _inverse(do8, i, g), do8.values[i, j]
         of_v = parts.inverse_v[i, g, 0, 0]
         of_rows[i, j] = d = sums_of_rows(values_do, o.values[i, j]) * of_do * o.scale_inv
         p, slope = _probabilities(parts, i, j, result.lse[i, j])
-        p8, lost = attention.round_probabilities(p, p_scale, fmt)
-        saturated += lost
+        p8, clipped[i, j] = attention.round_probabilities(p, p_scale, fmt)
         if keep:
             p_codes[i, j] = cast.encode(p8, fmt)
-        dv[i, g] += product(p8.T, values_do.T, fmt, of_gradients, plan) * inverse_p * of_do
+        dv_of_heads[i, j] = product(p8.T, values_do.T, fmt, of_gradients, plan) * inverse_p * of_do
         dp = product(values_do, tensors["v"].values[i, g], of_gradients, fmt, plan) * of_do * of_v
         ds[i, j] = (dp - d[:, None]) * p * slope * problem.scale
-    ds8, scale_ds, lost = _cast_ds(ds, of_gradients, variant, given)
-    saturated += lost
-    dq, dk = np.zeros(problem.q.shape, np.float32), np.zeros(problem.k.shape, np.float32)
-    for i, j, g in _heads(problem):
+
+    threads.each(first, heads_of(problem))
+    ds8, scale_ds, of_ds = _cast_ds(ds, of_gradients, variant, given)
+
+    def second(i: int, j: int, g: int) -> None:
         of_q, of_k = parts.inverse_q[i, j, 0, 0], parts.inverse_k[i, g, 0, 0]
         dq[i, j] = product(ds8[i, j], tensors["k"].values[i, g].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_k
-        dk[i, g] += product(ds8[i, j].T, tensors["q"].values[i, j].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_q
+        dk_of_heads[i, j] = product(ds8[i, j].T, tensors["q"].values[i, j].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_q
+
+    threads.each(second, heads_of(problem))
+    dk, dv = over_heads(dk_of_heads, problem), over_heads(dv_of_heads, problem)
+    saturated = int(clipped.sum()) + of_ds
     raw = {"dq": dq, "dk": dk, "dv": dv}
     found = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
-    matrices = {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
+    matrices: dict = {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
     zeros = attention.count_lost(ds, ds8, of_gradients)
-    return found._replace(matrices=matrices, dsinks=_of_sinks(problem, of_rows, result.lse), lost=zeros)
+    return found._replace(matrices=matrices, dsinks=_of_sinks(problem, of_rows, result.lse), lost=zeros, saturated_ds=of_ds)
 
 
 def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
@@ -201,13 +216,6 @@ def _rounded(raw: dict, do: Heads, largest, saturated: int, scale_ds: Scales, pr
         if rounded.codes is not None:
             coded[role] = rounded
     return Gradients(**found, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scale_ds)
-
-
-def _heads(problem: Problem):
-    """(sequence, query head, head of keys), in order."""
-    for i in range(problem.q.shape[0]):
-        for j in range(problem.q.shape[1]):
-            yield i, j, j // problem.group
 
 
 def _inverse(x: Heads, i: int, g: int) -> np.float32:

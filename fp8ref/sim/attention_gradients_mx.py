@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import attention, cast, elementary, head_scaling
+from fp8ref.sim import attention, cast, elementary, head_scaling, threads
 from fp8ref.sim import attention_inputs as inputs
 from fp8ref.sim.attention_inputs import Problem
 from fp8ref.sim.attention_operands import Parts
@@ -59,25 +59,48 @@ def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse
     v, tensor = parts.tensors["v"], copies.do_features
     v = v.values * head_scaling.spread(v.scale_inv, problem.v.shape, "mx_1x32", along_tokens=True)
     of_do = tensor.values * head_scaling.spread(tensor.scale_inv, do.shape, "mx_1x32")
-    dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (problem.q, problem.k, problem.v))
-    largest, clipped, zeros, of_rows = np.float32(0), 0, 0, np.zeros(do.shape[:3], np.float32)
-    for i in range(do.shape[0]):
-        for j in range(do.shape[1]):
-            g = j // problem.group
-            of_rows[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
-            p, of_cap = _probabilities(parts, i, j, lse[i, j])
-            p8, lost = attention.round_probabilities(p, P_SCALE, variant.fmt)
-            clipped += lost
-            ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
-            dv[i, g] += blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
-            ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * of_cap * problem.scale
-            largest = max(largest, np.abs(ds).max())
-            along_keys, along_queries = _both(ds, fmt, policy)
-            zeros += attention.count_lost(ds, along_keys.values[0, 0], fmt)
-            dq[i, j] = blocks(along_keys.values[0, 0], along_keys.scale_inv[0, 0], copies.k.values[i, g].T, copies.k.scale_inv[i, g].T)
-            queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
-            dk[i, g] += blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
-    return Raw(dq, dk, dv, largest, clipped, of_rows, zeros), copies
+    (b, h), dq = do.shape[:2], np.zeros(problem.q.shape, np.float32)
+    dk, dv = by_head(problem.k, h), by_head(problem.v, h)
+    largest, of_rows = np.zeros((b, h), np.float32), np.zeros(do.shape[:3], np.float32)
+    clipped, zeros = np.zeros((b, h), np.int64), np.zeros((b, h), np.int64)
+
+    def of_head(i: int, j: int, g: int) -> None:
+        of_rows[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
+        p, of_cap = _probabilities(parts, i, j, lse[i, j])
+        p8, clipped[i, j] = attention.round_probabilities(p, P_SCALE, variant.fmt)
+        ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
+        dv[i, j] = blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
+        ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * of_cap * problem.scale
+        largest[i, j] = np.abs(ds).max()
+        along_keys, along_queries = _both(ds, fmt, policy)
+        zeros[i, j] = attention.count_lost(ds, along_keys.values[0, 0], fmt)
+        dq[i, j] = blocks(along_keys.values[0, 0], along_keys.scale_inv[0, 0], copies.k.values[i, g].T, copies.k.scale_inv[i, g].T)
+        queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
+        dk[i, j] = blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
+
+    threads.each(of_head, heads_of(problem))
+    of_keys = over_heads(dk, problem), over_heads(dv, problem)
+    return Raw(dq, *of_keys, largest.max(), int(clipped.sum()), of_rows, int(zeros.sum())), copies
+
+
+def heads_of(problem: Problem) -> list[tuple[int, int, int]]:
+    """(sequence, query head, head of keys), in order."""
+    b, h = problem.q.shape[:2]
+    return [(i, j, j // problem.group) for i in range(b) for j in range(h)]
+
+
+def by_head(x: np.ndarray, heads: int, dtype: type = np.float32) -> np.ndarray:
+    """Zeros [B, H, Tk, D]: what each query head adds to a gradient of the shape of x."""
+    return np.zeros((len(x), heads, *x.shape[2:]), dtype)
+
+
+def over_heads(x: np.ndarray, problem: Problem) -> np.ndarray:
+    """The sum over the query heads of a head of keys, ascending from 0: [B, H, Tk, D] -> [B, Hkv, Tk, D]."""
+    parts = x.reshape(len(x), -1, problem.group, *x.shape[2:])
+    total = np.zeros_like(parts[:, :, 0])
+    for n in range(problem.group):
+        total += parts[:, :, n]
+    return total
 
 
 def blocks(a: np.ndarray, of_a: np.ndarray, b: np.ndarray, of_b: np.ndarray) -> np.ndarray:

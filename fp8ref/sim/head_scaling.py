@@ -20,6 +20,9 @@ MX = 32
 ROWS = 128
 """Tokens of a block of ``rows_128``."""
 
+THREADS, KEYS = 16, 128
+"""Rows of q and keys of k whose scales of ``int8_thread`` lie together."""
+
 
 class Heads(NamedTuple):
     """A tensor of attention: hp ~ values * scale_inv, scales spread over their groups.
@@ -31,6 +34,7 @@ class Heads(NamedTuple):
                  ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D], for
                  ``mx_1x32``.
     scale_inv    float32 of that shape.
+    q and k in INT8, and v beside them, have those of ``int8_heads``; codes are int8.
     """
 
     values: np.ndarray
@@ -52,9 +56,9 @@ def amax(x: np.ndarray, granularity: Granularity, *, heads: int, along_tokens: b
     if granularity == "head":
         return magnitude.reshape(b, heads, -1).max(axis=-1)[:, :, None, None]
     if granularity == "rows_128":
-        return _padded(magnitude, ROWS).reshape(b, h, -1, ROWS * d).max(axis=-1)[..., None]
+        return padded(magnitude, ROWS).reshape(b, h, -1, ROWS * d).max(axis=-1)[..., None]
     if along_tokens:
-        return _padded(magnitude, MX).reshape(b, h, -1, MX, d).max(axis=3)
+        return padded(magnitude, MX).reshape(b, h, -1, MX, d).max(axis=3)
     if d % MX:
         raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {d}. Pad them with zeros.")
     return magnitude.reshape(b, h, t, d // MX, MX).max(axis=-1)
@@ -69,7 +73,21 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: Granularity, 
         return np.repeat(scale, h // scale.shape[1], axis=1)
     if granularity == "rows_128":
         return np.repeat(scale, ROWS, axis=2)[:, :, :t]
+    if granularity == "int8_thread":
+        return _of_threads(scale, shape)
     return np.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else np.repeat(scale, MX, axis=3)
+
+
+def _of_threads(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Scales of q, k or v under ``int8_thread``, repeated; their number tells whose they are."""
+    b, h, t = shape[:3]
+    if scale.shape[2] == 1:  # of v
+        return scale
+    if scale.shape[2] == 4 * -(-t // KEYS):
+        found = np.broadcast_to(scale.reshape(b, h, -1, 1, 4, 1), (b, h, -(-t // KEYS), KEYS // 8, 4, 2))
+    else:
+        found = np.broadcast_to(scale.reshape(b, h, -1, 1, 8), (b, h, -(-t // THREADS), 2, 8))
+    return found.reshape(b, h, -1, 1)[:, :, :t]
 
 
 def quantize(
@@ -111,6 +129,6 @@ def given_scale(scale, shape: tuple[int, ...]) -> np.ndarray:
     return scale
 
 
-def _padded(x: np.ndarray, block: int) -> np.ndarray:
+def padded(x: np.ndarray, block: int) -> np.ndarray:
     """x with zeros behind its tokens, up to a multiple of block."""
     return np.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)])

@@ -7,7 +7,7 @@ No result depends on the number of threads: pieces are cut where it changes no b
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,6 +54,20 @@ def run(function: Callable[[int, int], None], size: int, *, unit: int = 1, grain
         function(*pieces[0])
     else:
         list(_pool(len(pieces)).map(lambda piece: function(*piece), pieces))
+
+
+def each(function: Callable[..., None], items: Sequence[tuple]) -> None:
+    """function(*item) for every item, several at a time, each on one thread; an item alone has all threads."""
+    if len(items) == 1:
+        function(*items[0])
+        return
+
+    def work(begin: int, end: int) -> None:
+        with using(1):  # the items are the threads' work
+            for item in items[begin:end]:
+                function(*item)
+
+    run(work, len(items))
 
 
 @functools.cache

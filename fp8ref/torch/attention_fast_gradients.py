@@ -62,9 +62,12 @@ def gradients(
     if ("ds" in given or not low) and report != "nothing":
         (of_pass.largest,) = operands.share([of_pass.largest], spec)
     raw = attention_gradients.own_keys(of_pass.raw(scales), spec, shape)
-    found = attention_gradients.rounded(raw, do8, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
+    found = attention_gradients.rounded(
+        raw, do8, of_pass.largest, of_pass.saturated + of_pass.saturated_ds, scales, spec, given, report=report
+    )
     dsinks = None if sinks is None else attention_sinks.gradient(of_pass.d_by_head(), saved.lse, sinks, spec)
-    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, lost=of_pass.lost)
+    counts: dict = {"lost": of_pass.lost, "saturated_ds": of_pass.saturated_ds}
+    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, **counts)
 
 
 class Pass:
@@ -91,7 +94,7 @@ class Pass:
         self.dq = torch.zeros(layout.q.shape, device=device)
         self.dk, self.dv = torch.zeros(layout.k.shape, device=device), torch.zeros(layout.v.shape, device=device)
         self.largest, self.saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
-        self.lost = torch.zeros_like(self.saturated)
+        self.lost, self.saturated_ds = torch.zeros_like(self.saturated), torch.zeros_like(self.saturated)
         self._has_dv = False
         self.kept = Kept(keep, (*layout.q.shape[:-1], layout.k.shape[1]), device)
 
@@ -161,7 +164,7 @@ class Pass:
                 self.lost = self.lost + forward.count_lost(ds, cast.to_fp8(ds * scales.scale, self.fmt), self.fmt)
             ds = ds.mul_(scales.scale)
             if self.report == "all":
-                self.saturated = self.saturated + head_scaling.above_range(ds.abs(), self.fmt).sum()
+                self.saturated_ds = self.saturated_ds + head_scaling.above_range(ds.abs(), self.fmt).sum()
         if "ds_codes" in self.kept:
             self.kept.put("ds_codes", (part, at, tile.keys), cast.to_fp8(ds, self.fmt))
         ds8 = layout.narrow(ds, self.fmt, part, tile)

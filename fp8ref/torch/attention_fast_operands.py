@@ -4,7 +4,7 @@
     k, v     [B x Hkv, Tk, D]
 
 On a GPU they are codes, and FP8 GEMMs multiply them. A CPU has none: there they are dequantized float32 numbers, with the
-softmax scale in q, and one batched GEMM takes all sequences and heads. MX blocks are dequantized everywhere.
+softmax scale in q, and one batched GEMM takes all sequences and heads. MX blocks and INT8 are dequantized everywhere.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ CHUNK = 1 << 18
 
 def takes_codes(codes: Tensor, variant: Variant) -> bool:
     """Whether GEMMs take these operands as they are: FP8 on a GPU or by simulated hardware, bfloat16 on a GPU."""
-    if variant.granularity == "mx_1x32":
+    if variant.granularity in ("mx_1x32", "int8_thread"):
         return False
     if variant.fmt.bits == 8:
         return codes.device.type != "cpu" or hardware.active() is not None

@@ -23,6 +23,7 @@ from fp8ref.torch import (
     attention_inputs,
     attention_observer,
     attention_real,
+    attention_stats,
     checkpointing,
     delayed,
     linear_input,
@@ -121,27 +122,34 @@ def _forward(
     variant = spec.variant
     shape = attention_inputs.check(q, k, v, spec)
     given = attention_inputs.check_scales(scales, variant, variant.roles, shape)
-    attention_inputs.check_sinks(sinks, shape, q.device)
+    attention_inputs.check_sinks(sinks, spec, shape, q.device)
     attention_inputs.check_seen(ctx.seen, variant, variant.roles, shape)
-    report: Report = "amaxes" if ctx.seen else "nothing"
     pair = documents if documents[0] is not None and documents[1] is not None else None
     if spec.context is not None:
         attention_context.check(spec, shape, documents=pair is not None)
     at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
     spec, shape = attention_context.problem(spec, shape)
     ctx.shape, ctx.first, ctx.dtypes, ctx.layer = shape, spec.first, (q.dtype, k.dtype, v.dtype), attention_observer.layer()
+    counts = variant.fmt.bits == 8 and attention_observer.counts(ctx.layer) and not attention_observer.again()
+    report: Report = "all" if counts else "amaxes" if ctx.seen else "nothing"
     if variant.real:
         ctx.save_for_backward(sinks, q, k, v, *at)
         return operands.by_head(attention_real.forward(q, k, v, spec, shape, at, sinks).o, shape).float().to(q.dtype)
     tensors = operands.quantize(q, k, v, spec, given, report=report)
     if ctx.layer is not None and variant.fmt.bits == 8 and not attention_observer.again():
         for product, role, x in zip(("scores", "scores", "values"), ("q", "k", "v"), operands.rotated(q, k, v, spec), strict=True):
-            attention_observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
+            if tensors[role].codes.dtype != torch.int8:
+                attention_observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
     run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
     watched = attention_observer.watched(ctx.layer) and not attention_observer.again()
     keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
     result = run(attention_context.gathered(tensors, spec), spec, shape, at, given, report=report, keep=keep, sinks=sinks)
+    result = attention_forward.with_mean(result, q, k, spec)
     o = result.o.to(q.dtype)
+    found = None
+    if counts and result.lost is not None:
+        found = attention_stats.counts_of(spec, shape, at, result.saturated, result.lost)
+        attention_observer.count(ctx.layer, "values", "p", result.amaxes["s"], found)
     if watched:
         shown = {
             "q/value": q,
@@ -151,6 +159,8 @@ def _forward(
             "p/scale": result.scale_p,
             "p/codes": result.p_codes,
             "o/value": o,
+            "p/amax": None if found is None else result.amaxes["s"],
+            "p/counts": found,
         }
         attention_observer.show(ctx.layer, "forward", shown, result.tensors)
     _observe(ctx.seen, result.amaxes)
@@ -180,14 +190,18 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
     saved = iter(rest)
     spec = spec if spec.context is None else dataclasses.replace(spec, first=ctx.first)
     keep = attention_inputs.kept_of(variant) if attention_observer.watched(ctx.layer) else []
-    report: Report = "amaxes" if ctx.seen else "nothing"
+    counts = variant.fmt.bits == 8 and variant.backward == "cast" and attention_observer.counts(ctx.layer)
+    report: Report = "all" if counts else "amaxes" if ctx.seen else "nothing"
     if variant.real:
         q, k, v, *documents = saved
         *real, _, of_sinks = attention_real.backward(do, q, k, v, spec, shape, Documents(*documents), sinks)
         return _of_dtypes(tuple(real), of_sinks, ctx.dtypes, sinks)
     at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
     gradients, scale_p = _gradients(do, saved, spec, shape, at, given, sinks, report=report, keep=keep)
-    found = gradients[:3]
+    found, of_ds = gradients[:3], None
+    if counts and gradients.saturated_ds is not None and gradients.lost is not None:
+        of_ds = attention_stats.counts_of(spec, shape, at, gradients.saturated_ds, gradients.lost)
+        attention_observer.count(ctx.layer, "grad_q", "ds", gradients.amaxes["ds"], of_ds)
     if keep:
         matrices, values = gradients.matrices, {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)}
         shown = {
@@ -196,6 +210,8 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
             "p/codes": matrices.get("p_codes"),
             "ds/value": matrices["ds"],
             "ds/codes": matrices.get("ds_codes"),
+            "ds/amax": None if of_ds is None else gradients.amaxes["ds"],
+            "ds/counts": of_ds,
         }
         if "ds_codes" in matrices:
             shown["ds/scale"] = gradients.scale_ds.scale
@@ -203,7 +219,7 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
     _observe(ctx.seen, gradients.amaxes)
     if ctx.layer is not None and variant.fmt.bits == 8 and variant.backward == "cast":
         if variant.granularity == "mx_1x32":
-            q, k, _ = ctx.saved_tensors[-3:]
+            q, k, _ = rest[-3:]  # checkpointing unpacks saved tensors once
             attention_observer.report(ctx.layer, "grad_probabilities", "do", do, gradients.tensors["do"])
             for product, role, x in (("grad_v", "do", do), ("grad_q", "k", k), ("grad_k", "q", q)):
                 tensor = attention_gradients_mx.along_tokens(x, role, variant, shape)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ class Gradients(NamedTuple):
     dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
-    saturated    int64 (): elements of P and dS that their casts clipped, on this rank.
+    saturated    int64 (): elements of P and dS that their casts clipped, on this rank; saturated_ds: those of dS, none under MX.
     lost         int64 (): elements of dS of at least 2^-126 that the cast made 0, on this rank; under MX that along the keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
@@ -60,6 +60,7 @@ class Gradients(NamedTuple):
     matrices: dict[str, Tensor] = {}  # noqa: RUF012
     dsinks: Tensor | None = None
     lost: Tensor | None = None
+    saturated_ds: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -111,7 +112,7 @@ class Pass:
         device = do.device
         self.largest = torch.zeros((), device=device)
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
-        self.lost = torch.zeros_like(self.saturated)
+        self.lost, self.saturated_ds = torch.zeros_like(self.saturated), torch.zeros_like(self.saturated)
         self.kept = Kept(keep, (*self.q.shape[:-1], self.k.shape[2]), device)
 
     def _row_sums(self) -> Tensor:
@@ -205,7 +206,7 @@ class Pass:
             return head_scaling.rounded(ds, self.fmt)
         scaled = ds * scale
         if self.report == "all":
-            self.saturated = self.saturated + head_scaling.above_range(scaled.abs(), self.fmt).sum()
+            self.saturated_ds = self.saturated_ds + head_scaling.above_range(scaled.abs(), self.fmt).sum()
         found = cast.to_fp8(scaled, self.fmt)
         if self.report == "all":
             self.lost = self.lost + forward.count_lost(ds, found, self.fmt)
@@ -235,9 +236,11 @@ def gradients(
     of_pass = Pass(do, saved, spec, shape, documents, given, report=report, keep=keep)
     raw, scales = of_pass.run()
     raw = own_keys(raw, spec, shape)
-    found = rounded(raw, of_pass.do, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
+    saturated = of_pass.saturated + of_pass.saturated_ds
+    found = rounded(raw, of_pass.do, of_pass.largest, saturated, scales, spec, given, report=report)
     dsinks = None if sinks is None else attention_sinks.gradient(by_rows(of_pass.d, shape), saved.lse, sinks, spec)
-    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, lost=of_pass.lost)
+    counts: dict = {"lost": of_pass.lost, "saturated_ds": of_pass.saturated_ds}
+    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, **counts)
 
 
 def by_rows(d: Tensor, shape: Shape) -> Tensor:

@@ -107,7 +107,7 @@ def gradients(
     raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
     of_pass = rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)
     dsinks = None if sinks is None else attention_sinks.gradient(by_rows(d, shape), saved.lse, sinks, spec)
-    return of_pass._replace(matrices=kept.all(shape), dsinks=dsinks, lost=lost)
+    return of_pass._replace(matrices=kept.all(shape), dsinks=dsinks, lost=lost, saturated_ds=torch.zeros_like(lost))
 
 
 def along_tokens(x: Tensor, role: Role, variant: Variant, shape: Shape) -> Heads:

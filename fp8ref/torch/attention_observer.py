@@ -20,9 +20,14 @@ Observer = Callable[[str, Product, Role, Tensor, Heads], None]
 has these codes."""
 
 
+Counter = Callable[[str, Product, Role, Tensor, Tensor], None]
+"""Called as counter(layer, product, role, amax, counts) of P and dS: float32 (), and int64 [3], how many elements there are, were
+clipped and lost, on this rank (A-12)."""
+
+
 class _Observing:
-    def __init__(self, observer: Observer | None, watcher: Watcher | None) -> None:
-        self.observer, self.watcher = observer, watcher
+    def __init__(self, observer: Observer | None, watcher: Watcher | None, counter: Counter | None) -> None:
+        self.observer, self.watcher, self.counter = observer, watcher, counter
         self.inside: list[str] = []
 
     def leave(self) -> None:
@@ -38,15 +43,18 @@ LABEL = "fp8ref.torch.attention"
 
 
 @contextmanager
-def observe_attention(layers: Mapping[str, nn.Module], observer: Observer | None, watcher: Watcher | None = None) -> Iterator[None]:
+def observe_attention(
+    layers: Mapping[str, nn.Module], observer: Observer | None, watcher: Watcher | None = None, counter: Counter | None = None
+) -> Iterator[None]:
     """In this context, report q, k, v and do of every FP8 attention that these modules compute.
 
     observer  None: nothing is reported, but ``layer`` is known.
     watcher   gets the matrices of both passes too, whose memory is quadratic; of attention in any format.
+    counter   gets the amaxes and counts of P and dS.
     layers    modules by the names to report. Each computes attention at most once in a forward pass.
     The backward pass of what was computed here reports as well. A forward pass that checkpointing runs again does not.
     """
-    mine = _Observing(observer, watcher)
+    mine = _Observing(observer, watcher, counter)
     handles = []
     for name, module in layers.items():
         handles.append(module.register_forward_pre_hook(lambda module, args, name=name: mine.inside.append(name), prepend=True))
@@ -107,6 +115,17 @@ def report(name: str | None, product: Product, role: Role, x: Tensor, tensor: He
     """Tell the observer; nothing if nobody observes the layer."""
     if name is not None and _observing and _observing[-1].observer is not None:
         _observing[-1].observer(name, product, role, x.detach(), tensor)
+
+
+def counts(name: str | None) -> bool:
+    """Whether anybody waits for the counts of P and dS of this layer."""
+    return name is not None and bool(_observing) and (_observing[-1].counter is not None or _observing[-1].watcher is not None)
+
+
+def count(name: str | None, product: Product, role: Role, amax: Tensor, counts: Tensor) -> None:
+    """Tell the counter; nothing if there is none."""
+    if name is not None and _observing and (counter := _observing[-1].counter) is not None:
+        counter(name, product, role, amax, counts)
 
 
 def watched(name: str | None) -> bool:

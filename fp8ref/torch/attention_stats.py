@@ -11,8 +11,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp8ref.attention import Variant
 from fp8ref.attention_products import AttentionOperand, along_tokens, first_use
 from fp8ref.formats import Format
-from fp8ref.stats import COUNTS
+from fp8ref.stats import COUNTS, FIELDS
 from fp8ref.torch import attention_observer, head_scaling, stats
+from fp8ref.torch import attention_operands as operands
+from fp8ref.torch.attention_forward import Documents
+from fp8ref.torch.attention_inputs import Shape, Spec
 from fp8ref.torch.head_scaling import MX, Heads
 from fp8ref.torch.scaling import Quantized
 from fp8ref.torch.stats import Parts
@@ -23,10 +26,12 @@ def measure(x: torch.Tensor, tensor: Heads, fmt: Format, variant: Variant, *, al
     """float64 [FIELDS] of x [B, H, T, D] and its quantized form.
 
     along_tokens  MX blocks lie along the tokens.
-    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
+    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows, of features as those of columns.
     """
     if variant.granularity == "tensor":
         return stats.measure(x, Quantized(tensor.codes, tensor.scale, tensor.scale_inv, fmt, "tensorwise", -1))
+    if variant.int8:
+        return stats.measure(x, Quantized(tensor.codes, tensor.scale, tensor.scale_inv, fmt, "rowwise", 2))
     if variant.granularity in ("head", "rows_128"):
         spread = (head_scaling.spread(s, tuple(x.shape), variant.granularity) for s in (tensor.scale, tensor.scale_inv))
         scale, inverse = (s.expand(*x.shape[:3], 1) for s in spread)
@@ -54,5 +59,30 @@ def measuring(layers: Mapping[str, nn.Module], variant: Variant, planned: Sequen
         for one in same:
             found.setdefault(one.name, []).append(measured)
 
-    with attention_observer.observe_attention(layers, observer):
+    def counter(name, product, role, amax, counts) -> None:
+        same = [one for one in planned if (one.layer, one.product, one.role) == (name, product, role)]
+        for one in same:
+            with _disable_current_modes():
+                found.setdefault(one.name, []).append(counted(amax, counts))
+
+    with attention_observer.observe_attention(layers, observer, counter=counter):
         yield
+
+
+@torch.no_grad()
+def counted(amax: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """float64 [FIELDS] of P or dS, of which the amax and counts are recorded: the other fields are 0."""
+    found = torch.zeros(len(FIELDS), dtype=torch.float64, device=amax.device)
+    for name, value in (("count", counts[0]), ("overflows", counts[1]), ("underflows", counts[2]), ("amax", amax)):
+        found[FIELDS.index(name)] = value
+    return found
+
+
+def counts_of(spec: Spec, shape: Shape, documents: Documents, saturated: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+    """int64 [3]: how many scores are of keys that are seen (A-3), and how many elements a pass clipped and lost."""
+    device, total = saturated.device, torch.zeros((), dtype=torch.int64, device=saturated.device)
+    for tile in operands.tiles(spec, shape):
+        seen = operands.seen(tile, spec, shape, documents, device)
+        whole = shape.batch * (tile.last - tile.first) * tile.width
+        total = total + (whole if seen is None else seen.expand(shape.batch, *seen.shape[1:]).sum())
+    return torch.stack([total * shape.heads, torch.as_tensor(saturated), torch.as_tensor(lost)]).long()

@@ -13,9 +13,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import parametrize
@@ -287,13 +289,35 @@ def convert(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, group: str |
         module.__class__ = _made(kind, type(module))  # type: ignore[arg-type]
 
 
+class Form(NamedTuple):
+    """How a module multiplies its experts: its class, and what a conversion added to it; nothing in high precision."""
+
+    kind: type[nn.Module]
+    added: Mapping[str, Any]
+    states: nn.ModuleDict | None
+
+
+def form_of(module: nn.Module) -> Form:
+    """That of a module, converted or not."""
+    return Form(type(module), {key: vars(module)[key] for key in _OWN if key in vars(module)}, module._modules.get("grouped_states"))  # type: ignore[arg-type]
+
+
+def take(module: nn.Module, form: Form) -> None:
+    """Have a module of experts multiply in another form from now on. It stays what it is to hooks, optimizers and FSDP2."""
+    module._modules.pop("grouped_states", None)
+    for key in _OWN:
+        vars(module).pop(key, None)
+    vars(module).update(form.added)
+    if form.states is not None:
+        module.grouped_states = form.states.train(module.training)
+    unit = isinstance(module, FSDPModule) and not issubclass(form.kind, FSDPModule)
+    module.__class__ = _unit(form.kind, type(module)) if unit else form.kind  # type: ignore[arg-type]
+
+
 def deconvert(modules: Iterable[nn.Module]) -> None:
     """Undo ``convert`` of modules that are Experts. States of delayed scaling are dropped."""
     for module in modules:
-        del module.grouped_states
-        for key in _OWN:
-            vars(module).pop(key, None)
-        module.__class__ = getattr(type(module), _METHODS_OF)
+        take(module, Form(getattr(type(module), _METHODS_OF), {}, None))
 
 
 def by_name(recipe: str | Recipe) -> GroupedRecipe:
@@ -305,6 +329,12 @@ def by_name(recipe: str | Recipe) -> GroupedRecipe:
 def _made(kind: type[Experts], of: type[nn.Module]) -> type[nn.Module]:
     """The class of a module in FP8: that of the module, whose products are those of kind."""
     return type(of.__name__, (kind, of), {"__module__": of.__module__, _METHODS_OF: of})
+
+
+@functools.cache
+def _unit(kind: type[nn.Module], of: type[nn.Module]) -> type[nn.Module]:
+    """The class of an FSDP2 unit, of class ``of``, that multiplies as kind: ``fully_shard`` changes a module's class so."""
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": vars(of)["__deepcopy__"]})
 
 
 def _empty(kind: type[Experts], of: type[nn.Module]) -> nn.Module:

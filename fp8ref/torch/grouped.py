@@ -121,7 +121,8 @@ def apply(
     seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
     of_states = (by_role[role].scale if role in by_role else None for role in ROLES)
     codes = (None,) * 3 if given is None else (given.codes, given.scale, given.scale_inv)
-    return bound.function.apply(x, w, offs, seen, Ranks(shared, apart, grad_codes), *codes, *of_states)[:rows]
+    y = bound.function.apply(x, w, offs, seen, Ranks(shared, apart, grad_codes), *codes, *of_states)
+    return y if len(y) == rows else y[:rows]  # else of FSDP2 units a view, of which it warns
 
 
 def bind(recipe: str | Recipe | GroupedRecipe) -> Bound:

@@ -23,6 +23,9 @@ MX = 32
 ROWS = 128
 """Tokens of a block of ``rows_128``."""
 
+THREADS, KEYS = 16, 128
+"""Rows of q and keys of k whose scales of ``int8_thread`` lie together."""
+
 DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
 """{name of a format above 8 bits: torch's dtype}."""
 
@@ -38,6 +41,7 @@ class Heads(NamedTuple):
                  ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D], for
                  ``mx_1x32``.
     scale_inv    float32 of that shape.
+    q and k in INT8, and v beside them, have those of ``int8_heads``; codes are int8.
     """
 
     codes: Tensor
@@ -77,7 +81,21 @@ def spread(scale: Tensor, shape: tuple[int, ...], granularity: Granularity, *, a
         return scale.repeat_interleave(h // scale.shape[1], dim=1)
     if granularity == "rows_128":
         return scale.repeat_interleave(ROWS, dim=2)[:, :, :t]
+    if granularity == "int8_thread":
+        return _of_threads(scale, shape)
     return scale.repeat_interleave(MX, dim=2)[:, :, :t] if along_tokens else scale.repeat_interleave(MX, dim=3)
+
+
+def _of_threads(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Scales of q, k or v under ``int8_thread``, repeated; their number tells whose they are."""
+    b, h, t = shape[:3]
+    if scale.shape[2] == 1:  # of v
+        return scale
+    if scale.shape[2] == 4 * -(-t // KEYS):
+        found = scale.view(b, h, -1, 1, 4, 1).expand(b, h, -1, KEYS // 8, 4, 2)
+    else:
+        found = scale.view(b, h, -1, 1, 8).expand(b, h, -1, 2, 8)
+    return found.reshape(b, h, -1, 1)[:, :, :t]
 
 
 def scales_of(amax: Tensor, fmt: Format, policy: str | ScalePolicy) -> Scales:

@@ -242,7 +242,7 @@ def _shard(
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Split a mesh into ranks that share a batch, and a linear; None for a single rank."""
+    """Return two meshes: the ranks that split the batch, and those that split each linear; None for a single rank."""
     names = mesh.mesh_dim_names or ()
     if context := [name for name in names if name in CONTEXT]:
         raise ValueError(

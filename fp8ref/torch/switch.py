@@ -6,7 +6,9 @@
     switch.to("bf16")                                             # between two optimizer steps
 
 The linears of all recipes share their Parameters, so that optimizers, FSDP2 and checkpoints notice no
-switch. States of delayed scaling wait while other recipes run.
+switch. A module of experts stays where it is, and changes how it multiplies: with a twin that was
+converted without ``experts=True`` as its library does. States of delayed scaling wait while other
+recipes run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,15 +16,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from fp8ref.torch import delayed, delayed_checks
+from fp8ref.torch import delayed, delayed_checks, experts
 from fp8ref.torch.delayed import RoleState
-from fp8ref.torch.experts import Experts
 from fp8ref.torch.grouped_linear import GroupedLinear
 from fp8ref.torch.linear import Linear
 
 
 class Switch:
-    """The linears of a model by recipe.
+    """The linears and experts of a model by recipe.
 
     recipe    the one that runs.
     """
@@ -31,9 +32,8 @@ class Switch:
         """model: in recipe, with its memory (``to_empty``); FSDP2 gathers its weights in their dtype.
 
         twins     by further recipe, the same model on the meta device, converted and nothing else. Their
-                  linears are taken.
-        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first recipe;
-                  experts in FP8.
+                  linears are taken, and the forms of their experts.
+        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first recipe.
         """
         self.model, self.recipe = model, recipe
         mine = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | GroupedLinear)}
@@ -44,10 +44,17 @@ class Switch:
                 f"FSDP2 gathers weights in one way for all recipes of a model; {gathered[0]} is gathered in FP8. Parallelize with "
                 "gather_fp8=False, which gives the same bits."
             )
-        if twins and (mixed := [name for name, m in model.named_modules() if isinstance(m, Experts)]):
-            raise ValueError(f"a switch changes linears, and {mixed[0]} is experts in FP8. Convert without experts=True.")
+        every = {recipe: model, **twins}
+        mixtures = {name for one in every.values() for name, m in one.named_modules() if isinstance(m, experts.Experts)}
+        self._forms = {name: {recipe: experts.form_of(model.get_submodule(name))} for name in sorted(mixtures)}
         for other, twin in twins.items():
             self._linears[other] = {name: self._sharing(name, twin.get_submodule(name), linear) for name, linear in mine.items()}
+            for name, forms in self._forms.items():
+                forms[other] = experts.form_of(twin.get_submodule(name))
+                device = next(model.get_submodule(name).parameters(recurse=False)).device
+                for key, states in (forms[other].states or {}).items():
+                    assert isinstance(states, nn.ModuleDict)
+                    self._share(f"{name}.grouped_states.{key}", states, device)
 
     def to(self, recipe: str) -> None:
         """Compute in another recipe from now on; observations that no update took are forgotten.
@@ -64,6 +71,8 @@ class Switch:
             setattr(parent, key, linear.train(self.model.training))
             if isinstance(linear, Linear):
                 delayed_checks.watch(linear)
+        for name, forms in self._forms.items():
+            experts.take(self.model.get_submodule(name), forms[recipe])
         delayed.forget(self.model)  # steps of other recipes are not missing updates
         self.recipe = recipe
 
@@ -78,10 +87,14 @@ class Switch:
         # The dict itself: FSDP2 puts whole weights and shards into that of the module it first saw.
         vars(linear)["_parameters"] = vars(mine)["_parameters"]
         if isinstance(linear, Linear | GroupedLinear):
-            for role, state in linear.states.items():
-                assert isinstance(state, RoleState)
-                key = f"{name}.states.{role}"
-                if key not in self._states:
-                    self._states[key] = state.to_empty(device=torch.device(mine.weight.device))
-                linear.states[role] = self._states[key]
+            self._share(f"{name}.states", linear.states, mine.weight.device)
         return linear
+
+    def _share(self, name: str, states: nn.ModuleDict, device: torch.device) -> None:
+        """Put the one state of each role in the place of those of a twin, whose path is name."""
+        for role, state in states.items():
+            assert isinstance(state, RoleState)
+            key = f"{name}.{role}"
+            if key not in self._states:
+                self._states[key] = state.to_empty(device=device)
+            states[role] = self._states[key]

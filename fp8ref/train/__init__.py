@@ -23,9 +23,8 @@ Gradients reach the float32 masters through the cast of the masters to bfloat16,
 FSDP2 they are reduced in float32, as ``fp8ref.torch.parallel`` sets it.
 docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the files
 to open for it, in order. A clause such as "spec S-9" stands in docs/spec.
-Gradients are clipped, and AdamW of optax and torch is built, in {jax,torch}/optimizer.py; in PyTorch
-``Step.update`` clips. {jax,torch}/cross_entropy.py
-is the loss; jax/gradient_sums.py adds the gradients of microbatches.
+{jax,torch}/optimizer.py builds AdamW of optax and torch. JAX clips gradients there, PyTorch in
+``Step.update``. {jax,torch}/cross_entropy.py is the loss; jax/gradient_sums.py adds the gradients of microbatches.
 
 ``train_state`` declares what a checkpoint holds, and ``schedule`` which recipe a step runs in. ``data`` reads tokens, ``report`` compares
 finished runs, and ``tensors.read`` loads recorded operands in a notebook.

@@ -269,7 +269,7 @@ def _row(operand: Operand, losses: list, baseline: list, base: Base, measured: d
         if gap is None
         else {"cost": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
     )
-    products = [p for p, role in attention_products.ROWS if role == operand.role] if operand.gemm == "attention" else [operand.gemm]
+    products = [p for p, role in attention_products.RECORDED if role == operand.role] if operand.gemm == "attention" else [operand.gemm]
     of = [measured.get(f"{path}/{product}/{operand.role}", {}) for path in operand.linears for product in products]
 
     def worst(key: str, by: Callable) -> float | None:

@@ -1,4 +1,4 @@
-"""Export and import weights of transformers' LlamaForCausalLM, Qwen3ForCausalLM and Qwen3MoeForCausalLM, in safetensors (spec K-7)."""
+"""Export and import weights of the classes of transformers that ``hugging_face`` knows, in safetensors (spec K-7)."""
 
 import importlib
 import json
@@ -27,7 +27,12 @@ LARGEST = 5 * 2**30
 INDEX = "model.safetensors.index.json"
 """The file that says which file holds which tensor, where there are several."""
 
-OURS = {"moe_intermediate_size": "intermediate_size", "head_dim": "head_size"}
+OURS = {
+    "moe_intermediate_size": "intermediate_size",
+    "head_dim": "head_size",
+    "num_local_experts": "num_experts",
+    "shared_intermediate_size": "shared_expert_intermediate_size",
+}
 """Keys of config.json whose name in a config of fp8ref is another."""
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -84,7 +89,8 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
             (unfinished / "config.json").write_text(json.dumps(given), encoding="utf-8")
             config = config.replace(architecture={"source": str(unfinished)})
         weights = library.weights(found.state, config.shapes.parameters)
-        _write(unfinished, config, hugging_face.apart(weights) if config.architecture.kind == "llama" else weights)
+        own = config.architecture.kind == "llama"
+        _write(unfinished, config, hugging_face.apart(weights, hugging_face.kind(config.model)) if own else weights)
         for file in beside:
             shutil.copyfile(file, unfinished / file.name)
         if out.exists():
@@ -235,7 +241,7 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
         raise ConfigError(
             f"run.init_from {path}: fp8ref has rotary tables of rope_type 'default' only (M-4); its config.json has {scaled!r}."
         )
-    sizes = [key for key in ("num_experts", "moe_intermediate_size", "intermediate_size") if key in asked]
+    sizes = [key for key in ("num_experts", "num_local_experts", "moe_intermediate_size", "intermediate_size") if key in asked]
     for key in ("model_type", "hidden_size", *sizes, "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if key not in found:
             raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")

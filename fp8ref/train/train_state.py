@@ -78,7 +78,7 @@ class PerParameter:
         return layout.of(elements).kept[self.kept]
 
 
-MASTERS, COUNT, FP8, MU = "model", "count", "fp8", "mu"
+MASTERS, COUNT, FP8, MU = "model", "count", "fp8", "mu"  # first parts of names on disk
 PER_PARAMETER = (
     PerParameter(name=MASTERS, label="weights, float32 masters", kept=2),
     PerParameter(name="exp_avg", label="AdamW's moments", moment=True, kept=0),

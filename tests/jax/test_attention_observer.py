@@ -31,9 +31,11 @@ def test_both_passes_are_shown_with_what_they_made():
     )
     for arrays, phase in ((forward, "forward"), (backward, "backward")):
         assert {key.partition("/")[0] for key in arrays} == set(SHOWN[phase])
-        assert {key.partition("/")[2] for key in arrays} == set(PARTS)
+        assert {key.partition("/")[2] for key in arrays} == {*PARTS, "amax", "counts"}
+    assert forward["p/counts"][0] == backward["ds/counts"][0] == 2 * 40 * 41 // 2
     result = attention.forward(q, k, v, variant="cudnn", mask=CAUSAL, keep_p=True, keep_s=True)
     np.testing.assert_array_equal(forward["p/codes"], result.p_codes)
+    assert forward["p/counts"][1:].tolist() == [result.saturated, result.lost]
     np.testing.assert_array_equal(forward["s/value"], result.scores)
     np.testing.assert_array_equal(forward["o/value"], result.o.astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(backward["dq/value"].astype(jnp.bfloat16), np.asarray(gradients[0]))

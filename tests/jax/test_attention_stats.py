@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp8ref.attention import VARIANTS
-from fp8ref.attention_products import ROWS
+from fp8ref.attention_products import RECORDED
 from fp8ref.jax import attention_stats, head_scaling, stats
 from fp8ref.stats import FIELDS
 
@@ -37,7 +37,7 @@ def test_elements_are_counted_once(granularity, policy, role):
 
 def test_rows_are_in_the_order_of_the_products():
     one = jnp.ones(stats.LENGTH)
-    found = np.asarray(attention_stats.rows({ROWS[2]: one}))
-    assert found.shape == (len(ROWS), stats.LENGTH)
+    found = np.asarray(attention_stats.rows({RECORDED[2]: one}))
+    assert found.shape == (len(RECORDED), stats.LENGTH)
     assert found[2].all()
     assert not np.delete(found, 2, axis=0).any()

@@ -10,8 +10,10 @@ import ranks
 
 from fp8ref import attention as data
 from fp8ref import attention_products, llama
+from fp8ref.attention import Mask
+from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.jax import attention as attention_jax
-from fp8ref.sim import head_scaling, stats
+from fp8ref.sim import attention, attention_gradients, head_scaling, stats
 from fp8ref.sim.scaling import Quantized
 from fp8ref.torch import attention_observer
 from fp8ref.train import log, loop, schedule
@@ -55,6 +57,34 @@ def check(one: dict, x: np.ndarray, operand, variant) -> None:
     rows, columns = math.prod(x.shape[:3]), x.shape[3]
     relative = 2 * (rows + columns + 3) * U + 2 * U * math.sqrt(ratio) + U * U * ratio  # Q-9
     assert abs(one["sqnr"] - expected.sqnr) <= 10 / math.log(10) * 1.1 * relative, operand.name
+
+
+def check_counts(p: dict, ds: dict, tensors: dict[str, np.ndarray], variant) -> None:
+    """The records of P and dS: counts and the amax of the simulator's passes over the same tensors. An element whose distance from a threshold is
+    below A-18's bound might be counted otherwise; of these few thousand none is that near."""
+    q, k, v, do = (tensors[role] for role in ("q", "k", "v", "do"))
+    how: dict = {"variant": variant, "mask": Mask(causal=True)}
+    result = attention.forward(q, k, v, **how, keep_s=True)
+    gradients = attention_gradients.backward(do, q, k, v, result, **how, keep=variant.granularity == "tensor")
+    near = 0
+    if gradients.matrices:
+        # Where one key has nearly all weight dS is a difference of equal numbers: 0, or what roundings leave, which the cast makes 0.
+        v8, o8, do8 = (np.abs(x.values * x.scale_inv) for x in (result.tensors["v"], result.tensors["o"], gradients.tensors["do"]))
+        sizes = do8 @ np.repeat(v8, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3) + (do8 * o8).sum(3, keepdims=True)
+        weights = np.exp(result.scores.astype(np.float64) - result.lse[..., None])
+        near = int((np.abs(gradients.matrices["ds"]) < 2 * gamma(q.shape[3] + 8) * weights * sizes / math.sqrt(q.shape[3])).sum())
+    count = q.shape[0] * q.shape[1] * q.shape[2] * (q.shape[2] + 1) // 2
+    for one, amax, saturated, lost in (
+        (p, result.amaxes["s"], result.saturated, result.lost),
+        (ds, gradients.amaxes["ds"], gradients.saturated_ds, gradients.lost),
+    ):
+        assert (one["count"], one["saturated"]) == (count, saturated)
+        assert abs(one["lost"] - lost) <= (0 if one is p else near)
+        lost = one["lost"]
+        assert lost < count
+        assert (one["underflow_rate"], one["overflow_rate"]) == (lost / count, saturated / count)
+        assert one["amax"] == pytest.approx(float(amax), rel=2.0**-16)  # E of A-18 is below 2^-17: scores below 16, one tile
+        assert set(one) == {"amax", "count", "saturated", "lost", "underflow_rate", "overflow_rate"}
 
 
 @pytest.fixture
@@ -101,8 +131,11 @@ def test_a_record_is_the_simulators(backend, variant, config, tensors):  # Q-13
         [f"model.layers.{i}.self_attn" for i in range(config.model.num_hidden_layers)], data.by_name(variant)
     )
     assert list(found) == [operand.name for operand in planned]
-    assert len(found) == 8 * config.model.num_hidden_layers
-    for operand in planned:
+    assert len(found) == 10 * config.model.num_hidden_layers
+    assert all(found[f"{layer}/values/p"]["lost"] > 100 for layer in tensors)
+    for layer, of_layer in tensors.items():
+        check_counts(found[f"{layer}/values/p"], found[f"{layer}/grad_q/ds"], of_layer, data.by_name(variant))
+    for operand in (one for one in planned if not one.counted):
         check(found[operand.name], tensors[operand.layer][operand.role], operand, data.by_name(variant))
     names = [f"model.layers.0.self_attn/{product}/{role}" for product, role in (("scores", "q"), ("grad_k", "q"))]
     # Blocks along the tokens are other codes than those along the features.
@@ -117,7 +150,10 @@ def test_ranks_record_the_whole_tensors(variant, keys, axis, config):  # Q-10, Q
     (one, first), (other, second) = ranks.run(2, rank_jobs.attention_statistics, config, loader.open_batches(config).step(0))
     assert one == other
     of_variant = data.by_name(variant)
-    for operand in attention_products.planned(["model.layers.0.self_attn"], of_variant):
+    layer = "model.layers.0.self_attn"
+    whole = {role: np.concatenate([of_rank[layer][role] for of_rank in (first, second)], axis) for role in ("q", "k", "v", "do")}
+    check_counts(one[f"{layer}/values/p"], one[f"{layer}/grad_q/ds"], whole, of_variant)
+    for operand in (operand for operand in attention_products.planned([layer], of_variant) if not operand.counted):
         x = np.concatenate([of_rank[operand.layer][operand.role] for of_rank in (first, second)], axis)
         assert x.shape == (4, 2 if operand.role in "kv" else 4, config.data.sequence_length, 32)
         check(one[operand.name], x, operand, of_variant)
@@ -130,12 +166,14 @@ def test_a_scan_or_a_mesh_records_what_one_device_does(parallel, config):  # Q-1
     tokens = loader.open_batches(config).step(0)
     one, other = (loop.trainer("jax", config.replace(parallel=keys), large(config)).statistics(tokens) for keys in ({}, parallel))
     assert one.keys() == other.keys()
-    assert len(one) == 8 * config.model.num_hidden_layers
+    assert len(one) == 10 * config.model.num_hidden_layers
     for name, found in other.items():
-        if "scan" in parallel or name.endswith(("scores/q", "scores/k", "values/v", "grad_q/k", "grad_k/q")):
+        if "scan" in parallel or name.endswith(("scores/q", "scores/k", "values/v", "grad_q/k", "grad_k/q", "values/p")):
             # The first layer's projections sum over no device.
             assert {k: v for k, v in found.items() if k != "sqnr"} == {k: v for k, v in one[name].items() if k != "sqnr"}, name
-        assert found["sqnr"] == pytest.approx(one[name]["sqnr"], rel=2.0**-8)  # of do: the gradient sums otherwise, in bfloat16
+        assert found.get("count") == one[name].get("count")
+        if "sqnr" in found:
+            assert found["sqnr"] == pytest.approx(one[name]["sqnr"], rel=2.0**-8)  # of do: the gradient sums otherwise, in bfloat16
         assert found["amax"] == pytest.approx(one[name]["amax"], rel=2.0**-6)
 
 
@@ -147,17 +185,18 @@ def test_measuring_changes_no_bit_and_the_record_is_reported(backend, config, tm
     losses = [[line["loss"] for line in log.read_metrics(tmp_path / name)] for name in ("with", "without")]
     assert losses[0] == losses[1]
     lines = run_files.statistics(tmp_path / "with")
-    assert [len(line["statistics"]) for line in lines] == [8, 8, 8]
+    assert [len(line["statistics"]) for line in lines] == [10, 10, 10]
     for measure in ("amax", "underflow_rate", "sqnr"):
         titles = [ax.get_title(loc="left") for ax in figures.heat_map(lines, measure).axes]
-        assert [title for title in titles if title] == ["q", "k", "v", "do"]
+        assert [title for title in titles if title] == ["q", "k", "v", "do", *(["p", "ds"] if measure != "sqnr" else [])]
+    assert figures.heat_map(lines, "overflow_rate") is None  # nothing is clipped
     replayed = what_if.replay(tmp_path / "with", "torchao").outcomes
-    assert list(replayed) == [f"model.layers.0.self_attn/{role}/e4m3fn" for role in ("q", "k", "v", "do")]
+    assert list(replayed) == [f"model.layers.0.self_attn/{role}/e4m3fn" for role in ("q", "k", "v", "do", "p", "ds")]
 
 
 def test_a_record_without_fp8_has_no_attention(config):
-    for attention in (None, "bf16", "exact"):
-        plain = config.replace(numerics={"attention": attention})
+    for variant in (None, "bf16", "exact"):
+        plain = config.replace(numerics={"attention": variant})
         assert plain.attention_in_fp8 == []
         assert attention_products.planned(plain.attention_in_fp8, plain.attention_variant) == []
 

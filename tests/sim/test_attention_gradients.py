@@ -8,7 +8,7 @@ import pytest
 
 from fp8ref.attention import VARIANTS, Mask
 from fp8ref.formats import E5M2
-from fp8ref.sim import attention, cast, delayed
+from fp8ref.sim import attention, cast, delayed, threads
 from fp8ref.sim.attention_gradients import backward
 
 F = np.float32
@@ -214,3 +214,20 @@ def test_states_of_all_roles_over_steps():  # A-12, H-1, H-3: the scale of a ste
         assert found.scale_ds.scale == scales["ds"]
         states = {role: delayed.update(states[role], delayed.observe(amaxes[role]), config=config, fmt=fmt) for role in roles}
         before = {role: F(max(amaxes[role], before[role])) for role in roles}
+
+
+@pytest.mark.parametrize("variant", ["exact", "cudnn", "mxfp8"])
+def test_threads_change_no_bit(variant):  # A-14 to A-16
+    """Heads are cut over threads; the heads of a group are summed in their order."""
+    q, k, v, do = inputs(h=6, heads=2, tq=40, tk=50)
+    sinks = np.linspace(-1, 1, 6, dtype=F)
+    result = attention.forward(q, k, v, variant=variant, sinks=sinks)
+    found = []
+    for count in (1, 4):
+        with threads.using(count):
+            found.append(backward(do, q, k, v, result, variant=variant, sinks=sinks))
+    one, other = found
+    for role in ("dq", "dk", "dv", "dsinks"):
+        assert getattr(one, role).tobytes() == getattr(other, role).tobytes(), role
+    assert (one.saturated, one.lost) == (other.saturated, other.lost)
+    assert all(np.array_equal(x, other.amaxes[role]) for role, x in one.amaxes.items())

@@ -30,6 +30,14 @@ def test_run_uses_as_many_threads_as_it_is_given_and_no_more_than_pay():
         assert len(seen) == expected
 
 
+def test_each_item_has_one_thread_and_one_alone_has_all():
+    seen = []
+    with threads.using(3):
+        threads.each(lambda n: seen.append((n, threads.threads())), [(n,) for n in range(5)])
+        threads.each(lambda n: seen.append((n, threads.threads())), [(9,)])
+    assert sorted(seen) == [*((n, 1) for n in range(5)), (9, 3)]
+
+
 def test_an_error_in_a_piece_is_raised():
     def work(begin, end):
         raise ValueError(f"{begin}")

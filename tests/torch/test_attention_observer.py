@@ -42,8 +42,18 @@ def test_a_watcher_is_shown_both_passes():
     assert [one[:2] for one in shown] == [("layer", "forward"), ("layer", "backward")]
     for _, phase, arrays in shown:
         assert {key.partition("/")[0] for key in arrays} == set(SHOWN[phase])
-        assert {key.partition("/")[2] for key in arrays} == set(PARTS)
+        assert {key.partition("/")[2] for key in arrays} == {*PARTS, "amax", "counts"}
     assert torch.equal(shown[0][2]["o/value"], o.detach())
+
+
+def test_a_counter_is_told_of_p_and_ds_once():
+    layer, seen = Layer(), []
+    with observe_attention({"layer": layer}, None, counter=lambda *one: seen.append(one)):
+        torch.utils.checkpoint.checkpoint(layer, *given(), use_reentrant=False).float().pow(3).sum().backward()
+    assert [one[:3] for one in seen] == [("layer", "values", "p"), ("layer", "grad_q", "ds")]
+    result = attention.forward(*given(), variant="cudnn", mask=CAUSAL)
+    assert seen[0][4].tolist() == [2 * 40 * 41 // 2, 0, int(result.lost)]
+    assert seen[0][3] == result.amaxes["s"]
 
 
 def test_a_layer_that_runs_again_under_checkpointing_is_shown_once():

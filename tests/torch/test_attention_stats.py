@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS
+from fp8ref.attention import VARIANTS, Mask
 from fp8ref.attention_products import planned
 from fp8ref.formats import E4M3FN
 from fp8ref.stats import FIELDS
 from fp8ref.torch import attention, attention_stats, head_scaling
+from fp8ref.torch.attention_forward import padded_documents
+from fp8ref.torch.attention_inputs import Spec, check
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,20 @@ def test_elements_are_counted_once(granularity, policy):
     assert (found["count"], found["non_finite"]) == (2 * 4 * 50 * 32, 1)
     assert found["noise"] / found["signal"] < 2.0**-8  # e4m3 rounds by 2^-4 of a number at most
     assert (found["scale_min"] < found["scale_max"]) == (granularity != "tensor")
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_scores_of_keys_that_are_seen_are_counted(documents):
+    q, k = torch.zeros(2, 4, 150, 32), torch.zeros(2, 2, 170, 32)
+    spec = Spec(variant=VARIANTS["cudnn"], mask=Mask(causal=True, window=(60, None)), scale=None)
+    at = [torch.arange(n).div(40, rounding_mode="floor").expand(2, n) for n in (150, 170)] if documents else [None, None]
+    none = torch.zeros((), dtype=torch.int64)
+    found = attention_stats.counts_of(spec, check(q, k, k, spec), padded_documents(*at), none + 3, none)
+    rows, keys = torch.arange(150)[:, None], torch.arange(170)
+    seen = (keys <= rows + 20) & (keys >= rows + 20 - 60)
+    if documents:
+        seen &= rows // 40 == keys // 40
+    assert found.tolist() == [2 * 4 * int(seen.sum()), 3, 0]
 
 
 class Layer(torch.nn.Module):
@@ -49,4 +65,5 @@ def test_every_planned_operand_is_measured_and_shared_codes_once(variant, monkey
         layer(q, k, v).sum().backward()
     assert list(found) == sorted(found, key=list(found).index)
     assert set(found) == {operand.name for operand in operands}
+    assert found["layer/values/p"][0].tolist()[0] == 2 * 40 * 40
     assert len(calls) == (7 if variant == "mxfp8" else 4)  # MX has other blocks of q, k and do along the tokens

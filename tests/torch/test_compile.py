@@ -21,6 +21,8 @@ from fp8ref.train.torch import step as training_step
 from fp8ref.train.torch import trainer as train
 
 ASKED = list(itertools.product(matrix.RECIPES, matrix.HOW, matrix.GATHERS))
+# Every two values of two choices meet in these.
+PAIRS = [cell for cell in ASKED if (matrix.RECIPES.index(cell[0]) + matrix.HOW.index(cell[1]) + matrix.GATHERS.index(cell[2])) % 2 == 0]
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is deprecated:DeprecationWarning",  # torch, as it imports its backends
@@ -44,14 +46,18 @@ def expected(recipe, how, gather):
 
 
 @functools.cache
-def aot_eager():
-    return run(2, matrix.cells, "aot_eager", ASKED, timeout=400)
+def aot_eager(cells):
+    return run(2, matrix.cells, "aot_eager", cells, timeout=400)
 
 
-@pytest.mark.parametrize(("recipe", "how", "gather"), ASKED)
+@pytest.mark.parametrize(
+    ("recipe", "how", "gather"), [*PAIRS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ASKED if cell not in PAIRS)]
+)
 def test_aot_eager_is_eager_in_as_few_graphs(recipe, how, gather):  # P-12, P-18
-    for rows in aot_eager():
-        assert rows[ASKED.index((recipe, how, gather))] == {"backend": "aot_eager", **expected(recipe, how, gather)}
+    cell = (recipe, how, gather)
+    cells = tuple(PAIRS) if cell in PAIRS else (cell,)
+    for rows in aot_eager(cells):
+        assert rows[cells.index(cell)] == {"backend": "aot_eager", **expected(*cell)}
 
 
 @pytest.mark.slow

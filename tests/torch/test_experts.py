@@ -368,14 +368,6 @@ def test_what_is_refused():
     assert not any(isinstance(m, (experts.Experts, *ft.convert.FP8_LINEARS)) for m in model.modules())  # nothing was changed
 
 
-def test_a_switch_does_not_take_experts():
-    model = converted("Mixtral", "rowwise")
-    with torch.device("meta"):
-        twin = ft.linear.convert(model_of("Mixtral"), "bf16")
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts is experts in FP8"):
-        ft.switch.Switch(model, "rowwise", {"bf16": twin})
-
-
 def test_grouped_recipes_by_a_linears():
     assert experts.by_name("rowwise") == experts.by_name(RECIPES["rowwise"]) != experts.by_name("tensorwise")
     assert experts.by_name(RECIPES["rowwise"]).recipe.grad_input.accumulate == "fast"

@@ -49,6 +49,36 @@ def test_a_planted_cast_is_rank_1_with_an_interval_above_0(small, tmp_path, back
     assert all(row.cost < first.cost / 10 for row in sound)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_experts_are_studied_as_linears(small, tmp_path, backend):  # E-10
+    """Of each projection input and weight, whose costs are those of trainers with this cast alone."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "qk_norm": True}
+    config = small.replace(model=experts, numerics={"recipe": "rowwise"}, run={"steps": 1, "eval_every": 1})
+    loop.train(config, backend, tmp_path / "run")
+    found = ablate.ablate(tmp_path / "run", by="kind", layers=["experts"], batches=2)
+    names = {row.operand.name for row in found.rows}
+    assert names == {f"{key}_proj/output/{role}" for key in ("gate", "up", "down") for role in ("input", "weight")}
+    start = ablation_start.of_run(tmp_path / "run", None)
+    high = loop.trainer(backend, config.replace(numerics={"recipe": "bf16"}))
+    start.into(high, high.config)
+    held_out = [start.batches.held_out(i) for i in range(2)]
+    plain = [high.evaluate(tokens) for tokens in held_out]
+    rules = (
+        Rule(layers=("*",), gemms=("grad_input", "grad_weight"), recipe="bf16"),
+        Rule(layers=("*",), gemms=("output",), roles=("weight",), recipe="bf16"),
+        Rule(layers=("self_attn", "gate_proj", "up_proj"), gemms=("output",), roles=("input",), recipe="bf16"),
+    )
+    cast = config.replace(numerics={"rules": rules})
+    trainer = loop.trainer(backend, cast)
+    start.into(trainer, cast)
+    cost = np.mean([trainer.evaluate(tokens) - of for tokens, of in zip(held_out, plain, strict=True)])
+    row = next(row for row in found.rows if row.operand.name == "down_proj/output/input")
+    assert row.cost == pytest.approx(cost, abs=1e-12)
+    assert row.cost != 0
+    assert row.sqnr > 20
+
+
 class Fake:
     """A trainer whose loss is 2 and, for each operand of layer 1 that is cast, 0.1 more; and 0.001 times the batch."""
 

@@ -24,6 +24,8 @@ EXPERTS = LlamaConfig(
     num_experts=4,
     num_experts_per_tok=2,
 )
+GRANITE = LlamaConfig(**{**vars(EXPERTS), "qk_norm": False, "shared_expert_intermediate_size": 24, "rms_norm_eps": 1e-6})
+MODELS = {"qwen3_moe": EXPERTS, "granitemoeshared": GRANITE}
 DENSE = LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, qk_norm=True)
 
 
@@ -35,7 +37,7 @@ def _written(path, model):
         for name, w in llama.initial_weights(model, seed=3).items()
     }
     path.mkdir()
-    export._write(path, Config(model=model), hugging_face.apart(iter(weights.items())))
+    export._write(path, Config(model=model), hugging_face.apart(iter(weights.items()), hugging_face.kind(model)))
     return weights
 
 
@@ -47,8 +49,12 @@ def _logits(weights, model, tokens):
         return own(tokens)
 
 
-@pytest.mark.parametrize("model", [EXPERTS, DENSE], ids=["qwen3_moe", "qwen3"])
-def test_transformers_reads_it_and_has_the_same_logits(model, tmp_path):
+@pytest.mark.parametrize(
+    "model",
+    [EXPERTS, DENSE, GRANITE, LlamaConfig(**{**vars(GRANITE), "shared_expert_intermediate_size": 0, "tie_word_embeddings": True})],
+    ids=["qwen3_moe", "qwen3", "shared", "granite"],
+)
+def test_transformers_reads_it_and_has_the_same_logits(model, tmp_path):  # K-7, M-10
     weights = _written(tmp_path / "hf", model)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     assert type(theirs).__name__ == hugging_face.KINDS[hugging_face.kind(model)]
@@ -61,16 +67,18 @@ def test_transformers_reads_it_and_has_the_same_logits(model, tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=2000 * 2**-24 * expected.abs().max().item())
 
 
-def test_what_transformers_saves_is_read_bit_for_bit(tmp_path):
-    weights = _written(tmp_path / "hf", EXPERTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_transformers_saves_is_read_bit_for_bit(kind, tmp_path):  # K-7, M-10
+    weights = _written(tmp_path / "hf", MODELS[kind])
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
     for path in (tmp_path / "hf", tmp_path / "theirs"):
-        found = export.read(path, EXPERTS)
+        found = export.read(path, MODELS[kind])
         assert found.keys() == weights.keys()
         for name, expected in weights.items():
             np.testing.assert_array_equal(found[name][...], expected, err_msg=name)
-    gate = "model.layers.1.mlp.experts.gate_proj.weight"
-    np.testing.assert_array_equal(found[gate][1:3, 4:, :8], weights[gate][1:3, 4:, :8])
+    for key in ("gate", "up"):
+        name = f"model.layers.1.mlp.experts.{key}_proj.weight"
+        np.testing.assert_array_equal(found[name][1:3, 4:, :8], weights[name][1:3, 4:, :8])
 
 
 def test_another_number_of_experts_or_a_missing_one_is_an_error(tmp_path):
@@ -85,17 +93,24 @@ def test_another_number_of_experts_or_a_missing_one_is_an_error(tmp_path):
         hugging_face.together(weights)
 
 
-@pytest.mark.parametrize("changed", [{"qk_norm": False}, {"shared_expert_intermediate_size": 16}])
-def test_a_model_that_transformers_has_not_is_refused_by_name(changed):
-    with pytest.raises(ConfigError, match=f"transformers has experts with qk_norm.*{next(iter(changed))}"):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"shared_expert_intermediate_size": 16}, "qk_norm and shared_expert_intermediate_size 16"),
+        ({"qk_norm": False, "norm_topk_prob": False}, "neither qk_norm nor norm_topk_prob"),
+    ],
+)
+def test_a_model_that_transformers_has_not_is_refused_by_name(changed, said):  # M-10
+    with pytest.raises(ConfigError, match=f"Qwen3-MoE's, and with.*GraniteMoeShared's.*the model has {said}"):
         hugging_face.kind(LlamaConfig(**{**vars(EXPERTS), **changed}))
 
 
-def test_the_load_balancing_loss_is_that_of_transformers(tmp_path):
-    weights = _written(tmp_path / "hf", EXPERTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_load_balancing_loss_is_that_of_transformers(kind, tmp_path):
+    weights, model = _written(tmp_path / "hf", MODELS[kind]), MODELS[kind]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokens = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (2, 24)))
-    own = Llama(EXPERTS)
+    own = Llama(model)
     own.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
     with torch.no_grad():
         own(tokens)
@@ -109,6 +124,17 @@ def test_the_load_balancing_loss_is_that_of_transformers(tmp_path):
 def test_a_weight_of_experts_is_sliced_as_an_array(index):
     whole = np.random.default_rng(0).standard_normal((4, 2, 3)).astype(np.float32)
     np.testing.assert_array_equal(hugging_face.ExpertsWeight(tuple(whole))[index], whole[index])
+
+
+@pytest.mark.parametrize(
+    "index", [slice(1, 3), (..., slice(0, 2), slice(None)), (slice(1, 2), slice(1, 2)), (slice(None), slice(2, 9)), ...]
+)
+def test_half_a_weight_is_sliced_as_an_array(index):
+    whole = np.random.default_rng(0).standard_normal((4, 6, 3)).astype(np.float32)
+    for first in (0, 3):
+        half = hugging_face.HalfWeight(whole, first, 3)
+        assert half.shape == (4, 3, 3)
+        np.testing.assert_array_equal(half[index], whole[:, first : first + 3][index])
 
 
 @pytest.mark.parametrize("name", hugging_face.KINDS)
@@ -138,14 +164,16 @@ def test_what_config_json_does_not_say_is_not_taken_for_equal(tmp_path, left_out
 
 
 @pytest.mark.parametrize(
-    "model", [LlamaConfig(), LlamaConfig(qk_norm=True, head_size=64, tie_word_embeddings=True)], ids=["llama", "qwen3"]
+    "model",
+    [LlamaConfig(), LlamaConfig(qk_norm=True, head_size=64, tie_word_embeddings=True), EXPERTS, GRANITE],
+    ids=["llama", "qwen3", "qwen3_moe", "granite"],
 )
 def test_a_config_json_gives_the_model_back(model):
     assert hugging_face.model_of(hugging_face.described(model)) == model
 
 
 def test_a_config_json_of_another_model_gives_none():
-    with pytest.raises(ValueError, match="is of model_type llama, qwen3, qwen3_moe; got 'gpt2'"):
+    with pytest.raises(ValueError, match="is of model_type llama, qwen3, qwen3_moe, granitemoeshared; got 'gpt2'"):
         hugging_face.model_of({"model_type": "gpt2"})
     with pytest.raises(ValueError, match="lacks 'vocab_size'"):
         hugging_face.model_of(hugging_face.described(LlamaConfig()) | {"vocab_size": None})

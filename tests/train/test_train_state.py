@@ -120,7 +120,7 @@ class TorchAverage(torch_step.Step):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_one_more_entry_is_saved_sized_and_loaded(backend, small, tmp_path, monkeypatch):
-    """An entry of the schema and the two step functions are all that it takes."""
+    """An entry of the schema, and a step of each backend that makes it, are all that it takes (of the trainer's own models)."""
     before = train_state.disk_bytes(small, backend)
     entry = train_state.PerParameter(name="ema", label="average of the weights")
     monkeypatch.setattr(train_state, "PER_PARAMETER", (*train_state.PER_PARAMETER, entry))

@@ -68,8 +68,13 @@ class Agreement:
         return self.near >= NEAR * self.compared
 
 
-def cases(mask: Mask | None = None, *, alignment: str = "end", features: int = 64) -> list[Case]:
-    """The questions, all under the mask; without one the last is causal. Query heads share heads of keys in the first alone."""
+def cases(
+    mask: Mask | None = None, *, alignment: str = "end", features: int = 64, softcap: float | None = None, sinks: bool = False
+) -> list[Case]:
+    """The questions, all under the mask; without one the last is causal. Query heads share heads of keys in the first alone.
+
+    softcap, sinks  of all of them: a number, and whether there are random ones.
+    """
     rng = np.random.default_rng(0)
 
     def drawn(b: int, h: int, kv: int, tq: int, tk: int) -> Iterator[np.ndarray]:
@@ -87,7 +92,16 @@ def cases(mask: Mask | None = None, *, alignment: str = "end", features: int = 6
     q, k, v = drawn(1, 2, 2, 300, 300)
     causal = Mask(causal=True, alignment="start" if alignment == "start" else "end") if mask is None else given
     made.append(Case("causal" if mask is None else "square", Question(2 * q, k, v, causal)))
-    return [*made, Case("ties of bfloat16", _ties(given, features))]
+    made.append(Case("ties of bfloat16", _ties(given, features)))
+    if softcap is None and not sinks:
+        return made
+    return [case._replace(question=_with(case.question, softcap, sinks, rng)) for case in made]
+
+
+def _with(question: Question, softcap: float | None, sinks: bool, rng: np.random.Generator) -> Question:
+    """The question with a softcap and with sinks between a row's smallest and largest scores."""
+    drawn = 2 * rng.standard_normal((question.q.shape[1],)).astype(np.float32) if sinks else None
+    return question._replace(softcap=softcap, sinks=drawn)
 
 
 def _ties(mask: Mask, features: int) -> Question:
@@ -136,7 +150,8 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
         if variant.granularity not in ("tensor", "head") or variant.rotated or variant.fmt != asked.fmt:
             return None
         variant = dataclasses.replace(variant, granularity="head", policy="te_current")
-    return attention.forward(*question[:3], variant=variant, mask=question.mask, documents=question.documents)
+    more: dict = {"softcap": question.softcap, "sinks": question.sinks}
+    return attention.forward(*question[:3], variant=variant, mask=question.mask, documents=question.documents, **more)
 
 
 def _added(found: Agreement, case: Case, answer: Answer, result: attention.Result, variant: Variant, squares: np.ndarray) -> Agreement:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8ref.attention import FULL, Variant
-from fp8ref.conformance.attention import accumulation, operands, probabilities, subjects, tiles, visibility
+from fp8ref.conformance.attention import accumulation, logits, operands, probabilities, subjects, tiles, visibility
 from fp8ref.conformance.attention.operands import Operands
 from fp8ref.conformance.attention.probabilities import Between
 from fp8ref.conformance.attention.scores import FEATURES, LOG2E
@@ -19,7 +19,7 @@ from fp8ref.sim import accumulate, attention_operands
 if TYPE_CHECKING:
     from rich.console import Console
 
-STRUCTURE = ("keys", "causal mask", "window", "documents", "heads")
+STRUCTURE = ("keys", "causal mask", "window", "documents", "heads", "softcap argument", "sinks argument", "mask and softcap")
 """The decisions that have one right answer, whichever the variant is."""
 
 
@@ -144,6 +144,7 @@ def of_subject(asked: Attention) -> Probed:
         scale = float(largest.finding.value)
     findings = [
         *visibility.findings(asked),
+        *logits.findings(asked),
         *of_operands.findings,
         tiling.finding,
         *(found.finding for found in (threshold, largest) if found is not None),
@@ -159,12 +160,22 @@ def of_subject(asked: Attention) -> Probed:
 
 def expected(variant: Variant) -> dict[str, Any]:
     """{name of a finding: its value, if a function is of this variant}."""
-    length = variant.tile(FEATURES, FULL)
+    length, none = variant.tile(FEATURES, FULL), {"softcap": "none", "sinks": "none"}
     plan = accumulate.by_name(variant.plan)
     bits = "all" if isinstance(plan, str) else plan.unit.fraction_bits
     scale = float(attention_operands.probability_scale(variant, {})[0]) * 2.0**variant.offset
+    if variant.int8:  # which rounds the numbers of the questions: what else they find is known of it, and no more
+        known = {
+            "q and k": False,
+            "tiles": f"{length} keys, ascending",
+            "threshold": 0.0,
+            "range of P": "kept",
+            "promotion": variant.promotion,
+        }
+        return known | none | {"output": variant.out.name, "log-sum-exp": "natural"}
     within = variant.largest_probability / 2.0**variant.offset * scale <= variant.fmt.max
     return {
+        **none,
         "format": variant.fmt.name,
         "q and k": not variant.rotated,
         "scales of k": variant.granularity,

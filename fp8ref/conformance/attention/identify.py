@@ -151,6 +151,8 @@ def require_attention(
     device: str = "cpu",
     layout: str = "BHTD",
     features: int = 64,
+    softcap: float | None = None,
+    sinks: bool = False,
 ) -> None:
     """Require the outputs of a variant under a mask, and log-sum-exps if they are returned; else raise an AssertionError with the first
     difference and the decisions that depart.
@@ -158,14 +160,21 @@ def require_attention(
     exponentials  ``exact``: every bit; ``hardware``: exponentials of A-5's bound, which changes one output in a hundred at most
                   (``comparison.NEAR``).
     features      D of the inputs.
-    Raises:   ValueError: an unknown variant, or exponentials; as ``probe``.
-    Source:   spec A-1 to A-11.
+    softcap       passed to the function, and to the variant (A-22).
+    sinks         whether random ones are passed (A-23).
+    Raises:   ValueError: an unknown variant, or exponentials; a softcap or sinks without an argument for them; as ``probe``.
+    Source:   spec A-1 to A-11, A-22, A-23.
     """
     variant = data.by_name(variant)
     if exponentials not in ("exact", "hardware"):
         raise ValueError(f"exponentials are 'exact' or 'hardware'; got {exponentials!r}.")
     asked = subjects.wrap(function, framework=framework, device=device, layout=layout, fmt=variant.fmt if variant.fmt.bits == 8 else E4M3FN)
-    found = Asked(asked, comparison.cases(mask, features=features)).agreement(variant)
+    for given, taken, names in ((softcap is not None, asked.takes_softcap, subjects.SOFTCAPS), (sinks, asked.takes_sinks, subjects.SINKS)):
+        if given and not taken:
+            raise ValueError(f"{asked.name} has no argument for {names[0]}; name one {' or '.join(names)}, or leave it out here.")
+    if (softcap is not None or sinks) and variant.smoothed:
+        raise ValueError(f"variant {variant.name!r} takes no softcap and no sinks (A-26). Leave them out.")
+    found = Asked(asked, comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)).agreement(variant)
     if found is None:
         raise ValueError(f"{asked.name} takes codes with scales of heads, which {variant.name!r} has not. Use another variant.")
     if found.exact or (exponentials == "hardware" and found.alike):
@@ -183,7 +192,8 @@ def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
     """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error."""
     found = [one for variant in VARIANTS.values() if (one := answers.agreement(variant, cases=1)) is not None]
     departing = {one.variant.name: len(probed.departures(one.variant)) for one in found}
-    return sorted(found, key=lambda one: (not one.alike, departing[one.variant.name], one.error))
+    # Few decisions of INT8 are compared: such a variant is near by its outputs alone.
+    return sorted(found, key=lambda one: (not one.alike, one.variant.int8 and not one.alike, departing[one.variant.name], one.error))
 
 
 def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
@@ -220,7 +230,9 @@ def _measured(base: Variant, probed: Probed) -> Variant:
 
     def departs(what: str) -> Any:
         finding = probed[what]
-        return None if finding is None or finding.value is None or finding.value == wanted[what] else finding.value
+        if finding is None or finding.value is None or what not in wanted or finding.value == wanted[what]:
+            return None
+        return finding.value
 
     if (value := departs("output")) is not None and value in FORMATS:
         changes["out"] = FORMATS[value]
@@ -232,6 +244,8 @@ def _measured(base: Variant, probed: Probed) -> Variant:
         changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
     if (value := departs("scales of v")) is not None:
         changes["granularity"] = value
+    if base.int8:
+        return dataclasses.replace(base, **changes)
     if probed.threshold is not None and not probed.threshold.agrees(wanted["threshold"]) and probed.threshold.finding.value is not None:
         changes["threshold"] = probed.threshold.finding.value
     if probed.largest is not None and not probed.largest.agrees(wanted["largest P"]) and probed.largest.finding.value:

@@ -37,6 +37,9 @@ name, -1 under the second, as FlashAttention has it, and is the length of all ke
 DESCALES = (("q_descale", "k_descale", "v_descale"), ("descale_q", "descale_k", "descale_v"))
 """The names of scale_inv, float32 [B, Hkv]: a function that takes them is given q, k and v in FP8."""
 
+SOFTCAPS, SINKS = ("softcap", "logit_cap", "attn_logits_soft_cap"), ("sinks", "learnable_sink", "s_aux", "attention_sinks")
+"""The names of a softcap, a number, and of sinks, float32 [H]."""
+
 OUTPUTS, LOGS = ("o", "out", "output"), ("lse", "softmax_lse", "logsumexp")
 """The names of the parts of a result."""
 
@@ -59,10 +62,14 @@ class Question(NamedTuple):
     v: np.ndarray
     mask: Mask = FULL
     documents: Any = None
+    softcap: float | None = None
+    sinks: np.ndarray | None = None
 
     def __str__(self) -> str:
         masked = "" if self.mask == FULL else f", {self.mask}"
-        return f"q {list(self.q.shape)}, k and v {list(self.k.shape)}{masked}{', documents' if self.documents is not None else ''}"
+        more = f", softcap {self.softcap:g}" if self.softcap is not None else ""
+        more += ", sinks" if self.sinks is not None else ""
+        return f"q {list(self.q.shape)}, k and v {list(self.k.shape)}{masked}{', documents' if self.documents is not None else ''}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +120,16 @@ class Attention:
         """Whether it has an argument for them."""
         return "documents" in self.names
 
+    @property
+    def takes_softcap(self) -> bool:
+        """Whether it has an argument for one."""
+        return self._name(SOFTCAPS) is not None
+
+    @property
+    def takes_sinks(self) -> bool:
+        """Whether it has an argument for them."""
+        return self._name(SINKS) is not None
+
     def ask(self, question: Question) -> Answer:
         """Call it, and read what it returns.
 
@@ -124,6 +141,10 @@ class Attention:
             named |= self._masked(question.mask, question.k.shape[2])
         if question.documents is not None:
             named["documents"] = question.documents
+        if question.softcap is not None and (name := self._name(SOFTCAPS)):
+            named[name] = question.softcap
+        if question.sinks is not None and (name := self._name(SINKS)):
+            named[name] = self.subject.make_array(question.sinks, "float32")
         given, descales = self._operands(question)
         before = [arrays.written(x) for x in given]
         try:

@@ -151,7 +151,7 @@ class Trainer:
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
-        """None: gradients of one device are not exchanged."""
+        """{}: gradients of one device are not exchanged."""
         return {}
 
     def peak_memory(self) -> int | None:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
-from fp8ref.attention_products import ROWS
+from fp8ref.attention_products import RECORDED
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, gradient_reduction, stats
 from fp8ref.jax.gradient_reduction import Factor
@@ -220,7 +220,7 @@ class Step:
 
     def statistics(self, params, fp8_state, tokens: jax.Array) -> dict[str, jax.Array]:
         """Statistics of "linears" float32 [devices, layers, 6, stats.LENGTH], and of "attention" [devices, layers,
-        len(attention_products.ROWS), stats.LENGTH], where either is in FP8.
+        len(attention_products.RECORDED), stats.LENGTH], where either is in FP8.
 
         Each device measures its own shards of the operands.
 
@@ -236,7 +236,7 @@ class Step:
         def measure(params, copies, fp8_state, tokens):
             rows = {name: len(stats.ROWS) for name, recipe in self.linears.items() if recipe.fp8}
             if self.measured_attention:
-                rows |= dict.fromkeys(self.attention_in_program, len(ROWS))
+                rows |= dict.fromkeys(self.attention_in_program, len(RECORDED))
             taps = {name: self.layout.apart(jnp.zeros((*self.stacks.leading(name), count, stats.LENGTH))) for name, count in rows.items()}
             (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, copies, fp8_state, tokens)
             # taps collect as the observations do: forward as aux, backward as a gradient

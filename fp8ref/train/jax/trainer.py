@@ -239,7 +239,7 @@ class Trainer:
     def _of_attention(self, operands: Sequence[AttentionOperand], found: np.ndarray) -> list[np.ndarray]:
         """Parts of each operand, of float64 [microbatches, devices, layers, ROWS, fields]: every device has its own
         sequences and heads."""
-        layers, rows = self._step.measured_attention, attention_products.ROWS
+        layers, rows = self._step.measured_attention, attention_products.RECORDED
         assert self._variant is not None
         first = [rows.index(attention_products.first_use(one.product, one.role, self._variant)) for one in operands]
         return [found[:, :, layers.index(one.layer), row].reshape(-1, found.shape[-1]) for one, row in zip(operands, first, strict=True)]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from fp8ref.attention_products import MEASURED
+from fp8ref.attention_products import COUNTED, MEASURED
 from fp8ref.plots import legends, readout
 from fp8ref.recipe import ROLES
 from fp8ref.train.report import gap as gap_intervals
@@ -32,12 +32,13 @@ MEASURES: dict[str, tuple[str, bool, Callable]] = {
     "amax": ("largest magnitude (log2)", True, np.log2),
     "underflow_rate": ("underflow, % of elements", True, lambda x: 100 * x),
     "saturation_rate": ("saturated, % of elements", True, lambda x: 100 * x),
+    "overflow_rate": ("clipped beyond max, % of elements", True, lambda x: 100 * x),
     "sqnr": ("SQNR, dB", False, lambda x: x),
 }
 """{measure: (title, whether a cell shows the larger value of the two GEMMs that use a tensor,
 transform)}."""
 
-ONE_SCALE = ("sqnr", "underflow_rate", "saturation_rate")
+ONE_SCALE = ("sqnr", "underflow_rate", "saturation_rate", "overflow_rate")
 """The measures whose maps have one scale of colors, for all roles of all runs of a group: they compare."""
 
 STATES = {
@@ -198,10 +199,15 @@ def _percent(lines: Sequence[tuple[int, dict]], key: str) -> np.ndarray:
 
 
 def _tables(statistics: Sequence[dict], measure: str) -> dict[str, tuple[list[str], np.ndarray]]:
-    """{role: (layers, values [layers, steps])} of a measure, as a map shows it; without roles that have no finite number."""
+    """{role: (layers, values [layers, steps])} of a measure, as a map shows it; without roles that have no finite number, and those of which
+    nothing was clipped."""
     _, larger, shown = MEASURES[measure]
-    tables = {role: _table(statistics, role, measure, larger) for role in (*ROLES, *MEASURED)}
-    return {role: (layers, shown(values)) for role, (layers, values) in tables.items() if np.isfinite(values).any()}
+    roles = (*ROLES, *MEASURED, *(role for _, role in COUNTED))
+    tables = {role: _table(statistics, role, measure, larger) for role in roles}
+    present = {role: table for role, table in tables.items() if np.isfinite(table[1]).any()}
+    if measure == "overflow_rate":
+        present = {role: table for role, table in present.items() if np.nanmax(table[1]) > 0}
+    return {role: (layers, shown(values)) for role, (layers, values) in present.items()}
 
 
 def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) -> tuple[list[str], np.ndarray]:

@@ -39,9 +39,9 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 
 GEMM_OPERANDS = (
     *(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles),
-    *(f"{product}/{role}" for product, role in attention_products.ROWS),
+    *(f"{product}/{role}" for product, role in attention_products.RECORDED),
 )
-"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``, and those of attention's products that are measured."""
+"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``, and those of attention's products that are recorded."""
 
 
 def _operand(name: str) -> str:
@@ -67,13 +67,16 @@ class Metrics:
 
 @dataclass
 class Measures:
-    """One operand's statistics in a line of statistics.jsonl; null if the value was not finite."""
+    """One operand's statistics in a line of statistics.jsonl; null if the value was not finite. count, saturated and lost: of P and dS."""
 
     amax: Magnitude | None = None
     underflow_rate: Size | None = None
     saturation_rate: Size | None = None
     non_finite: Whole = 0
     sqnr: Number | None = None
+    count: Whole = 0
+    saturated: Whole = 0
+    lost: Whole = 0
 
 
 @dataclass

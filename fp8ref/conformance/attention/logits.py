@@ -1,0 +1,262 @@
+"""What a function does to its scores before the softmax: a softcap, and sinks (spec A-22, A-23, A-27).
+
+Without such an argument both are looked for. With one it is passed, and its order is asked: scale, cap, mask; a sink that joins the sum.
+All operands are numbers of e4m3; weights are read from values of one key, within the roundings of its probability and of o.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from fp8ref.attention import FULL, Mask
+from fp8ref.conformance.attention import scores, visibility
+from fp8ref.conformance.attention.scores import FAR, FEATURES, LARGE, SCALE
+from fp8ref.conformance.attention.subjects import Attention, Question
+from fp8ref.conformance.finding import Counterexample, Finding
+from fp8ref.conformance.subject import RefusedError
+
+CAP = 16.0
+"""The softcap that is passed: unequal to itself times the softmax scale, or times ln 2."""
+
+SINKS = (0.0, 3.0)
+"""The sinks that are passed, of two heads."""
+
+ABOVE = 200.0
+"""A sink so far above a score of 0 that no key is left, and whose e^x float32 does not have."""
+
+ROUNDED = math.log(1.3)
+"""In ln of a weight: the casts of P and of o, 2^-3 each in e5m2, and all else."""
+
+LEAST = 2.0**-6
+"""A weight below it may be a subnormal number of e4m3, with a larger error: it says that the cap is no smaller, and no more."""
+
+_LARGEST = FAR * FAR * SCALE
+_KEYS = [m * 2.0**e for e in range(-6, 8) for m in (1, 1.25, 1.5, 1.75)]
+
+
+def findings(asked: Attention) -> list[Finding]:
+    """A finding for a softcap and one for sinks; and one for each of both arguments that the function takes."""
+    cap = softcap(asked)
+    made = [cap, of_sinks(asked, cap.value if isinstance(cap.value, float) else None)]
+    if asked.takes_softcap:
+        made.append(_softcap_argument(asked))
+    elif cap.value != "none" and (hidden := _hidden(asked, None)) is not None:
+        made.append(
+            Finding(what="mask and softcap", value=None, words="the mask comes before the cap", evidence=str(hidden), witness=hidden)
+        )
+    if asked.takes_sinks:
+        made.append(_sinks_argument(asked))
+    return made
+
+
+def softcap(asked: Attention) -> Finding:
+    """The softcap of a function that is given none: a number, or ``none``."""
+    low, high, evidence, witness = _caps(asked, None)
+    if high == math.inf:
+        return Finding(what="softcap", value="none", evidence=evidence)
+    if not low <= high:
+        return Finding(
+            what="softcap", value=None, words="large scores are capped, by no hyperbolic tangent", evidence=evidence, witness=witness
+        )
+    value = _nice(low, high)
+    words = "" if value is not None else f"{low:.4g} to {high:.4g}"
+    return Finding(what="softcap", value=value, words=words, evidence=str(witness), witness=witness)
+
+
+def _caps(asked: Attention, given: float | None) -> tuple[float, float, str, Counterexample | None]:
+    """(the least and the largest cap that explain the outputs, evidence, the first output that shows a cap); infinity: there is none.
+
+    Two keys, of which one has the largest score. A cap brings the other near it: their distance is a function of the cap that grows with it.
+    """
+    weights, others = _of_two_keys(asked, given)
+    if not (weights != 0).any():
+        return math.inf, math.inf, f"scores of {_LARGEST:g} and {others[-1]:g}: the second has no weight", None
+    if not np.isfinite(weights).all():
+        return math.nan, math.nan, f"scores of {_LARGEST:g} and {others[0]:g}: {weights[~np.isfinite(weights)][0]}", None
+    low, high = 0.0, 1e9
+    for x, w in zip(others, weights, strict=True):
+        distance = math.log((1 - w) / w) if LEAST <= w < 1 else math.log(1 / LEAST)
+        low = max(low, _cap(x, distance - ROUNDED))
+        high = min(high, _cap(x, distance + ROUNDED)) if w >= LEAST else high
+    i = int(np.flatnonzero(weights)[0])
+    witness = Counterexample(
+        input=f"two keys of scores {_LARGEST:g} and {others[i]:g}", bits=(), dtype="float32", got=f"{weights[i]:.4g} of the second's value",
+        expected="0", clause="A-22",
+    )  # fmt: skip
+    return low, high, f"scores of {_LARGEST:g} and {others[i]:g}: the second has the weight {weights[i]:.4g}", witness
+
+
+def _of_two_keys(asked: Attention, given: float | None) -> tuple[np.ndarray, list[float]]:
+    """(the weight of a second key, of both keys' weights; its scores); the first has the largest score."""
+    k = np.array([[FAR, key] for key in _KEYS])
+    v = np.zeros((len(k), 2, 2))
+    v[:, 0, 0] = v[:, 1, 1] = LARGE
+    o = asked.ask(scores.question(np.full((len(k), 1), FAR), k, v, softcap=given)).o[:, 0, 0]
+    with np.errstate(invalid="ignore"):
+        return o[:, 1] / (o[:, 0] + o[:, 1]), [FAR * key * SCALE for key in _KEYS]
+
+
+def _cap(x: float, distance: float) -> float:
+    """The cap under which the score x is so far below the largest one; by bisection."""
+    if distance <= 0:
+        return 0.0
+    low, high = 1e-3, 1e9
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        if middle * (math.tanh(_LARGEST / middle) - math.tanh(x / middle)) < distance:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _softcap_argument(asked: Attention) -> Finding:
+    """Whether the argument caps scores as A-22 does."""
+    what = "softcap argument"
+    try:
+        low, high, evidence, witness = _caps(asked, CAP)
+        hidden = _hidden(asked, CAP)
+    except RefusedError as error:
+        return Finding(what=what, value=None, words=visibility.REFUSED, evidence=str(error))
+    if low <= CAP <= high and hidden is None:
+        return Finding(what=what, value="after the scale, before the mask", evidence=f"{CAP:g}: {evidence}")
+    wrong: dict[str, Callable[[float], float]] = {
+        "ignored": lambda x: x,
+        "before the softmax scale": lambda x: CAP * SCALE * math.tanh(x / (CAP * SCALE)),
+        "of scores in powers of two": lambda x: CAP * math.log(2) * math.tanh(x / (CAP * math.log(2))),
+        "not multiplied back: scores end at 1": lambda x: math.tanh(x / CAP),
+    }
+    if low <= CAP <= high:
+        assert hidden is not None
+        return Finding(what=what, value=None, words="after the mask: hidden keys have the score -cap", evidence=str(hidden), witness=hidden)
+    weights, others = _of_two_keys(asked, CAP)
+    words = next((name for name, of in wrong.items() if _explains(of, weights, others)), "another function of the scores")
+    shown = Counterexample(
+        input=f"softcap {CAP:g}, {witness.input if witness else 'two keys'}", bits=(), dtype="float32",
+        got=witness.got if witness else evidence, expected=f"the weights of a cap of {CAP:g}", clause="A-22",
+    )  # fmt: skip
+    return Finding(what=what, value=None, words=words, evidence=str(shown), witness=shown)
+
+
+def _explains(of: Callable[[float], float], weights: np.ndarray, others: list[float]) -> bool:
+    """Whether all weights are those of scores after this function, within roundings."""
+    for x, w in zip(others, weights, strict=True):
+        distance = of(_LARGEST) - of(x)
+        tells = w >= LEAST or distance < math.log(1 / LEAST) - ROUNDED
+        if tells and not (0 < w < 1 and abs(math.log((1 - w) / w) - distance) <= ROUNDED):
+            return False
+    return True
+
+
+def _hidden(asked: Attention, given: float | None) -> Counterexample | None:
+    """A hidden key with weight where all scores are far below zero, so that those of a mask before the cap are no lower; None without."""
+    mask, queries, keys = Mask(causal=True), 8, FEATURES
+    if not asked.takes(mask):
+        return None
+    q, k, v = (np.zeros((1, 1, n, FEATURES), np.float32) for n in (queries, keys, keys))
+    q[..., 0], k[..., 0] = FAR, -FAR
+    v[0, 0, np.arange(keys), np.arange(keys)] = 256
+    seen = asked.ask(Question(q, k, v, mask, softcap=given)).o[0, 0] != 0
+    aligned = [visibility.expected(Mask(causal=True, alignment=end), queries, keys) for end in ("end", "start")]
+    if any((seen <= one).all() for one in aligned):
+        return None
+    i, j = (int(x) for x in np.argwhere(seen & ~aligned[0])[0])
+    return Counterexample(
+        input=f"causal, all scores {-_LARGEST:g} before the cap: query {i}, key {j}", bits=(), dtype="float32", got="seen", expected="not seen",
+        clause="A-22",
+    )  # fmt: skip
+
+
+def of_sinks(asked: Attention, cap: float | None = None) -> Finding:
+    """The sink of a function that is given none: a number, or ``none``.
+
+    One key, whose score goes up until it has weight; what is left of its value is the sink's.
+
+    cap       of the function's own scores.
+    """
+    made: list[float] = []
+    tried = [sign * 2.0**e for sign in (1, -1) for e in range(-6, 9)]
+    witness, found = None, None
+    for _ in range(4):
+        x = [FAR * SCALE * (sum(made) + one) for one in tried]
+        x = x if cap is None else [cap * math.tanh(one / cap) for one in x]
+        weights = _of_one_key(asked, made, tried)
+        if not made and (np.abs(weights - 1) < 1 - math.exp(-ROUNDED)).all():
+            evidence = f"one key has all of the weight, of scores from {min(x):g} to {max(x):g}"
+            return Finding(what="sinks", value="none", evidence=evidence)
+        if witness is None:
+            i = int(np.argmax(~(np.abs(weights - 1) < 1 - math.exp(-ROUNDED))))
+            witness = Counterexample(
+                input=f"one key of score {x[i]:g}", bits=(), dtype="float32", got=f"{weights[i]:.4g} of its value", expected="its value", clause="A-23"
+            )  # fmt: skip
+        found = [one + math.log((1 - w) / w) for one, w in zip(x, weights, strict=True) if 0.02 < w < 0.98]
+        below, above = ([one for one, w in zip(tried, weights, strict=True) if (w < 0.5) == low] for low in (True, False))
+        if found or not below or not above or max(below) >= min(above):
+            break
+        made.append(max(below))
+        width = min(above) - max(below)
+        tried = [m / 8 * 2.0**e for e in range(-9, 9) for m in range(8, 16) if m / 8 * 2.0**e < width]
+    value = round(float(np.median(found)), 1) if found else None
+    words = f"about {value}" if found else "a row's weights do not add up to 1"
+    return Finding(what="sinks", value=value, words=words, evidence=str(witness), witness=witness)
+
+
+def _of_one_key(asked: Attention, made: list[float], tried: list[float]) -> np.ndarray:
+    """The weight of a single key, whose feature of each number of ``made`` has it, and another one that of ``tried``."""
+    rows = [*tried, FAR]  # the last one's scale rounds no other
+    q, k, v = np.zeros((3, len(rows), 1, 1, FEATURES), np.float32)
+    q[..., : len(made) + 1], k[..., : len(made)], k[:, 0, 0, len(made)], v[..., 0] = FAR, made, rows, LARGE
+    if made:  # of several numbers in a row none is rounded under a scale of its own; q has no such feature
+        k[..., FEATURES - 1] = FAR
+    return asked.ask(Question(q, k, v)).o[:-1, 0, 0, 0] / LARGE
+
+
+def _sinks_argument(asked: Attention) -> Finding:
+    """Whether the argument's sinks join the sum as A-23 has it."""
+    what, heads = "sinks argument", len(SINKS)
+    q, k, v = np.zeros((3, 1, heads, 1, FEATURES), np.float32)
+    v[..., 0] = LARGE
+    question = Question(q, k, v, FULL)
+    try:
+        answer = asked.ask(question._replace(sinks=np.array(SINKS, np.float32)))
+        above = asked.ask(question._replace(sinks=np.full(heads, ABOVE, np.float32))).o[0, :, 0, 0]
+    except RefusedError as error:
+        return Finding(what=what, value=None, words=visibility.REFUSED, evidence=str(error))
+    weights = answer.o[0, :, 0, 0] / LARGE
+    known = {
+        "joins the sum": [1 / (1 + math.exp(a)) for a in SINKS],
+        "ignored": [1.0] * heads,
+        "of another head": [1 / (1 + math.exp(a)) for a in SINKS[::-1]],
+        "multiplied by the softmax scale": [1 / (1 + math.exp(a * SCALE)) for a in SINKS],
+        "a power of two": [1 / (1 + 2.0**a) for a in SINKS],
+    }
+    words = next((name for name, wanted in known.items() if _near(weights, wanted)), "weights of no sink")
+    got, wanted = ", ".join(f"{w:.4g}" for w in weights), ", ".join(f"{w:.4g}" for w in known["joins the sum"])
+    shown = f"sinks {', '.join(f'{a:g}' for a in SINKS)}, one key of score 0"
+    if words == "joins the sum" and not np.isfinite(above).all():
+        words, shown, got, wanted = "overflows", f"sinks {ABOVE:g}, one key of score 0", f"{above[~np.isfinite(above)][0]}", "0"
+    elif words == "joins the sum" and above.any():
+        words, shown, got, wanted = "bounded", f"sinks {ABOVE:g}, one key of score 0", f"{above[above != 0][0]:.4g}", "0"
+    elif words == "joins the sum" and answer.lse is not None:
+        logs = [float(x) for x in answer.lse[0, :, 0]]
+        right = [math.log1p(math.exp(a)) for a in SINKS]
+        if max(abs(x - y) for x, y in zip(logs, right, strict=True)) > 2.0**-10:
+            words, got, wanted = "not in the log-sum-exp", *(", ".join(f"{x:.4g}" for x in one) for one in (logs, right))
+    if words == "joins the sum":
+        return Finding(what=what, value=words, evidence=f"{shown}: {got} of its value")
+    witness = Counterexample(input=shown, bits=(), dtype="float32", got=got, expected=wanted, clause="A-23")
+    return Finding(what=what, value=None, words=words, evidence=str(witness), witness=witness)
+
+
+def _near(weights: np.ndarray, wanted: list[float]) -> bool:
+    return bool((np.abs(np.log(np.maximum(weights, 1e-9) / wanted)) < ROUNDED / 2).all())
+
+
+def _nice(low: float, high: float) -> float | None:
+    """The roundest number from low to high."""
+    for step in (100.0, 50.0, 10.0, 5.0, 1.0, 0.5, 0.25, 0.125):
+        value = math.floor(high / step) * step
+        if value and value >= low:
+            return value
+    return None
