@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fp8ref.jax.flax import GroupedLinear
+
 
 class Plain(nnx.Module):
     """Two linears in FP8, one of them with a bias, and a head."""
@@ -24,6 +26,14 @@ class Dropping(Plain):
     def __init__(self, vocab_size: int, rngs: nnx.Rngs) -> None:
         super().__init__(vocab_size, rngs)
         self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+
+class Grouped(Plain):
+    """With a projection of experts."""
+
+    def __init__(self, vocab_size: int, rngs: nnx.Rngs) -> None:
+        super().__init__(vocab_size, rngs)
+        self.experts = GroupedLinear(2, 32, 32, rngs=rngs)
 
 
 class Uncalling(Plain):

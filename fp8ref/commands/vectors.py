@@ -46,7 +46,8 @@ ASKED = {
     ),
     "attention": (
         ("--variant", str, "the variant, such as fa3 (spec A-1)"), ("--mask", str, "full (the default), causal or causal_start"),
-        ("--window", str, "left,right, -1 for an open side (default none)"),
+        ("--window", str, "left,right, -1 for an open side (default none)"), ("--softcap", str, "a number (default none; A-22)"),
+        ("--sinks", str, "a number for each query head, with commas (default none; A-23)"),
         ("--shape", str, "B,H,Hkv,Tq,Tk,D (default 1,2,1,4,200,32)"), _SEED, _COUNT,
     ),
 }  # fmt: skip

@@ -148,6 +148,8 @@ def _traffic(config: Config, backend: str) -> Table:
     table = consoles.table("for", ">as configured", ">all bf16", ">all float32", title="What a device receives in a step, GiB")
     flows = traffic.flows(config, backend)
     for purpose, flow in flows.items():
+        if not flow.elements and _gib(flow.bytes) == "0.00":
+            continue  # amaxes, scales, the loss
         table.add_row(purpose, _gib(flow.bytes), _gib(2 * flow.elements), _gib(4 * flow.elements))
     if not flows:
         table.add_row("nothing: one device", "0", "0", "0")

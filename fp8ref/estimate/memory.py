@@ -22,6 +22,9 @@ LOGITS_CHUNK, WIDE_LOGIT = 1 << 24, 16
 """PyTorch: the most logits that exist in float32 at a time (``train.torch.cross_entropy``), and bytes of each: itself, its
 logarithmic softmax and the gradients of both."""
 
+WORDS = 8192
+"""JAX: the words whose logits exist at a time under ``parallel.loss = "chunked"`` (``train.jax.chunked_loss``)."""
+
 SCORE, QUERIES = 10, 512
 """Bytes of an attention score, and the queries that chunked attention takes at a time
 (``train.jax.llama``)."""
@@ -226,6 +229,12 @@ def _scores(config: Config) -> tuple[int, str]:
 
 
 def _logits(config: Config, backend: str) -> tuple[int, str]:
+    if backend == "jax" and config.parallel.loss == "chunked":
+        own = tokens(config) // (config.parallel.tensor if config.parallel.sequence else 1)
+        words = min(config.model.vocab_size, WORDS)
+        return LOGITS * own * words + 8 * own * config.model.hidden_size, (
+            f"{LOGITS} bytes each, of {words:,} words at a time; the gradient of the last linear's input, 8 bytes each in float32"
+        )
     count = tokens(config) * config.model.vocab_size
     formula = f"{LOGITS} bytes each: bf16 logits and their gradient"
     if backend == "jax":

@@ -4,10 +4,13 @@ Norms, rotations, SwiGLU, attention, the embedding, the loss and AdamW, counted 
 PyTorch moves more bytes. Attention also multiplies.
 """
 
+from dataclasses import dataclass
+
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.memory import piece_sizes, states, sum_bytes
+from fp8ref.estimate.memory import WORDS, piece_sizes, states, sum_bytes
 from fp8ref.llama import EXPERTS
+from fp8ref.recipe import Recipe
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import tokens
 
@@ -48,11 +51,13 @@ def moved(config: Config, backend: str) -> dict[str, float]:
         if name not in recipes or EXPERTS in name or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
     )
     master = 2 if config.optimizer.keeps_masters else 4
-    logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
+    own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)
+    logits = own * model.vocab_size
     found = {
         "attention": layers * _scores(config, backend),
         "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config, backend),
-        "embedding and loss": 12 * count * model.hidden_size + 2 * LOGITS[backend] * logits,
+        "embedding and loss": (12 * count if backend == "torch" else _residual(config).once * own) * model.hidden_size
+        + 2 * LOGITS[backend] * logits,
         # bytes an element: gradient read for the norm and again for the update; master and moments
         # read and written; bf16 copy made of the master
         "AdamW": sum(
@@ -60,6 +65,10 @@ def moved(config: Config, backend: str) -> dict[str, float]:
         )
         + (master + 2) * copied,
     }
+    if backend == "jax" and (joined := parts * _joined_weights(config)):
+        found["weights of q, k and v, joined"] = joined
+    if keys.loss == "chunked":  # each part's float32 gradient is added to the sum
+        found["embedding and loss"] += 12 * -(-model.vocab_size // WORDS) * own * model.hidden_size
     if arranged := parts * _arranged(config, backend):
         found["pieces of sequences, put in order"] = arranged
     if parts > 1:
@@ -104,6 +113,77 @@ def _arranged(config: Config, backend: str) -> float:
     return 2 * tokens(config) * elements
 
 
+@dataclass(frozen=True)
+class Residual:
+    """What XLA's kernels of norms and residual sums read and write, in bytes an element of the hidden state, as compiled for an H200
+    (benchmarks/results/aot.md): a layer's in both passes, and those of the last norm, of its gradient and of the embedding's.
+
+    Sums of two or three residuals are computed again by each kernel that needs them, until one writes them in float32.
+    """
+
+    forward: float
+    backward: float
+    once: float
+
+
+RESIDUALS = {
+    # A norm is read for its sum of squares and again for its bfloat16 result.
+    "bf16": Residual(19, 43, 48.5),
+    # It is read for its sum of squares alone: the amax and the cast compute it again, and are counted with those that quantize.
+    "tensorwise": Residual(9, 50, 46.5),
+    # Its bfloat16 result is written with the first amax, and the residual in float32 by each sum.
+    "rowwise": Residual(20, 51, 44.5),
+}
+"""By what the first linears of a layer take."""
+
+
+def _residual(config: Config) -> Residual:
+    spec = _first(config).output
+    if spec.a is None or not kernels.multiplies_fp8(spec, "jax"):
+        return RESIDUALS["bf16"]
+    return RESIDUALS["rowwise" if spec.a.granularity == "rowwise" else "tensorwise"]
+
+
+def _first(config: Config) -> Recipe:
+    """The recipe of the first layer's first linear."""
+    return next(d.recipe for d in config.decisions() if d.path.endswith("q_proj"))
+
+
+def joins_heads(config: Config) -> bool:
+    """Whether XLA multiplies q, k and v's one input by their joined weights, so that what reads one of the results reads all three. A scale of
+    a whole tensor, inside its GEMM, keeps them apart, and so do pieces of sequences that are gathered in bfloat16."""
+    spec = _first(config).output
+    if spec.a is None or not kernels.multiplies_fp8(spec, "jax"):
+        return not (config.parallel.sequence and config.parallel.tensor > 1)
+    return spec.rowwise
+
+
+def _heads(config: Config) -> tuple[float, float]:
+    """Bytes a token and layer of XLA's kernels between q, k and v's linears, attention's products and o, in both passes: rotations, and
+    the orders in which products want queries, keys, values and their gradients."""
+    model, tensor = config.model, config.parallel.tensor
+    a, kv = (n * model.head_dim / tensor for n in (model.num_attention_heads, model.num_key_value_heads))
+    # queries rotated; keys rotated by two kernels, between them in float32; values
+    read = 2 * (a + 2 * kv) if joins_heads(config) else 0  # all three, by each of the four kernels and again by keys' in the backward pass
+    forward = 4 * read + (2 if read else 4) * a + (12 if read else 18) * kv
+    backward = 18 * a + 6 * kv + (read + 6 * kv if read else 8 * kv)
+    recipe = _first(config)
+    if not recipe.output.fp8:
+        forward += 4 * a  # attention's output, in the order of tokens: else its cast writes that
+    if not recipe.grad_weight.fp8:
+        backward += 4 * kv + (4 * (a + 2 * kv) if read else 0)  # gradients of values; of all three, joined
+    return forward, backward
+
+
+def _joined_weights(config: Config) -> float:
+    """Bytes of the kernel that joins the weights of q, k and v in bfloat16, for all layers."""
+    if not joins_heads(config) or _first(config).output.fp8:
+        return 0
+    model, tensor = config.model, config.parallel.tensor
+    heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tensor
+    return (2 + 2) * model.hidden_size * heads * model.num_hidden_layers
+
+
 def _elementwise(config: Config, backend: str) -> float:
     """Bytes a token and layer of norms, rotations, residual sums and SwiGLU: in bfloat16, each fused
     to one kernel; by XLA as compiled for an H200 (benchmarks/results/aot.md), with residual sums in
@@ -114,10 +194,13 @@ def _elementwise(config: Config, backend: str) -> float:
         n / keys.tensor
         for n in (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim, model.intermediate_size)
     )
-    of_residual = (40, 93) if backend == "jax" else (18, 38)
     if model.num_experts:  # SwiGLU of a token's own experts, and of the shared one
         f = f * model.num_experts_per_tok + model.shared_expert_intermediate_size
-    forward, backward = of_residual[0] * h + 4 * a + 4 * kv + 6 * f, of_residual[1] * h + 4 * a + 4 * kv + 10 * f
+    if backend == "jax":
+        residual, heads = _residual(config), _heads(config)
+        forward, backward = residual.forward * h + heads[0] + 6 * f, residual.backward * h + heads[1] + 10 * f
+    else:
+        forward, backward = 18 * h + 4 * a + 4 * kv + 6 * f, 38 * h + 4 * a + 4 * kv + 10 * f
     copies = OF_COPY[backend] * model.num_experts_per_tok * h / 2
     forward, backward = forward + copies, backward + copies
     return forward * (1 if keys.checkpointing == "none" else 2) + backward

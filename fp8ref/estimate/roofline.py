@@ -105,7 +105,7 @@ def of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
     forward: dict[tuple, Ledger] = {}
     for decision, whole in linears(config, backend, ceilings):
         spent = [whole]
-        if again and decision.path.startswith("model.layers."):
+        if (again and decision.path.startswith("model.layers.")) or (config.parallel.loss == "chunked" and decision.path == "lm_head"):
             key = (decision.path.split(".")[-1], decision.shape)
             if key not in forward:
                 forward[key] = of_decision(decision, config, backend, ceilings, gemms=("output",))

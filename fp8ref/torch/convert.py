@@ -92,7 +92,8 @@ def convert(
     where amax_group is given or torchao cannot express the recipe. A ``GroupedLinear`` is chosen as a
     linear is, and takes the grouped recipe that goes with its own (X-8).
 
-    rules       change casts of single operands, one after the other (R-8).
+    rules       change casts of single operands, one after the other (R-8): of linears, and of the weights of
+                experts, by the names of their Parameters.
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
                 (P-2, scope global). Only ``Linear`` and ``GroupedLinear`` share amaxes. None: every rank
                 uses its own, as torchao does.
@@ -132,14 +133,16 @@ def convert(
         mixtures, filter_fqns = experts_of.choose(model, recipe, filter_fqns, shapes, shared=amax_group is not None)
     selected = experts_of.without_routers(_decisions(model, shapes, recipe, filter_fqns, fp8_fqns), mixtures, fp8_fqns)
     selected = [dataclasses.replace(d, recipe=grouped_linear.recipe_of(d.recipe)) if d.path in grouped else d for d in selected]
-    decisions = linear_rules.apply(rules, selected)
+    of_experts = experts_of.planned(mixtures, experts_of.by_name(recipe))
+    ruled = linear_rules.apply(rules, [*selected, *of_experts])
+    decisions, of_experts = ruled[: len(selected)], ruled[len(selected) :]
     in_groups = {d.path: d.recipe for d in decisions if d.fp8 and d.path in grouped}
     chosen = [d.path for d in decisions if d.fp8 and d.path not in grouped]
     if not chosen and not mixtures and not in_groups:
         reports.log(model, type(model).__name__, recipe)
         return model
     of_linears = {d.path: d.recipe for d in decisions if d.path in chosen}
-    used = {*of_linears.values(), *in_groups.values(), *([recipe] if mixtures else [])}
+    used = {*of_linears.values(), *in_groups.values(), *([recipe] if mixtures else []), *(d.recipe for d in of_experts if d.fp8)}
     taken = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
     for one in used - taken:
         check_recipe(one)
@@ -187,7 +190,7 @@ def convert(
         made.recipe, made.fqn = of_linears[name], name
         _carry(linears[name], made)
         made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
-    experts_of.convert(mixtures, experts_of.by_name(recipe), group)
+    experts_of.convert(mixtures, experts_of.by_name(recipe), group, of_experts)
     for name, own in in_groups.items():
         grouped[name].fqn = name
         grouped[name].convert(own, group=group)

@@ -13,11 +13,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import parametrize
@@ -33,7 +31,7 @@ from fp8ref.torch import delayed, grouped, grouped_gemm, linear_input
 _METHODS_OF = "_fp8_experts_of"
 """The attribute of a class made here that holds the class of the module before."""
 
-_OWN = ("recipe", "fqn", "grouped_states", "_bound")
+OWN = ("recipe", "fqn", "grouped_states", "of_weights", "_bound")
 """What a conversion adds to a module."""
 
 NAMES = (("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"))
@@ -46,23 +44,26 @@ class Experts(nn.Module):
     recipe           the grouped recipe.
     fqn              the module's name in the model, for errors.
     grouped_states   by weight and role, its states of delayed scaling (X-9).
+    of_weights       by weight, the grouped recipes that rules changed (R-8).
     """
 
     recipe: GroupedRecipe
     fqn: str
     grouped_states: nn.ModuleDict
-    _bound: grouped.Bound
+    of_weights: dict[str, GroupedRecipe]
+    _bound: dict[str, grouped.Bound]
 
     def product(self, key: str, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """x [M, K] times the weight w [E, N, K] of that name, group by group."""
         states = dict(self.grouped_states.items()).get(key)
         assert states is None or isinstance(states, nn.ModuleDict)
-        return grouped.apply(x, w, ends, recipe=self._bound, states=states, observe=self.training, name=f"{self.fqn}.{key}")
+        bound = self._bound.get(key, self._bound[""])
+        return grouped.apply(x, w, ends, recipe=bound, states=states, observe=self.training, name=f"{self.fqn}.{key}")
 
     @property
     def in_fp8(self) -> int:
         """The number of parameters that are multiplied in FP8."""
-        return sum(p.numel() for p in _weights(self).values())
+        return sum(p.numel() for key, p in _weights(self).items() if self.of_weights.get(key, self.recipe).recipe.fp8)
 
     def kernels(self) -> str:
         """What multiplies, for reports."""
@@ -76,7 +77,7 @@ class Experts(nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        vars(self)["_bound"] = grouped.bind(self.recipe)
+        vars(self)["_bound"] = _bound(self.recipe, self.of_weights)
 
     def extra_repr(self) -> str:
         """What the module prints, and the recipe's name."""
@@ -256,7 +257,7 @@ def check(name: str, module: nn.Module) -> None:
     """ValueError unless the class of a module of experts can be changed."""
     if parametrize.is_parametrized(module):
         raise ValueError(f"{name} has parametrized weights, which would be lost. Name it in filter_fqns.")
-    if replaced := [key for key in ("forward", "_experts_forward", "_grouped_mm", *_OWN) if key in vars(module)]:
+    if replaced := [key for key in ("forward", "_experts_forward", "_grouped_mm", *OWN) if key in vars(module)]:
         raise ValueError(f"{name} has a {replaced[0]} of its own, which would be lost. Name it in filter_fqns.")
     for key, p in module.named_parameters(recurse=False):
         if isinstance(p, DTensor):
@@ -265,59 +266,50 @@ def check(name: str, module: nn.Module) -> None:
             raise ValueError(f"{name} has a {key} of {p.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast the model first.")
 
 
-def convert(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, group: str | None = None) -> None:
+def planned(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe) -> list[Decision]:
+    """A decision of each weight that is multiplied by itself, as rules take them; those of one method are none."""
+    found = []
+    for name, module in chosen.items():
+        for key, p in _weights(module).items() if kind_of(module) is not ByMethod else ():
+            n, k = p.shape[1:][::-1] if getattr(module, "is_transposed", False) else p.shape[1:]
+            found.append(Decision(path=f"{name}.{key}", shape=(n, k), recipe=recipe.recipe, reason="converted", experts=len(p)))
+    return found
+
+
+def convert(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, group: str | None = None, decisions: Iterable[Decision] = ()) -> None:
     """Have modules of experts, which were checked, multiply by a grouped recipe.
 
     group     name of the process group whose ranks share the states of delayed scaling.
+    decisions of their weights, after rules: recipes that are other ones.
     """
+    changed = {d.path: recipes.of_linears(d.recipe) for d in decisions if d.recipe != recipe.recipe}
     bound = grouped.bind(recipe)
     for name, module in chosen.items():
         kind = kind_of(module)
         assert kind is not None
         device = next(module.parameters(recurse=False)).device
-        casts = delayed.casts(recipe.recipe)
+        of_weights = {key: changed[f"{name}.{key}"] for key in _weights(module) if f"{name}.{key}" in changed}
+        casts = {key: delayed.casts(of_weights.get(key, recipe).recipe) for key in _weights(module)}
         module.grouped_states = nn.ModuleDict(
             {
-                key: nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts.items()})
-                for key in _weights(module)
+                key: nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in of_key.items()})
+                for key, of_key in casts.items()
+                if of_key
             }
-            if casts
-            else {}
         )
-        vars(module).update(recipe=recipe, fqn=name, _bound=bound)
+        bounds = _bound(recipe, of_weights) if of_weights else {"": bound}
+        vars(module).update(recipe=recipe, fqn=name, of_weights=of_weights, _bound=bounds)
         module.grouped_states.train(module.training)
         module.__class__ = _made(kind, type(module))  # type: ignore[arg-type]
-
-
-class Form(NamedTuple):
-    """How a module multiplies its experts: its class, and what a conversion added to it; nothing in high precision."""
-
-    kind: type[nn.Module]
-    added: Mapping[str, Any]
-    states: nn.ModuleDict | None
-
-
-def form_of(module: nn.Module) -> Form:
-    """That of a module, converted or not."""
-    return Form(type(module), {key: vars(module)[key] for key in _OWN if key in vars(module)}, module._modules.get("grouped_states"))  # type: ignore[arg-type]
-
-
-def take(module: nn.Module, form: Form) -> None:
-    """Have a module of experts multiply in another form from now on. It stays what it is to hooks, optimizers and FSDP2."""
-    module._modules.pop("grouped_states", None)
-    for key in _OWN:
-        vars(module).pop(key, None)
-    vars(module).update(form.added)
-    if form.states is not None:
-        module.grouped_states = form.states.train(module.training)
-    unit = isinstance(module, FSDPModule) and not issubclass(form.kind, FSDPModule)
-    module.__class__ = _unit(form.kind, type(module)) if unit else form.kind  # type: ignore[arg-type]
 
 
 def deconvert(modules: Iterable[nn.Module]) -> None:
     """Undo ``convert`` of modules that are Experts. States of delayed scaling are dropped."""
     for module in modules:
-        take(module, Form(getattr(type(module), _METHODS_OF), {}, None))
+        del module.grouped_states
+        for key in OWN:
+            vars(module).pop(key, None)
+        module.__class__ = getattr(type(module), _METHODS_OF)
 
 
 def by_name(recipe: str | Recipe) -> GroupedRecipe:
@@ -325,16 +317,15 @@ def by_name(recipe: str | Recipe) -> GroupedRecipe:
     return recipes.by_name(recipe) if isinstance(recipe, str) else recipes.of_linears(recipe)
 
 
+def _bound(recipe: GroupedRecipe, of_weights: Mapping[str, GroupedRecipe]) -> dict[str, grouped.Bound]:
+    """What ``grouped.apply`` takes, of weights that rules changed, and under "" of all others."""
+    return {"": grouped.bind(recipe)} | {key: grouped.bind(one) for key, one in of_weights.items()}
+
+
 @functools.cache
 def _made(kind: type[Experts], of: type[nn.Module]) -> type[nn.Module]:
     """The class of a module in FP8: that of the module, whose products are those of kind."""
     return type(of.__name__, (kind, of), {"__module__": of.__module__, _METHODS_OF: of})
-
-
-@functools.cache
-def _unit(kind: type[nn.Module], of: type[nn.Module]) -> type[nn.Module]:
-    """The class of an FSDP2 unit, of class ``of``, that multiplies as kind: ``fully_shard`` changes a module's class so."""
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": vars(of)["__deepcopy__"]})
 
 
 def _empty(kind: type[Experts], of: type[nn.Module]) -> nn.Module:

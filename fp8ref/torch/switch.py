@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from fp8ref.torch import delayed, delayed_checks, experts
+from fp8ref.torch import delayed, delayed_checks, experts_form
 from fp8ref.torch.delayed import RoleState
+from fp8ref.torch.experts import Experts
 from fp8ref.torch.grouped_linear import GroupedLinear
 from fp8ref.torch.linear import Linear
 
@@ -45,12 +46,12 @@ class Switch:
                 "gather_fp8=False, which gives the same bits."
             )
         every = {recipe: model, **twins}
-        mixtures = {name for one in every.values() for name, m in one.named_modules() if isinstance(m, experts.Experts)}
-        self._forms = {name: {recipe: experts.form_of(model.get_submodule(name))} for name in sorted(mixtures)}
+        mixtures = {name for one in every.values() for name, m in one.named_modules() if isinstance(m, Experts)}
+        self._forms = {name: {recipe: experts_form.form_of(model.get_submodule(name))} for name in sorted(mixtures)}
         for other, twin in twins.items():
             self._linears[other] = {name: self._sharing(name, twin.get_submodule(name), linear) for name, linear in mine.items()}
             for name, forms in self._forms.items():
-                forms[other] = experts.form_of(twin.get_submodule(name))
+                forms[other] = experts_form.form_of(twin.get_submodule(name))
                 device = next(model.get_submodule(name).parameters(recurse=False)).device
                 for key, states in (forms[other].states or {}).items():
                     assert isinstance(states, nn.ModuleDict)
@@ -72,7 +73,7 @@ class Switch:
             if isinstance(linear, Linear):
                 delayed_checks.watch(linear)
         for name, forms in self._forms.items():
-            experts.take(self.model.get_submodule(name), forms[recipe])
+            experts_form.take(self.model.get_submodule(name), forms[recipe])
         delayed.forget(self.model)  # steps of other recipes are not missing updates
         self.recipe = recipe
 

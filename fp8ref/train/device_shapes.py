@@ -58,6 +58,12 @@ def ranks_share_amaxes(config: Config) -> bool:
     return config.parallel.sharing > 1 and config.parallel.amax_scope == "global"
 
 
+def runs_output_again(linear: str, config: Config, backend: str) -> bool:
+    """Whether JAX runs a linear's output GEMM again in the backward pass, with its collectives. No
+    gradient needs the output of the last linear of a layer."""
+    return backend == "jax" and config.parallel.checkpointing == "full" and "layers" in linear and not linear.endswith("down_proj")
+
+
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
     """Whether fsdp gathers a weight of this recipe in FP8."""
     if not recipe.output.fp8:
@@ -169,6 +175,10 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
             config.program_linears()
         except ConfigError as error:
             faults.append(str(error))
+    if keys.loss == "chunked" and any(d.fp8 and d.path == "lm_head" for d in decisions):
+        faults.append(
+            "parallel.loss 'chunked' takes a last linear in bfloat16; lm_head is in FP8. Name it in filter_fqns, or use loss 'whole'."
+        )
     if config.model.vocab_size % keys.shards:
         faults.append(f"model.vocab_size is divisible by parallel.{keys.of_shards}; got {config.model.vocab_size}.")
     if config.model.num_experts % keys.shards:

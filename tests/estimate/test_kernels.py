@@ -130,8 +130,8 @@ def test_who_fuses():
 @pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_kernels_are_those_that_xla_compiles_for_h200s(row):
     """Of a mebibyte and more, of two layers. The first norm reads a small embedding table instead of a residual, and XLA joins or splits a
-    kernel here and there: 5 % of the bytes, a fifth of the kernels. Under tensor parallelism it also moves pieces of heads, and makes both sets of
-    codes of a gradient of one (P-6): 15 %."""
+    kernel here and there: 4.5 % of the bytes, a fifth of the kernels. Under tensor parallelism it also moves pieces of heads, and makes both sets of
+    codes of a gradient of one (P-6): 14.5 %."""
     model = dict(COMPILED["model"])
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
@@ -144,7 +144,7 @@ def test_kernels_are_those_that_xla_compiles_for_h200s(row):
                 made[kernel.part] += kernel.bytes / 1e9
                 count += kernel.bytes >= 2**20
     found = row["quantizing"]
-    bound = 0.15 if config.parallel.tensor > 1 else 0.05
+    bound = 0.145 if config.parallel.tensor > 1 else 0.045
     whole = sum(part["gb"] for part in found.values())
     assert made.total() == pytest.approx(whole, rel=bound)
     assert count == pytest.approx(sum(part["kernels"] for part in found.values()), rel=0.2)

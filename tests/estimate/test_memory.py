@@ -13,6 +13,7 @@ from fp8ref.estimate import memory
 from fp8ref.llama import LlamaConfig
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
+from fp8ref.train.jax import chunked_loss
 from fp8ref.train.sections import ParallelConfig
 from fp8ref.train.torch.trainer import Trainer
 
@@ -181,11 +182,11 @@ def test_an_estimate_is_near_what_xla_allots_for_an_h200(row):
 WHOLE = [row for row in COMPILED["models"] if row["layers"] > 8]  # those of 8 layers are there for their time of compilation
 
 
-@pytest.mark.parametrize("row", WHOLE, ids=lambda row: f"{row['model']} {row['recipe']} {row['checkpointing']}")
+@pytest.mark.parametrize("row", WHOLE, ids=lambda row: f"{row['model']} {row['recipe']} {row['checkpointing']} {row['loss']}")
 def test_an_estimate_of_a_whole_model_is_near_what_xla_uses(row):
     """Lines are not largest at one time (logits and gathered weights of lm_head, activations of a layer): the estimate may be 40 % above the
     most that is in use, and 10 % below."""
-    keys = {"fsdp": row["devices"], "scan": True, "checkpointing": row["checkpointing"], "attention": "chunked"}
+    keys = {"fsdp": row["devices"], "scan": True, "checkpointing": row["checkpointing"], "attention": "chunked", "loss": row["loss"]}
     config = configs.load(row["model"]).replace(
         model={"num_hidden_layers": row["layers"]},
         data={"sequence_length": 8192, "batch_size": row["devices"], "microbatches": 1},
@@ -194,3 +195,12 @@ def test_an_estimate_of_a_whole_model_is_near_what_xla_uses(row):
     )
     ratio = sum(bytes_of(config, "jax").values()) / (row["most_gib"] * 2**30)
     assert 0.9 <= ratio <= 1.4
+
+
+def test_logits_of_parts_of_the_vocabulary():  # P-29
+    """Of 256 tokens and 20,000 words 8,192 at a time; the sum and a part of the gradient of 64 features, float32. Half of both are a device's."""
+    assert (memory.WORDS, chunked_loss.WORDS) == (8192, 8192)
+    config = sizes.config(loss="chunked").replace(model={"vocab_size": 20_000})
+    assert bytes_of(config, "jax")["logits"] == 4 * 256 * 8192 + 8 * 256 * 64
+    half = config.replace(parallel={"tensor": 2, "sequence": True})
+    assert bytes_of(half, "jax")["logits"] == (4 * 256 * 8192 + 8 * 256 * 64) // 2

@@ -32,8 +32,8 @@ def compiled(row: dict) -> Config:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of all kernels but GEMMs and collectives: at most 5 % below and 7 % above. The estimate counts a norm, a cast or an update as a kernel of
-    its own, and XLA joins some of them, most under a scale of a whole tensor (tensorwise 3 to 7 % above)."""
+    """Of all kernels but GEMMs and collectives: at most 2 % below and 1.5 % above; under tensor parallelism, and under plain jit, 5 % below.
+    There XLA also moves pieces of heads and of joined gradients in float32, which the estimate does not count."""
     config = compiled(row)
     made = sum(outside_linears.moved(config, "jax").values())
     for decision in config.decisions():
@@ -42,7 +42,8 @@ def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
             made += sum(
                 kernel.bytes for kernel in roofline.quantizing(decision.recipe, gemms, "xla", **roofline.in_place(decision, config, "jax"))
             )
-    assert 0.95 <= made / 1e9 / row["outside_gemms"]["gb"] <= 1.07
+    apart = config.parallel.tensor > 1 or config.parallel.through == "jit"
+    assert (0.95 if apart else 0.98) <= made / 1e9 / row["outside_gemms"]["gb"] <= 1.015
 
 
 def test_gradients_are_widened_where_devices_sum_them_in_float32():
@@ -81,6 +82,37 @@ def test_the_rest_by_hand():
     jax = roofline.of_step(sizes.config(), "jax", H100).rest
     assert roofline.of_step(sizes.config(attention="cudnn"), "jax", H100).rest["attention"] == rest["attention"]
     assert jax["attention"] == pytest.approx(2 * (12 * 256 * 32 * 64 / H100.bf16 + 40 * 256 * 32 * 4 / H100.bandwidth))
+
+
+def test_a_loss_in_parts_adds_gradients_and_multiplies_once_more():  # P-29
+    """Of 256 tokens and 64 features a sum in float32 for each of three parts, read twice and written; and lm_head's output GEMM."""
+    whole, parts = (sizes.config(loss=kind).replace(model={"vocab_size": 20_000}) for kind in ("whole", "chunked"))
+    of_loss = [outside_linears.moved(config, "jax")["embedding and loss"] for config in (whole, parts)]
+    assert of_loss[1] - of_loss[0] == 12 * 3 * 256 * 64
+    (head,) = [d for d in whole.decisions() if d.path == "lm_head"]
+    again = roofline.of_decision(head, whole, "jax", H100, gemms=("output",)).seconds
+    assert roofline.of_step(parts, "jax", H100).configured - roofline.of_step(whole, "jax", H100).configured == pytest.approx(again)
+
+
+def test_heads_are_read_together_where_their_weights_are_joined():
+    """A token and layer of H = A = 64, KV 32, F 128, and once 256 tokens. Joined, four kernels of the forward pass and one of the backward pass
+    read 2 bytes of A + 2 KV; in bfloat16 attention's output and the gradients are put in order, and a layer's weights are joined."""
+    norms, joined, loss = "norms, rotations, SwiGLU, sums", "weights of q, k and v, joined", "embedding and loss"
+    of = {name: outside_linears.moved(sizes.config(recipe=name), "jax") for name in ("bf16", "tensorwise", "rowwise")}
+    read, swiglu = 2 * (64 + 2 * 32), 16 * 128
+    heads = {
+        "bf16": 5 * read + 6 * 64 + 12 * 32 + 18 * 64 + (6 + 6 + 4) * 32 + 2 * read,
+        "tensorwise": 4 * 64 + 18 * 32 + 18 * 64 + 14 * 32,
+        "rowwise": 5 * read + 2 * 64 + 12 * 32 + 18 * 64 + 12 * 32,
+    }
+    layer = {"bf16": 62, "tensorwise": 59, "rowwise": 71}
+    assert {name: found[norms] for name, found in of.items()} == {
+        name: 256 * 2 * (layer[name] * 64 + swiglu + size) for name, size in heads.items()
+    }
+    assert [found.get(joined, 0) for found in of.values()] == [2 * 4 * 64 * (64 + 2 * 32), 0, 0]
+    assert of["bf16"][loss] - of["tensorwise"][loss] == 2 * 256 * 64
+    pieces = outside_linears.moved(sizes.config(recipe="bf16", tensor=2, sequence=True), "jax")
+    assert joined not in pieces  # gathered in bfloat16, they are not joined
 
 
 def test_moments_in_fp8_move_less():

@@ -10,8 +10,7 @@ from ranks import run
 from torch import distributed, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn import functional
+from torch.distributed.fsdp import fully_shard
 
 from fp8ref.torch import convert, delayed, delayed_checks, fsdp
 from fp8ref.torch.parallel import amax_group, parallelize
@@ -200,96 +199,3 @@ def test_a_sharded_model_that_is_compiled_switches():  # T-9, P-12
     compiled = run(2, compiled_on_ranks, "block", timeout=300)
     assert [losses for losses, _ in eager] == [losses for losses, _ in compiled]
     assert [counts for _, counts in compiled] == [[1, 2, 3, 3, 3, 3]] * 2
-
-
-def mixture(device="cpu"):
-    """Two of torchtitan's GroupedExperts by name, with a linear before; experts take 4, 0, 9 and 3 of 16 rows."""
-
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.num_experts = 4
-            for name in ("w1", "w2", "w3"):
-                self.register_parameter(name, nn.Parameter(torch.randn(4, 32, 32) / 6))
-
-        def forward(self, x, counts):
-            rows = x[: int(counts.sum())].split(counts.tolist())
-            return torch.cat([functional.silu(r @ self.w1[e].mT) * (r @ self.w3[e].mT) @ self.w2[e].mT for e, r in enumerate(rows)])
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.first, self.second = nn.Linear(32, 32), Experts(), Experts()
-
-        def forward(self, x):
-            counts = torch.tensor([4, 0, 9, 3])
-            return self.second(self.first(self.up(x), counts), counts)
-
-    torch.manual_seed(1)
-    return Model().bfloat16().to(device)
-
-
-OF_EXPERTS = {"tensorwise": True, "delayed": True, "rowwise": False, "bf16": True}
-"""{recipe: whether experts are converted too}."""
-
-
-def mixture_in(recipe, device="cpu"):
-    return convert.convert(mixture(device), recipe, experts=OF_EXPERTS[recipe])
-
-
-@pytest.mark.parametrize("first", ["tensorwise", "bf16"])
-def test_experts_switch_to_high_precision_and_back(first):  # T-9, X-16
-    """Each step has the bits of a model that was converted so: in high precision those of the library's own forward pass."""
-    others = [recipe for recipe in OF_EXPERTS if recipe != first]
-    switch = Switch(mixture_in(first), first, {recipe: mixture_in(recipe, "meta") for recipe in others})
-    model, kinds, calls = switch.model, [], []
-    before = dict(model.named_parameters())
-    experts = model.first
-    experts.register_forward_hook(lambda *_: calls.append(1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for seed, recipe in enumerate((first, "delayed", "rowwise", "bf16", "delayed", "tensorwise")):
-        switch.to(recipe)
-        assert model.first is experts
-        assert all(p is before[name] for name, p in model.named_parameters())
-        kinds.append(getattr(model.first, "recipe", None) and model.first.recipe.name)
-        other = mixture_in(recipe)
-        other.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-        assert step(model, optimizer, seed) == step(other, torch.optim.SGD(other.parameters(), lr=0.1), seed)
-    assert kinds == [None if first == "bf16" else first, "delayed", None, None, "delayed", "tensorwise"]
-    assert len(calls) == 6
-    states = dict(switch.states())
-    assert len(states) == 3 + 2 * 3 * 3  # of a linear; of the three weights of two modules
-    assert {int(state.step) for state in states.values()} == {2}
-    assert not list(delayed.states(model))  # tensorwise keeps none
-
-
-def test_experts_that_switch_are_compiled_once():  # T-9, X-16
-    counter = CompileCounter()
-    switch = Switch(mixture_in("tensorwise"), "tensorwise", {"delayed": mixture_in("delayed", "meta")})
-    compiled = torch.compile(switch.model.first, backend=counter)
-    x, counts, found = torch.randn(16, 32).bfloat16(), torch.tensor([4, 0, 9, 3]), []
-    for recipe in ("tensorwise", "delayed") * 2:
-        switch.to(recipe)
-        compiled(x, counts)
-        found.append(counter.frame_count)
-    assert found == [1, 2, 2, 2]
-
-
-def test_experts_that_fsdp2_shards_alone_switch():  # T-9, X-16
-    """A unit of FSDP2's stays one: its weights are gathered and its gradients reduced in either form."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-        model = mixture_in("tensorwise")
-        fully_shard(model.first, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        switch = Switch(model, "tensorwise", {"bf16": mixture_in("bf16", "meta")})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for seed, recipe in enumerate(("tensorwise", "bf16", "tensorwise")):
-            switch.to(recipe)
-            assert isinstance(model.first, FSDPModule)
-            other = mixture_in(recipe)
-            other.load_state_dict({name: p.full_tensor().clone() for name, p in model.state_dict().items()})
-            assert step(model, optimizer, seed) == step(other, torch.optim.SGD(other.parameters(), lr=0.1), seed)
-    finally:
-        distributed.destroy_process_group()

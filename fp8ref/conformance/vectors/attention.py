@@ -37,14 +37,18 @@ _BFLOAT16, _FLOAT32 = dtypes.by_name("bfloat16"), dtypes.by_name("float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A set of vectors: ``count`` problems of a shape, under a mask and a window "left,right", -1 for an open side.
+    """A set of vectors: ``count`` problems of a shape, under a mask and a window "left,right", -1 for an open side; with a softcap, a
+    number, and sinks, numbers of the query heads with commas, or "none" (A-22, A-23).
 
-    Raises:   ValueError: an unknown variant or mask, a window or a shape that does not fit, a seed or count out of range.
+    Raises:   ValueError: an unknown variant or mask, a window or a shape that does not fit, a seed or count out of range; a softcap or
+              sinks that are no such numbers, or of a variant that takes none.
     """
 
     variant: str
     mask: str = "full"
     window: str = "none"
+    softcap: str = "none"
+    sinks: str = "none"
     shape: str = "1,2,1,4,200,32"
     seed: int = 0
     count: int = 12
@@ -61,6 +65,13 @@ class Attention:
         if VARIANTS[self.variant].granularity == "mx_1x32" and d % 32:
             raise ValueError(f"variant {self.variant!r} needs D divisible by 32; got {self.shape}.")
         variants.by_name(self.variant).tile(d, self.of_mask)
+        cap, sinks = self.of_softcap, self.of_sinks
+        if cap is not None and not 0 < cap < math.inf:
+            raise ValueError(f"a softcap is a positive number, or none; got {self.softcap!r}. Write it like 50.")
+        if sinks is not None and (len(sinks) != h or not np.isfinite(sinks).all()):
+            raise ValueError(f"sinks are a finite number for each of {h} query heads, or none; got {self.sinks!r}. Write them like 0.5,2.")
+        if VARIANTS[self.variant].smoothed and (cap is not None or sinks is not None):
+            raise ValueError(f"variant {self.variant!r} takes no softcap and no sinks (A-26). Leave them out.")
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -78,6 +89,19 @@ class Attention:
             left, right = (None if side == "-1" else int(side) for side in sides)
             window = (left, right)
         return Mask(causal=self.mask != "full", window=window, alignment="start" if self.mask == "causal_start" else "end")
+
+    @property
+    def of_softcap(self) -> float | None:
+        """The softcap; ValueError for text that is no number."""
+        found = _numbers(self.softcap, "a softcap")
+        if found is not None and len(found) != 1:
+            raise ValueError(f"a softcap is one number, or none; got {self.softcap!r}. Write it like 50.")
+        return None if found is None else float(found[0])
+
+    @property
+    def of_sinks(self) -> np.ndarray | None:
+        """The sinks, float32; ValueError for text that is no numbers."""
+        return _numbers(self.sinks, "sinks")
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Those of q, k and v."""
@@ -129,7 +153,7 @@ def verify(question: Attention, rules: Rules, vectors: Iterator[text.Vector], ve
         kind = verdict.kind(inputs)
         q, k, v = (dtypes.values(one, _BFLOAT16) for one in bits)
         with vector.named():
-            result = attention.forward(q, k, v, variant=question.variant, mask=question.of_mask)
+            result = _forward(question, q, k, v)
         for what, found in pairs:
             expected = result.o if what == "o" else result.lse
             differ = ~((found == expected) | (np.isnan(found) & np.isnan(expected)))
@@ -158,15 +182,42 @@ def _fails(differ: np.ndarray, found: np.ndarray, expected: np.ndarray, rules: R
 
 
 def _guess(question: Attention, q, k, v, found: np.ndarray) -> str:
-    """A sentence: which other variant gives these outputs; '' if none does."""
+    """A sentence: which other variant, or wrong use of a softcap or sinks, gives these outputs; '' if none does."""
     for name in VARIANTS:
         try:
-            other = attention.forward(q, k, v, variant=name, mask=question.of_mask).o
+            other = _forward(question, q, k, v, variant=name).o
         except ValueError:  # features that it does not take
             continue
         if name != question.variant and np.array_equal(found, other):
             return f"The answer is what variant {name} gives."
+    cap, sinks, scale = question.of_softcap, question.of_sinks, 1 / math.sqrt(question.dims[5])
+    wrong: dict[str, dict] = {}
+    if cap is not None:
+        wrong["no softcap"] = {"softcap": None}
+        wrong["a softcap before the softmax scale"] = {"softcap": cap * scale}
+    if sinks is not None:
+        wrong["no sinks"] = {"sinks": None}
+        wrong["sinks times the softmax scale"] = {"sinks": sinks * np.float32(scale)}
+        wrong["sinks of the heads in reverse"] = {"sinks": sinks[::-1]}
+    for said, changes in wrong.items():
+        if np.array_equal(found, _forward(question, q, k, v, **changes).o):
+            return f"The answer is what {said} gives."
     return ""
+
+
+def _forward(question: Attention, q, k, v, **changes) -> attention.Result:
+    given: dict = {"variant": question.variant, "softcap": question.of_softcap, "sinks": question.of_sinks} | changes
+    return attention.forward(q, k, v, mask=question.of_mask, **given)
+
+
+def _numbers(text: str, name: str) -> np.ndarray | None:
+    """Numbers with commas; None for "none"."""
+    if text == "none":
+        return None
+    try:
+        return np.array([float(part) for part in text.split(",")], np.float32)
+    except ValueError:
+        raise ValueError(f"{name} are numbers with commas, or none; got {text!r}.") from None
 
 
 def _float32(vector: text.Vector, field: int, shape: tuple[int, ...], name: str) -> np.ndarray:

@@ -18,7 +18,7 @@ BATCH = 1 << 14
 """Vectors of one number each that are judged at once."""
 
 _TITLE = re.compile(r"#\s*fp8ref\s+vectors\b")
-_HEADER = re.compile(r"#\s*fp8ref\s+vectors\s+(\d+):\s*(\w+)((?:\s+\w+=[\w,-]+)*)")
+_HEADER = re.compile(r"#\s*fp8ref\s+vectors\s+(\d+):\s*(\w+)((?:\s+\w+=[\w.,+-]+)*)")
 _HEX = re.compile(r"(?:0[xX])?([0-9a-fA-F]+)")
 _SHAPE = re.compile(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}){0,31}")  # 32 axes, NumPy's most
 

@@ -16,6 +16,8 @@
     print(fj.flax.report(model, (x,)))  # what is in FP8, what is not, and why
     model = fj.flax.deconvert(model)
 
+A ``GroupedLinear`` is a projection of experts, which ``convert`` takes as a linear.
+
 Under delayed scaling a step observes amaxes, in the backward pass too. ``value_and_grad`` collects
 them:
 
@@ -39,6 +41,7 @@ hook sees it, and adds the bias after the output is rounded.
 from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed, merge
 from fp8ref.jax.flax.convert import convert, deconvert, report
 from fp8ref.jax.flax.fp8_ops_state import flax_recipe, from_flax, to_flax
+from fp8ref.jax.flax.grouped_linear import GroupedLinear
 from fp8ref.jax.flax.linen import Einsum, linen_dot_general, linen_einsum
 from fp8ref.jax.flax.nnx import Fp8State, Seen, nnx_dot_general, nnx_einsum
 from fp8ref.jax.flax.training import unseen, update, value_and_grad
@@ -48,6 +51,7 @@ __all__ = [
     "STATE",
     "Einsum",
     "Fp8State",
+    "GroupedLinear",
     "Observed",
     "Seen",
     "convert",

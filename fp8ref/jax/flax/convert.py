@@ -1,6 +1,7 @@
 """Convert an existing Flax model, linen or NNX, to FP8; ``linear_selection.select`` picks the layers (spec
 R-2, R-3)."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,13 @@ from flax import nnx
 from flax.core import Scope
 from jax import lax
 
-from fp8ref import linear_rules, linear_selection
+from fp8ref import grouped, linear_rules, linear_selection
 from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.jax.flax import report as reports
+from fp8ref.jax.flax.grouped_linear import GroupedLinear, RaggedDot
 from fp8ref.jax.sharding import Placement
 from fp8ref.linear_rules import Rule
 from fp8ref.recipe import Recipe
@@ -46,7 +48,8 @@ def convert(
     not multiples of 16.
 
     NNX:      every nnx.Linear, nnx.LinearGeneral and nnx.Einsum, stacks of them too, gets a hook;
-              the model itself changes and is returned.
+              the model itself changes and is returned. A ``GroupedLinear`` gets one of the grouped
+              recipe that goes with the linears' (X-8).
     linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral
     have hooks wherever they are
               called. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which
@@ -109,26 +112,33 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
     # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = _linears(model)
-    plan = linear_rules.apply(
-        rules, linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
-    )
+    selected = linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
+    plan = linear_rules.apply(rules, [_of_experts(decision, layers[decision.path]) for decision in selected])
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     for decision, layer in chosen:  # all of them, before the first one changes
-        free = {nnx.Linear: (lax.dot_general,), nnx.LinearGeneral: (None,), nnx.Einsum: (jnp.einsum,)}
-        hooks = [layer.einsum_op if isinstance(layer, nnx.Einsum) else layer.dot_general, getattr(layer, "dot_general_cls", None)]
-        taken = [hook for hook in hooks if hook not in (*next(v for k, v in free.items() if isinstance(layer, k)), None)]
-        _check_free(decision.path, taken, layer.precision)
+        free = {nnx.Linear: lax.dot_general, nnx.LinearGeneral: None, nnx.Einsum: jnp.einsum, GroupedLinear: lax.ragged_dot}
+        hooks = [getattr(layer, _attribute(layer)), getattr(layer, "dot_general_cls", None)]
+        taken = [hook for hook in hooks if hook not in (next(v for k, v in free.items() if isinstance(layer, k)), None)]
+        _check_free(decision.path, taken, getattr(layer, "precision", None))
     of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
     for decision, layer in chosen:
         stack = layer.kernel.get_value().shape[: layer.kernel.get_value().ndim - _kernel_ndim(layer)]
         attribute = _attribute(layer)
-        kind = nnx_hooks.EinsumOp if isinstance(layer, nnx.Einsum) else nnx_hooks.DotGeneral
+        kind = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}.get(attribute, nnx_hooks.DotGeneral)
         hook = kind(decision.recipe, decision.path, stack, **of_hooks[decision.path])
         hook.replaces = (getattr(layer, attribute),)
         setattr(layer, attribute, nnx.data(hook))
     decisions = {decision.path: decision for decision in plan}
     _log(reports.of_nnx(model, None, {path: decision.shape for path, decision in decisions.items()}, decisions), type(model).__name__)
     return model
+
+
+def _of_experts(decision: linear_selection.Decision, layer) -> linear_selection.Decision:
+    """A decision with the number of its kernels and the recipe of grouped linears (X-8), if it is of experts."""
+    if not isinstance(layer, GroupedLinear):
+        return decision
+    recipe = grouped.of_linears(decision.recipe).recipe if decision.fp8 else decision.recipe
+    return dataclasses.replace(decision, experts=layer.experts, recipe=recipe)
 
 
 def _log(made: reports.Report, name: str) -> None:
@@ -185,20 +195,20 @@ def _linears(model: nnx.Module) -> dict[str, Any]:
     return {
         ".".join(map(str, path)) or type(model).__name__: layer
         for path, layer in nnx.iter_graph(model, graph=True)
-        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum | GroupedLinear)
     }
 
 
 def _attribute(layer) -> str:
     """The attribute of an NNX layer that holds its hook."""
-    return "einsum_op" if isinstance(layer, nnx.Einsum) else "dot_general"
+    return "einsum_op" if isinstance(layer, nnx.Einsum) else "ragged_dot" if isinstance(layer, GroupedLinear) else "dot_general"
 
 
 def _dims(name: str, layer) -> tuple[int, int]:
     """N and K of an NNX layer's weight."""
     if isinstance(layer, nnx.Einsum):
         return _einsum_dims(name, layer.einsum_str, layer.kernel_shape)
-    if isinstance(layer, nnx.Linear):
+    if isinstance(layer, nnx.Linear | GroupedLinear):
         return layer.out_features, layer.in_features
     return math.prod(layer.out_features), math.prod(layer.in_features)
 
@@ -207,6 +217,8 @@ def _kernel_ndim(layer) -> int:
     """The number of dims of one layer's kernel; a stacked kernel has more."""
     if isinstance(layer, nnx.Einsum):
         return len(layer.kernel_shape)
+    if isinstance(layer, GroupedLinear):
+        return 3
     return 2 if isinstance(layer, nnx.Linear) else len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
 
 

@@ -17,6 +17,7 @@ from jax import lax
 
 from fp8ref import fp8_report
 from fp8ref.fp8_report import Row
+from fp8ref.jax.flax.grouped_linear import GroupedLinear
 from fp8ref.jax.flax.nnx import Hook
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import Recipe
@@ -83,7 +84,10 @@ def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
         for path, layer in nnx.iter_graph(copy, graph=True):
             if isinstance(layer, Hook):
                 layer.name = _name(path[:-1], copy)
-            elif (name := _name(path, copy)) in dims:
+            elif (name := _name(path, copy)) in dims and isinstance(layer, GroupedLinear):
+                # Not by its hook, whose loops multiply rows of padding too.
+                layer.ragged_dot = nnx.static(scoped(lax.ragged_dot, name))
+            elif name in dims:
                 attribute = "einsum_op" if hasattr(layer, "einsum_op") else "dot_general"
                 if not isinstance(own := getattr(layer, attribute), Hook):
                     setattr(layer, attribute, scoped(own or lax.dot_general, name))
@@ -195,7 +199,7 @@ def _row(
 
 def _why_not(kind: str, shape: tuple[int, ...]) -> str:
     """Why a layer that convert does not choose has no FP8."""
-    if kind in ("Linear", "LinearGeneral", "Dense", "DenseGeneral", "Einsum"):
+    if kind in ("Linear", "LinearGeneral", "Dense", "DenseGeneral", "Einsum", "GroupedLinear"):
         if any(size % 16 for size in shape[-2:]):
             return "dims that are not multiples of 16 (L-5)"
         return "no hook: filtered, or not converted"

@@ -19,7 +19,7 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
     """The model, with its own initial weights from this seed, in float32.
 
     ``source`` is an import path of a function or class; it is called with vocab_size= and rngs=.
-    Raises:   ConfigError: it cannot be imported or made; variables of random numbers or batch statistics, which have no
+    Raises:   ConfigError: it cannot be imported or made; grouped linears; variables of random numbers or batch statistics, which have no
               place in a step.
     """
     try:
@@ -30,6 +30,12 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
         raise ConfigError(f"architecture.source {keys.source!r} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(made, nnx.Module):
         raise ConfigError(f"architecture.source {keys.source!r} makes an nnx.Module; got {type(made).__name__}.")
+    for path, layer in nnx.iter_graph(made, graph=True):
+        if isinstance(layer, fj.GroupedLinear):
+            raise ConfigError(
+                f"architecture.source {keys.source!r} has a GroupedLinear ({'.'.join(map(str, path))}), of which a config plans no recipe. Use an "
+                "nnx.Linear for each expert."
+            )
     for path, variable in nnx.to_flat_state(nnx.state(made)):
         if isinstance(variable, nnx.RngState | nnx.BatchStat):
             raise ConfigError(

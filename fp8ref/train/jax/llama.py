@@ -367,6 +367,15 @@ class Llama(nnx.Module):
         Under sequence parallelism the logits are of a device's part of each sequence.
         """
         run = run or Pass()
+        h = self.hidden(tokens, run)
+        return run.linear(h, self.head(h.dtype), "bf16", "lm_head") if self.config.tie_word_embeddings else self.lm_head(h, run)
+
+    def head(self, dtype) -> jax.Array:
+        """The weight of the last linear, [V, hidden] or a device's piece of it: a tied one is the embedding table, rounded."""
+        return self.model.embed_tokens.weight[...].astype(dtype) if self.config.tie_word_embeddings else self.lm_head.weight[...]
+
+    def hidden(self, tokens: jax.Array, run: Pass) -> jax.Array:
+        """The last linear's input, [B, T, hidden]."""
         parts = run.layout.config.context if run.layout else 1
         tables = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1] * parts))
         cos, sin = (run.layout.own_context(table, axis=0) if run.layout else table for table in tables)
@@ -389,10 +398,7 @@ class Llama(nnx.Module):
                 run.seen |= seen
                 run.taps |= taps
                 run.balance |= balance
-        h = self.model.norm(h)
-        if not self.config.tie_word_embeddings:
-            return self.lm_head(h, run)
-        return run.linear(h, self.model.embed_tokens.weight[...].astype(h.dtype), "bf16", "lm_head")
+        return self.model.norm(h)
 
     def first_input(self, tokens: jax.Array, run: Pass) -> jax.Array:
         """The input of the first layer's linears, after its norm: [B, T, hidden]."""

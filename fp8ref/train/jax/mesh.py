@@ -258,7 +258,15 @@ class Layout:
         over fsdp and data, in reduce_dtype, and rounded to it."""
         if not (self.mapped and (self._gathering or self._copying)):
             return w
-        return _gathered_experts(w, self._gathering, self._copying, self.config.reduce_dtype)
+        return _gathered_weights(w, self._gathering, self._copying, self.config.reduce_dtype)
+
+    def whole_head(self, w: jax.Array) -> jax.Array:
+        """The last linear's weight [V, K], of this device's piece of it: all-gathered in its dtype, and its gradient summed over the devices
+        that have other tokens, in reduce_dtype, and rounded to it (P-9)."""
+        others = tuple(axis for axis in self.cutting_tokens if axis not in self._fsdp)
+        if not (self.mapped and (self._fsdp or others)):
+            return w
+        return _gathered_weights(w, self._fsdp, others, self.config.reduce_dtype)
 
     def shared(self, w: jax.Array) -> jax.Array:
         """A weight that every device has, whose gradient is summed over the devices in float32."""
@@ -330,17 +338,17 @@ def _of_gradients(config: ParallelConfig) -> sharding.GradParts:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered_experts(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> jax.Array:
-    """Pieces of weights [E, N, K], cut by experts, of all devices along ``over``; as varying along copies too."""
+def _gathered_weights(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> jax.Array:
+    """Pieces of weights that are cut along their first dim, of all devices along ``over``; as varying along copies too."""
     w = lax.pcast(w, copies, to="varying") if copies else w
     return lax.all_gather(w, over, axis=0, tiled=True) if over else w
 
 
-def _gathered_experts_forward(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> tuple[jax.Array, None]:
-    return _gathered_experts(w, over, copies, reduce_dtype), None
+def _gathered_weights_forward(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> tuple[jax.Array, None]:
+    return _gathered_weights(w, over, copies, reduce_dtype), None
 
 
-def _gathered_experts_backward(
+def _gathered_weights_backward(
     over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array
 ) -> tuple[jax.Array]:
     """P-9's sum of what devices have rounded: reduce-scatter over fsdp, then the sum over data; rounded."""
@@ -350,7 +358,7 @@ def _gathered_experts_backward(
     return ((lax.psum(total, copies) if copies else total).astype(g.dtype),)
 
 
-_gathered_experts.defvjp(_gathered_experts_forward, _gathered_experts_backward)
+_gathered_weights.defvjp(_gathered_weights_forward, _gathered_weights_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

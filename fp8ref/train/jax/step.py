@@ -29,6 +29,7 @@ from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Role
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
+from fp8ref.train.jax import chunked_loss
 from fp8ref.train.jax.cross_entropy import cross_entropy
 from fp8ref.train.jax.experts import balancing_loss
 from fp8ref.train.jax.gradient_sums import GradientSums
@@ -342,13 +343,17 @@ class Step:
 
     def _loss_in(self, run: Pass, params, tokens: jax.Array, *, trains: bool = True) -> jax.Array:
         own, targets = map(self.layout.own_context, (tokens[:, :-1], tokens[:, 1:]))
-        logits = self._model(params)(own, run)  # [B, T, V]
-        targets = self.layout.own_sequence(targets)
-        loss = self.layout.mean(cross_entropy(logits, targets))
+        model, targets = self._model(params), self.layout.own_sequence(targets)
+        if self.config.parallel.loss == "chunked":
+            h = model.hidden(own, run)
+            losses = chunked_loss.losses(h, self.layout.whole_head(model.head(h.dtype)), targets, chunked_loss.WORDS)
+        else:
+            losses = cross_entropy(model(own, run), targets)  # of [B, T, V]
+        loss = self.layout.mean(losses)
         if not (trains and run.balance):
             return loss
-        model = self.config.model
-        return loss + model.router_aux_loss_coef * balancing_loss(self.layout.total(list(run.balance.values())), model.num_experts_per_tok)
+        sizes = self.config.model
+        return loss + sizes.router_aux_loss_coef * balancing_loss(self.layout.total(list(run.balance.values())), sizes.num_experts_per_tok)
 
     def _cut(self, tokens: jax.Array) -> P:
         return self.layout.parts if tokens.ndim == 3 else self.layout.tokens

@@ -60,6 +60,9 @@ class ParallelConfig:
     """JAX: attention by XLA, which writes all scores (xla) or those of 512 queries at a time (chunked); or by cuDNN's fused kernel, which needs
     an NVIDIA GPU. Of numerics.attention, in either backend: tile by tile (tiles, its default), or a library's FP8 kernel (kernel): cuDNN's in JAX, of
     cudnn with delayed scales."""
+    loss: Literal["whole", "chunked"] = "whole"
+    """JAX: the loss of all logits, in bfloat16 (whole), or of 8,192 words of the vocabulary at a time, whose logits are computed again in the backward
+    pass (chunked; spec P-29)."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing. Recompute nothing, everything except the outputs of linears and attention, or the whole layer. In JAX selective
     also recomputes attention's scores."""
@@ -89,6 +92,12 @@ class ParallelConfig:
                 f"{self.through!r}, reduce {self.reduce!r}. Use through 'shard_map' and reduce 'rounded'.",
             )
         self._check_mu()
+        if self.loss == "chunked":
+            require(
+                self.through == "shard_map" and self.reduce == "rounded" and self.reduce_dtype != "float8_e4m3fn",
+                "parallel.loss 'chunked' sums the last linear's rounded gradient by itself, in float32 or bfloat16, inside shard_map; got through "
+                f"{self.through!r}, reduce {self.reduce!r}, reduce_dtype {self.reduce_dtype!r}. Leave those out, or use loss 'whole'.",
+            )
         if self.reduce == "accumulators":
             require(
                 "bfloat16" not in (self.reduce_dtype, self.tensor_reduce_dtype),
@@ -201,6 +210,7 @@ class ParallelConfig:
                 "through",
                 *(["attention"] if self.attention not in ("tiles", "kernel") else []),
                 "scan",
+                "loss",
                 "reduce",
                 "accumulate_dtype",
                 *(["tensor_reduce_dtype"] if self.tensor_reduce_dtype == "float32" else []),

@@ -45,6 +45,39 @@ def test_the_simulator_answers_its_own_vectors(name):  # A-1
     assert dict(verdict.compared) == dict.fromkeys(asked.PATTERNS, 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"softcap": None}, "no softcap"),
+        ({"softcap": 2 / 32**0.5}, "a softcap before the softmax scale"),
+        ({"sinks": None}, "no sinks"),
+        ({"sinks": np.array([1, 0.25], np.float32)}, "sinks of the heads in reverse"),
+    ],
+)
+def test_softcap_and_sinks_are_judged(changes, said):
+    settings = {"variant": "fa4", "softcap": "2", "sinks": "0.25,1", "shape": SHAPE, "count": 2}
+    options = {"softcap": 2.0, "sinks": np.array([0.25, 1], np.float32)} | changes
+    verdict = judged(settings, simulated("fa4", **options))
+    assert verdict.ok == (said is None)
+    assert said is None or verdict.first[-1]["rule"].endswith(f"The answer is what {said} gives.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"softcap": "-1"}, "a softcap is a positive number"),
+        ({"softcap": "1,2"}, "a softcap is one number"),
+        ({"sinks": "x"}, "sinks are numbers with commas"),
+        ({"sinks": "1,2,3"}, "for each of 2 query heads"),
+        ({"variant": "sage", "softcap": "2"}, "takes no softcap and no sinks"),
+    ],
+)
+def test_softcaps_and_sinks_that_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        asked.Attention(**{"variant": "fa4", "shape": SHAPE} | settings)
+
+
 @pytest.mark.parametrize(("right", "wrong"), [("fa3", "fa3_promoted"), ("fa4", "fa4_threshold4"), ("fa4", "fa3"), ("cudnn", "fa4")])
 def test_another_variant_is_named_with_its_first_element(right, wrong):
     verdict = judged({"variant": right, "count": 4}, simulated(wrong))

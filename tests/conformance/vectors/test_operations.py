@@ -379,7 +379,7 @@ KNOWN = {
     "scale": "4ec9ae6a87bda448",
     "quantize": "1ff1bff36fda37a3",
     "gemm": "d008d584eebb5c9c",
-    "attention": "8b087703042768b0",
+    "attention": "48415ee930dcc151",
 }
 
 

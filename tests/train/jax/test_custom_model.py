@@ -33,6 +33,7 @@ def test_the_seed_makes_the_weights():
     ("keys", "message"),
     [
         (of("Dropping"), r"has drop\.rngs\..* of type Rng"),
+        (of("Grouped"), r"has a GroupedLinear \(experts\)"),
         (of("nothing", "own_torch_models"), "cannot be made: TypeError"),
         (of("Absent"), "cannot be imported"),
     ],

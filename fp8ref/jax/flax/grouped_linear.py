@@ -1,0 +1,86 @@
+"""A projection of experts in Flax NNX: what nnx.Linear is to a linear, a ``GroupedLinear`` is to a grouped one (spec X).
+
+    up = fj.flax.GroupedLinear(8, 128, 384, rngs=rngs)     # 8 experts, kernel [8, 128, 384]
+    y = up(rows, group_sizes)                              # [M, 128] -> [M, 384], by lax.ragged_dot
+    fj.flax.convert(model, "rowwise")                      # in FP8, as the model's linears
+
+``convert`` puts a hook into it by the grouped recipe that goes with the linears' (X-8), and ``deconvert``
+takes it out: lax.ragged_dot is back.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from fp8ref import grouped as recipes
+from fp8ref.hardware import Multiply
+from fp8ref.jax import grouped
+from fp8ref.jax.flax.nnx import Hook
+from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import Recipe
+
+_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
+
+
+class GroupedLinear(nnx.Module):
+    """Each group's rows times the kernel of its expert; without bias.
+
+    Shapes:   kernel [E, K, N]; rows [M, K] and integer group_sizes [E] -> [M, N].
+    dtype     of the product; None: rows and kernel are promoted to one.
+    ragged_dot
+              what multiplies: lax.ragged_dot, or a hook of ``convert``.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype=None,
+        param_dtype=jnp.float32,
+        kernel_init: Callable = _INIT,
+    ) -> None:
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (experts, in_features, out_features), param_dtype))
+        self.dtype = dtype
+        self.ragged_dot = lax.ragged_dot
+
+    def __call__(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """rows [M, K] in groups of these sizes -> [M, N]; under FP8 rows of no group are zeros (X-5)."""
+        rows, kernel = nnx.nn.dtypes.promote_dtype((rows, self.kernel.get_value()), dtype=self.dtype)
+        return self.ragged_dot(rows, kernel, group_sizes)  # [M, K] x [E, K, N] -> [M, N]
+
+
+class RaggedDot(Hook):
+    """``grouped.apply`` by a recipe, as a hook of one GroupedLinear."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        stack: tuple[int, ...] = (),
+        multiply: Multiply | None = None,
+        placement: Placement | None = None,
+    ) -> None:
+        """recipe: of each group (X-8). Raises:   ValueError: as ``grouped.check_recipe``; simulated hardware, a placement."""
+        self.of_groups = grouped.check_recipe(recipes.by_name(recipe), name)
+        if multiply is not None or placement is not None:
+            what = "simulated hardware" if multiply is not None else "a placement"
+            raise ValueError(
+                f"{name} has experts, whose grouped GEMMs take no hook with {what}. Name it in filter_fqns, or leave that out."
+            )
+        super().__init__(self.of_groups.recipe, name, stack)
+
+    def __call__(self, rows: jax.Array, kernel: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """rows [M, K] x kernel [E, K, N] -> [M, N]."""
+        return self._contract(functools.partial(self._apply, rows, kernel, group_sizes), None, None, None)
+
+    def _apply(self, rows: jax.Array, kernel: jax.Array, group_sizes: jax.Array, *, name: str, state=None, seen=None, **_):
+        """``grouped.apply`` of what ``_contract`` gives, of which a hook of experts has the name and the state alone."""
+        return grouped.apply(rows, kernel, group_sizes, recipe=self.of_groups, state=state, seen=seen, name=name)

@@ -1,0 +1,71 @@
+"""Collectives of a step, against programs that XLA compiles for H200s: benchmarks/results/aot.json."""
+
+import collections
+import json
+from pathlib import Path
+
+import pytest
+import sizes
+
+from fp8ref.estimate import collectives
+from fp8ref.llama import LlamaConfig
+from fp8ref.train.config import Config
+
+COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
+ROWS = [row for row in COMPILED["rows"] if row["collectives_mib"]]
+DTYPES = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "int32": "s32",
+    "uint32": "u32",
+    "uint8": "u8",
+    "e4m3fn": "f8e4m3fn",
+    "e5m2": "f8e5m2",
+}  # as XLA names them
+
+
+def compiled(row: dict) -> Config:
+    """The config that a row of the recorded compile is of."""
+    model = dict(COMPILED["model"])
+    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
+    config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
+    return config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
+def test_bytes_are_those_that_xla_compiles_for_h200s(row):  # P-2, P-6, P-9, P-10
+    """To the byte, by kind and dtype: amaxes, scales, the loss and the norm too."""
+    made: collections.Counter = collections.Counter()
+    for one, times in collectives.of_step(compiled(row), "jax"):
+        made[f"{one.kind} {DTYPES[one.dtype]}"] += times * one.bytes / 2**20
+    assert dict(made) == row["collectives_mib"]
+
+
+def test_what_is_received_of_the_whole():
+    """Of n devices' pieces those of the others; in an all-reduce a sum of pieces, and then the sums."""
+    gather, total = (collectives.Collective("", kind, "bfloat16", 4, 100) for kind in ("all-gather", "all-reduce"))
+    assert (gather.received, total.received, gather.bytes, total.bytes) == (75, 150, 200, 200)
+
+
+def test_squares_of_parameters_that_follow_on_each_other_are_added_first():
+    """lm_head and the table are first by name, then a norm, which no mesh cuts: XLA sums both over devices as one. A tied table is alone."""
+
+    def squares(**model):
+        config = sizes.config(fsdp=2).replace(model=model)
+        return [one.elements for one, _ in collectives.of_step(config, "jax") if one.purpose.startswith("norm")]
+
+    linears = 2 * 7
+    assert (squares(), squares(tie_word_embeddings=True)) == ([1 + linears], [1 + linears])
+
+
+def test_microbatches_share_no_norm():
+    one, two = (collectives.of_step(sizes.config(fsdp=2, parts=parts), "jax") for parts in (1, 2))
+    assert [c.purpose for c, _ in one] == [c.purpose for c, _ in two]
+    assert {c.purpose for c, times in two if times == 1} == {"norm of the gradients, summed"}
+    assert {times for c, times in two if not c.purpose.startswith("norm")} == {2}
+
+
+def test_pytorchs_few_bytes_are_not_counted():
+    purposes = {one.purpose for one, _ in collectives.of_step(sizes.config("rowwise", **sizes.MESH), "torch")}
+    assert purposes
+    assert all("amax" not in purpose and "loss" not in purpose and "norm of" not in purpose for purpose in purposes)
