@@ -60,6 +60,10 @@ class LlamaConfig:
     """Features of a head, even: ``head_dim`` of Hugging Face. Default: hidden_size / num_attention_heads."""
     qk_norm: bool = False
     """Normalize each head's query and key by RMSNorm before the rotary embedding, as Qwen3 does."""
+    attention_softcap: float | None = None
+    """Scores of attention become cap tanh(score / cap): Gemma 2's ``attn_logit_softcapping``. Takes numerics.attention. Default: none."""
+    attention_sinks: bool = False
+    """A learned logit of each query head joins the softmax of its rows, as gpt-oss's ``sinks``. Takes numerics.attention."""
     num_experts: int = 0
     """Experts in each layer, in place of its MLP; 0 for none."""
     num_experts_per_tok: int = 0
@@ -91,6 +95,8 @@ class LlamaConfig:
             raise ValueError(
                 f"model.num_attention_heads is a multiple of num_key_value_heads; got {self.num_attention_heads} and {self.num_key_value_heads}."
             )
+        if self.attention_softcap is not None and not 0 < self.attention_softcap < math.inf:
+            raise ValueError(f"model.attention_softcap is positive and finite; got {self.attention_softcap}. Leave it out for none.")
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -147,6 +153,11 @@ def experts_of(linear: str, config: LlamaConfig) -> int | None:
     return config.num_experts if config.num_experts and f"{EXPERTS}." in linear else None
 
 
+def sinks_of(attention: str) -> str:
+    """The name of the sinks of a layer's attention (A-28)."""
+    return f"{attention}.sinks"
+
+
 def is_router(name: str) -> bool:
     """Whether a name is a router's, or of its weight."""
     return name.removesuffix(".weight").endswith(f".mlp{ROUTER}")
@@ -166,6 +177,7 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         shapes |= dict.fromkeys(
             (f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight") * config.qk_norm, (config.head_dim,)
         )
+        shapes |= {sinks_of(f"{layer}.self_attn"): (config.num_attention_heads,)} if config.attention_sinks else {}
         shapes |= dict.fromkeys((f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"), (config.hidden_size,))
     return shapes | {"model.norm.weight": (config.hidden_size,)}
 
@@ -230,9 +242,11 @@ class InitialWeight:
 
 def lazy_initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, Weight]:
     """The weights that every backend starts from, by name in the order of ``parameter_shapes``
-    (spec M-6). Matrices are drawn where they are read."""
+    (spec M-6, A-28): norms of ones, sinks of zeros. Matrices are drawn where they are read."""
     return {
-        name: np.ones(shape, np.float32) if len(shape) == 1 else InitialWeight(shape, i, seed, config.initializer_range)
+        name: np.full(shape, not name.endswith(".sinks"), np.float32)
+        if len(shape) == 1
+        else InitialWeight(shape, i, seed, config.initializer_range)
         for i, (name, shape) in enumerate(parameter_shapes(config).items())
     }
 

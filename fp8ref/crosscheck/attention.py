@@ -44,6 +44,12 @@ class AttentionPass:
     phase: Phase
     arrays: Mapping[str, np.ndarray]
 
+    @property
+    def capped(self) -> dict[str, Any]:
+        """Arguments softcap and sinks of the simulator, where this forward pass had any (A-28)."""
+        found = {name: self.arrays[f"{name}/value"] for name in ("softcap", "sinks") if f"{name}/value" in self.arrays}
+        return {name: float(x) if name == "softcap" else np.asarray(x, np.float32) for name, x in found.items()}
+
     def parts(self) -> Iterator[tuple[str, str, np.ndarray]]:
         """(what, part, array) in the order in which they are made."""
         for what in SHOWN[self.phase]:
@@ -163,12 +169,12 @@ class Exact(NamedTuple):
 
 def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, variant: Variant) -> Exact | None:
     """S, O, dS, dV, dK or dQ in float64, of the codes that are multiplied; None where codes of MX blocks along another axis
-    were multiplied, which are not shown, and of a backward pass in bfloat16.
+    were multiplied, which are not shown, of a backward pass in bfloat16, and under a softcap or sinks.
 
     Order:   each from what comes before it, as the backend has it: dQ of the backend's own codes of dS.
     """
     ordered = variant.scores == "scaled" and variant.base == "e" and not variant.descending and not variant.threshold
-    if variant.fmt.bits != 8 or variant.granularity is None or not ordered:
+    if variant.fmt.bits != 8 or variant.granularity is None or not ordered or forward.capped:
         return None
     q, k, v = (_values(role, forward, variant) for role in ("q", "k", "v"))
     group, features, scale = q.shape[1] // k.shape[1], q.shape[-1], float(np.float32(1 / np.sqrt(q.shape[-1])))

@@ -31,7 +31,8 @@ def check(report: Report, passes: Sequence[AttentionPass], variant: Variant | No
 
     scales    delayed ones by ``<layer>/<role>``.
     Checks:   ``<layer>/<p or ds>/<amax, count, saturated or lost>/<backend>``.
-    Returns:  how many tensors were compared. Layers with several microbatches have P alone: their passes are not paired.
+    Returns:  how many tensors were compared. dS under a softcap or sinks has no bound here, and is left out.
+              Layers with several microbatches have P alone: their passes are not paired.
     """
     compared = 0
     if variant is None or variant.fmt.bits != 8:
@@ -45,14 +46,14 @@ def check(report: Report, passes: Sequence[AttentionPass], variant: Variant | No
             result = _forward(one, variant, given)
             _compare(report, one, "p", result.amaxes["s"], (result.saturated, result.lost), *_probabilities(one, variant, result))
             compared += 1
-            if len(forwards) == len(backwards) == 1 and variant.backward == "cast" and variant.granularity != "mx_1x32":
+            if len(forwards) == len(backwards) == 1 and variant.backward == "cast" and variant.granularity != "mx_1x32" and not one.capped:
                 compared += _check_ds(report, one, backwards[0], result, variant, given)
     return compared
 
 
 def _forward(one: AttentionPass, variant: Variant, given: Mapping[str, np.ndarray]) -> Result:
     scales = {role: x for role, x in given.items() if role in ROLES}
-    return simulator.forward(*_tensors(one, "q", "k", "v"), variant=variant, mask=MASK, scales=scales, keep_s=True)
+    return simulator.forward(*_tensors(one, "q", "k", "v"), variant=variant, mask=MASK, scales=scales, keep_s=True, **one.capped)
 
 
 def _check_ds(
@@ -88,11 +89,12 @@ def _probabilities(one: AttentionPass, variant: Variant, result: Result) -> tupl
             maximum = np.where(new - maximum <= variant.threshold, maximum, new)
         x = s[..., tile] - np.where(maximum == -np.inf, 0, maximum)[..., None] + variant.offset
         p[..., tile] = np.exp2(x) if variant.base == "2" else np.exp(x)
-    q, k = (np.abs(_dequantized(role, one, variant)) for role in ("q", "k"))
+    q, k = (_magnitudes(role, one, variant) for role in ("q", "k"))
     sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
     of_rows = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) / np.sqrt(features)
     h = 2.0**-23 * (2 + (2 * of_rows + 16) / 2)  # XLA's in base 2 is the largest of A-18's
-    e = 2 * gamma(features + 8) * of_rows + (1 + len(tiles)) * (6 * U * (2 * of_rows + 16) + h)
+    cap = one.capped.get("softcap", 0)
+    e = 2 * cap * (2.0**-20 + 4 * U) + 2 * gamma(features + 8) * of_rows + (1 + len(tiles)) * (6 * U * (2 * of_rows + 16) + h)
     return p, np.expm1(2 * e) * p, variant.fmt, float(one.arrays["p/scale"])
 
 
@@ -130,8 +132,13 @@ def _tensors(one: AttentionPass, *roles: str) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(one.arrays[f"{role}/value"], np.float32) for role in roles)
 
 
-def _dequantized(role: str, one: AttentionPass, variant: Variant) -> np.ndarray:
+def _magnitudes(role: str, one: AttentionPass, variant: Variant) -> np.ndarray:
+    """Magnitudes of dequantized q or k, float64 [B, H, T, D]; of INT8 bounds on them."""
+    if variant.int8:
+        x = np.asarray(one.arrays[f"{role}/value"], np.float64)
+        mean = np.abs(x.mean(2, keepdims=True)) if role == "k" and variant.smoothed else 0
+        return np.abs(x) + mean + np.abs(x).max() / 127  # an integer is off by at most a half of its scale
     codes, scale = np.asarray(one.arrays[f"{role}/codes"]), np.asarray(one.arrays[f"{role}/scale"], np.float64)
     granularity = variant.granularity
     assert granularity is not None
-    return cast.decode(codes, variant.fmt).astype(np.float64) * head_scaling.spread(1 / scale, codes.shape, granularity)
+    return np.abs(cast.decode(codes, variant.fmt).astype(np.float64)) * head_scaling.spread(1 / scale, codes.shape, granularity)

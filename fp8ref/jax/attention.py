@@ -346,7 +346,7 @@ def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
     if use.watcher is None:
         return attention_forward.run(given, scales, use, observe=observe)
     result = attention_forward.run(given, scales, use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real, observe=observe)
-    attention_observer.show(use, "forward", attention_observer.of_forward(given, result))
+    attention_observer.show(use, "forward", attention_observer.of_forward(given, result, use))
     return result._replace(p_codes=None, scores=None)
 
 

@@ -42,14 +42,16 @@ def show(use: Use, phase: Phase, arrays: dict[str, jax.Array]) -> None:
     jax.debug.callback(functools.partial(use.watcher, use.layer, phase), arrays)
 
 
-def of_forward(given: Inputs, result) -> dict[str, jax.Array]:
-    """What a forward pass made."""
-    found = {f"{role}/value": x.astype(jnp.float32) for role, x in zip(("q", "k", "v"), given[:3], strict=True)}
+def of_forward(given: Inputs, result, use: Use) -> dict[str, jax.Array]:
+    """What a forward pass made, and of what softcap and sinks."""
+    found: dict = {f"{role}/value": x.astype(jnp.float32) for role, x in zip(("q", "k", "v"), given[:3], strict=True)}
     found |= {
         "s/value": result.scores,
         "p/scale": result.scale_p,
         "p/codes": result.p_codes,
         "o/value": result.o.astype(given.q.dtype).astype(jnp.float32),
+        "softcap/value": None if use.softcap is None else jnp.float32(use.softcap),
+        "sinks/value": None if given.sinks is None else given.sinks.astype(jnp.float32),
     }
     return _present(found) | _quantized(result.tensors) | _counted("p", result.amaxes.get("s"), result.counts, (2, 0, 1))
 

@@ -173,7 +173,9 @@ def forward(
         q, k = rotated("query", q), rotated("key", k)
         variant = None if attention is None else hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
         given = {role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states} if states else {}
-        o = _attention(q, k, v, rounding, functools.partial(report, name), variant, given)
+        sinks = w[llama.sinks_of(name)] if config.attention_sinks else None
+        how = {"softcap": config.attention_softcap, "sinks": None if sinks is None else sinks.astype(np.float32)}
+        o = _attention(q, k, v, rounding, functools.partial(report, name), variant, given, how)
         return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
 
     def mlp(name: str, x: np.ndarray, expert: int | None = None) -> np.ndarray:
@@ -270,8 +272,9 @@ def _attention(
     report: Callable,
     variant: str | Variant | None = None,
     scales: Mapping[str, np.ndarray] | None = None,
+    how: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q."""
+    """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q. how: softcap and sinks of a variant (A-28)."""
     if variant is not None:
         # A variant takes finite numbers alone, and has finite scores; of others nothing is known. Quantizing changes a score by less
         # than a factor of 2 of the largest that its magnitudes allow.
@@ -279,7 +282,8 @@ def _attention(
             sizes = np.abs(q) @ np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
         finite = all(np.isfinite(x).all() for x in (q, k, v)) and bool((2 * sizes < _TOO_LARGE).all())
         given = (x.astype(np.float32) for x in (q, k, v))
-        o = variants.forward(*given, variant=variant, mask=Mask(causal=True), scales=scales).o if finite else np.full(q.shape, np.nan)
+        more: dict = {"variant": variant, "mask": Mask(causal=True), "scales": scales} | dict(how or {})
+        o = variants.forward(*given, **more).o if finite else np.full(q.shape, np.nan)
         out = rounding(o.astype(np.float64))
         report("attention output", out)
         return out

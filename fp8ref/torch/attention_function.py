@@ -159,6 +159,8 @@ def _forward(
             "p/scale": result.scale_p,
             "p/codes": result.p_codes,
             "o/value": o,
+            "softcap/value": None if spec.softcap is None else torch.tensor(spec.softcap),
+            "sinks/value": sinks,
             "p/amax": None if found is None else result.amaxes["s"],
             "p/counts": found,
         }

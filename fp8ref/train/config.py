@@ -84,6 +84,8 @@ class Config:
             self._check_attention_operands(self.numerics.attention_operands)
         if self.parallel.context > 1:
             self._check_context()
+        if self.model.attention_softcap is not None or self.model.attention_sinks:
+            self._check_softcap_and_sinks()
         require(
             self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
             "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
@@ -179,6 +181,22 @@ class Config:
             keys.compile == "none",
             f"parallel.context gathers keys and values within attention, which is traced eagerly alone; got parallel.compile {keys.compile!r}. Set it "
             "to none.",
+        )
+
+    def _check_softcap_and_sinks(self) -> None:
+        """ValueError for attention that has neither softcap nor sinks (A-28)."""
+        keys, parallel = self.model, self.parallel
+        names = [f"model.attention_{name}" for name in ("softcap", "sinks") if getattr(keys, f"attention_{name}")]
+        what = " and ".join(names)
+        require(
+            self.numerics.attention is not None and self.numerics.attention_operands is None and parallel.attention != "kernel",
+            f"{what} are of attention by a whole variant, in tiles; got numerics.attention {self.numerics.attention!r}, attention_operands "
+            f"{self.numerics.attention_operands} and parallel.attention {parallel.attention!r}. Name a variant, such as bf16, or leave them out.",
+        )
+        require(
+            parallel.context == 1 and (parallel.tensor == 1 or not keys.attention_sinks),
+            f"{what} take devices that have whole sequences, and sinks all heads; got parallel.context {parallel.context} and tensor "
+            f"{parallel.tensor}. Use data and fsdp.",
         )
 
     @property

@@ -93,7 +93,15 @@ def kinds(config: Config) -> dict[str, int]:
     found = dict.fromkeys(("embedding", "attention", "mlp", *(["experts"] if config.model.num_experts else []), "norms", "lm_head"), 0)
     for name, shape in llama.parameter_shapes(config.model).items():
         parts = name.split(".")
-        kind = "embedding" if name == llama.EMBEDDING else "norms" if len(shape) < 2 else "lm_head" if parts[0] == "lm_head" else ""
+        kind = (
+            "embedding"
+            if name == llama.EMBEDDING
+            else "norms"
+            if len(shape) < 2 and "self_attn.sinks" not in name
+            else "lm_head"
+            if parts[0] == "lm_head"
+            else ""
+        )
         of_layer = "attention" if "self_attn" in parts else "experts" if len(shape) > 2 else "mlp"
         found[kind or of_layer] += math.prod(shape)
     return found | {"all": sum(found.values())}

@@ -43,6 +43,11 @@ _GRANITES = {
 
 def kind(model: LlamaConfig) -> str:
     """The model_type; ConfigError for a model that none of ``KINDS`` is."""
+    if given := [name for name in ("attention_softcap", "attention_sinks") if getattr(model, name)]:
+        raise ConfigError(
+            f"{', '.join(KINDS.values())} of transformers have no place for model.{' and model.'.join(given)}. Use run.init_from and export "
+            "without them; a checkpoint's state has the weights."
+        )
     if not model.num_experts:
         return "qwen3" if model.qk_norm else "llama"
     if model.qk_norm and not model.shared_expert_intermediate_size:

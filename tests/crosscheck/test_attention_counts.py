@@ -39,8 +39,8 @@ def passes(variant, tokens=150):
     return found
 
 
-@pytest.mark.grid(2)
-@pytest.mark.parametrize("name", ["cudnn", "mxfp8", "fa3", "fa4_threshold4"])
+@pytest.mark.grid(3)
+@pytest.mark.parametrize("name", ["cudnn", "mxfp8", "fa3", "fa4_threshold4", "sage"])
 def test_counts_are_the_simulators(name):
     variant = VARIANTS[name] if VARIANTS[name].backward else differentiated(name, "bf16")
     found, report = passes(variant), Report()

@@ -132,7 +132,7 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
     of_forward = {role: scale for role, scale in scales.items() if role in ROLES}
     of_backward = {role: scale for role, scale in scales.items() if role in GRADIENT_ROLES}
     q, k, of_v = (np.asarray(forward.arrays[f"{role}/value"], np.float32) for role in ("q", "k", "v"))
-    result = simulator.forward(q, k, of_v, variant=variant, mask=MASK, keep_p=True, keep_s=True, scales=of_forward)
+    result = simulator.forward(q, k, of_v, variant=variant, mask=MASK, keep_p=True, keep_s=True, scales=of_forward, **forward.capped)
     if v.phase == "forward":
         assert result.scores is not None
         assert result.p_codes is not None
@@ -142,7 +142,9 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
         return np.asarray(made[f"{what}/{v.part}"])
     assert backward is not None
     do = np.asarray(backward.arrays["do/value"], np.float32)
-    found = attention_gradients.backward(do, q, k, of_v, result, variant=variant, mask=MASK, keep=True, scales=of_backward)
+    found = attention_gradients.backward(
+        do, q, k, of_v, result, variant=variant, mask=MASK, keep=True, scales=of_backward, **forward.capped
+    )
     matrices = found.matrices
     made = {"p/codes": matrices["p_codes"], "ds/value": matrices["ds"], "ds/scale": found.scale_ds.scale, "ds/codes": matrices["ds_codes"]}
     for role in ("dq", "dk", "dv"):

@@ -23,7 +23,7 @@ from fp8ref.hardware import Multiply
 from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, grouped, linear
 from fp8ref.jax.grouped_operands import Codes, Slot
 from fp8ref.jax.scaling import Quantized
-from fp8ref.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig
+from fp8ref.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig, sinks_of
 from fp8ref.recipe import Recipe
 from fp8ref.train.jax import expert_dispatch, experts
 from fp8ref.train.jax.experts import Balance
@@ -82,8 +82,11 @@ class Pass:
     balance: dict[str, Balance] = field(default_factory=dict)
     casts: Mapping[str, Casts] = field(default_factory=dict)
 
-    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, name: str) -> jax.Array:
-        """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads."""
+    def attended(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, name: str, softcap: float | None = None, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads; softcap and sinks [H] of a variant
+        by tiles."""
         if name in self.casts:
             y = attention_casts.apply(*(x.swapaxes(1, 2) for x in (q, k, v)), self.casts[name]).swapaxes(1, 2)
         elif self.variant is not None and self.attention == "kernel":
@@ -97,7 +100,7 @@ class Pass:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
-            how["tokens"] = self.layout.context if self.layout else ""
+            how |= {"tokens": self.layout.context if self.layout else "", "softcap": softcap, "sinks": sinks}
             how["multiply"] = self.multiply if self.variant.fmt.bits == 8 else None
             if (state := self.state.get(name)) is not None:
                 how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
@@ -223,6 +226,9 @@ class Attention(nnx.Module):
         self.head_dim, self.name = config.head_dim, name
         for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
+        self.softcap, self.has_sinks = config.attention_softcap, config.attention_sinks
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.asarray(weights[sinks_of(name)]))
         self.normalizes = config.qk_norm
         if config.qk_norm:
             for norm in ("q_norm", "k_norm"):
@@ -234,7 +240,8 @@ class Attention(nnx.Module):
         q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))  # [B, T, H, D]
         if self.normalizes:
             q, k = self.q_norm(q), self.k_norm(k)
-        y = run.attended(_rotate(q, cos, sin), _rotate(k, cos, sin), v, self.name)
+        sinks = self.sinks[...] if self.has_sinks else None
+        y = run.attended(_rotate(q, cos, sin), _rotate(k, cos, sin), v, self.name, self.softcap, sinks)
         return self.o_proj(y.reshape(batch, length, -1), run)
 
 

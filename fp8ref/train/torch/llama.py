@@ -98,6 +98,8 @@ class Attention(nn.Module):
     casts       of single operands, in place of the whole variant's (E-9).
     by_kernel   computed by FlashAttention-3's kernel, and not by tiles (spec A-20).
     context     name of the process group whose ranks have the parts of the tokens (spec A-24); None: each has all.
+    softcap     of scores (spec A-22); None: none.
+    sinks       [H], the logits of the heads' sinks (spec A-23); None: none.
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
@@ -118,6 +120,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, hidden, bias=False)
         self.q_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
+        self.softcap = config.attention_softcap
+        self.sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if config.attention_sinks else None
         self.states = nn.ModuleDict()
 
     def attend_by(
@@ -152,7 +156,7 @@ class Attention(nn.Module):
             y = attention_kernel.apply(q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic)
         else:
             how: dict = {"variant": self.variant, "mask": _CAUSAL, "arithmetic": self.arithmetic, "amax_group": self.amax_group}
-            how["context"] = self.context
+            how |= {"context": self.context, "softcap": self.softcap, "sinks": self.sinks}
             y = attention_delayed.apply(q, k, v, states=self.states, **how) if self.states else attention.apply(q, k, v, **how)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 

@@ -1,0 +1,100 @@
+"""Models whose attention has a softcap and sinks, in the trainers of both backends (A-28)."""
+
+import numpy as np
+import pytest
+
+from fp8ref import llama
+from fp8ref.crosscheck import one_device
+from fp8ref.errors import ConfigError
+from fp8ref.train import export, hugging_face, loop
+from fp8ref.train.data import loader
+
+KEYS = {"attention_softcap": 3.0, "attention_sinks": True}
+SINKS = "model.layers.0.self_attn.sinks"
+
+
+@pytest.fixture
+def config(small):
+    return small.replace(model=KEYS, numerics={"recipe": "bf16", "attention": "cudnn"})
+
+
+def trained(config, backend, steps=3):
+    """A trainer after some steps, and their losses. Matrices are large, so that scores reach the softcap."""
+    batches, weights = loader.open_batches(config), llama.initial_weights(config.model, seed=0)
+    trainer = loop.trainer(backend, config, {name: w * (4 if w.ndim > 1 else 1) for name, w in weights.items()})
+    return trainer, [trainer.step(batches.step(step))["loss"] for step in range(steps)]
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_sinks_learn_and_both_keys_change_the_loss(backend, config, tmp_path):  # A-28
+    weights = llama.initial_weights(config.model, seed=0)
+    assert not weights[SINKS].any()
+    assert weights[SINKS].shape == (config.model.num_attention_heads,)
+    plain = llama.initial_weights(config.replace(model={"attention_sinks": False}).model, seed=0)
+    assert all(np.array_equal(weights[name], x) for name, x in plain.items())
+    trainer, losses = trained(config, backend)
+    assert (np.abs(trainer.weights()[SINKS]) > 1e-5).all()
+    for key, off in (("attention_softcap", None), ("attention_sinks", False)):
+        assert trained(config.replace(model={key: off}), backend)[1][0] != losses[0]
+    trainer.save(tmp_path / "state")()
+    other = loop.trainer(backend, config)
+    other.load(tmp_path / "state", 3)
+    tokens = loader.open_batches(config).step(3)
+    assert other.step(tokens) == trainer.step(tokens)
+    assert np.array_equal(other.weights()[SINKS], trainer.weights()[SINKS])
+
+
+def test_sinks_do_not_decay(config):  # A-28, T-1
+    """Of two runs with other weight decays all matrices differ; the sinks' first update is of the same gradient."""
+    sinks = []
+    for decay in (0.0, 0.5):
+        trainer, _ = trained(config.replace(optimizer={"weight_decay": decay}), "torch", steps=1)
+        sinks.append(trainer.weights()[SINKS])
+    assert np.array_equal(*sinks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["cudnn", "mxfp8"])
+def test_a_cross_check_holds(attention, config):  # A-28, B-2, B-3, Q-13
+    config = config.replace(
+        numerics={"attention": attention}, model={"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    )
+    report = one_device.crosscheck(config, steps=1)
+    assert report.ok, [check.detail for check in report.failures]
+    for backend in loop.BACKENDS:
+        assert report.checks[f"model.layers.0.self_attn/p/lost/{backend}"].compared
+        assert report.checks[f"weights/initial/value/{backend}"].compared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{"scan": True, "checkpointing": "full"}, {"data": 2, "fsdp": 2}], ids=str)
+def test_scans_and_meshes_train_the_same(keys, config):  # A-28
+    """Devices sum the gradients of sinks, and differ by roundings of bfloat16 alone: 2^-8 of a gradient."""
+    config = config.replace(model={"num_hidden_layers": 2})
+    tokens, weights = loader.open_batches(config).step(0), llama.initial_weights(config.model, seed=0)
+    found = [loop.trainer("jax", c, weights).gradients(tokens)[SINKS] for c in (config, config.replace(parallel=keys))]
+    assert np.linalg.norm(found[0] - found[1]) <= 2.0**-5 * np.linalg.norm(found[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"numerics": {"attention": None}}, "are of attention by a whole variant"),
+        ({"numerics": {"attention_operands": ("q",)}}, "are of attention by a whole variant"),
+        ({"parallel": {"context": 2}}, "parallel.context 2"),
+        ({"parallel": {"tensor": 2}}, "tensor 2"),
+        ({"model": {"attention_softcap": 0.0}}, "attention_softcap is positive"),
+    ],
+    ids=str,
+)
+def test_what_has_neither_is_refused(keys, said, config):  # A-28
+    with pytest.raises(ValueError, match=said):
+        config.replace(**keys)
+
+
+def test_transformers_models_have_no_place_for_them(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"no place for model.attention_softcap and model.attention_sinks"):
+        hugging_face.kind(config.model)
+    loop.train(config.replace(run={"steps": 1}, checkpoint={"every": 1}), "torch", tmp_path / "run")
+    with pytest.raises(ConfigError, match="no place"):
+        export.export(tmp_path / "run", tmp_path / "out")
