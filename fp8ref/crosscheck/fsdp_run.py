@@ -31,10 +31,13 @@ class Operands:
     hp     input and grad_output, float32 holding bfloat16, by layer and role. Weights are left out:
            one that was gathered in FP8 has no high-precision copy.
     fp8    (codes uint8, scale float32) by layer, GEMM and role.
+    experts
+           (a, b, out) of experts' GEMMs, by layer, GEMM and the expert's number on this rank: as ``sharded_experts`` takes them.
     """
 
     hp: dict[tuple[str, Role], np.ndarray] = field(default_factory=dict)
     fp8: dict[tuple[str, Gemm, Role], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    experts: dict[tuple[str, Gemm, int], tuple[tuple, tuple, np.ndarray]] = field(default_factory=dict)
 
     def add(self, layer: str, which: Gemm, a: tuple, b: tuple, out: np.ndarray) -> None:
         """Keep one GEMM's operands; the signature is an observer's."""
@@ -42,6 +45,22 @@ class Operands:
             if role != "weight":
                 self.hp[layer, role] = hp
             self.fp8[layer, which, role] = codes, scale
+
+    def add_expert(self, layer: str, which: Gemm, e: int, a: tuple, b: tuple, out: np.ndarray) -> None:
+        """Keep one expert's GEMM."""
+        self.experts[layer, which, e] = a, b, out
+
+    def observe(self, trainer: Trainer, tokens: np.ndarray) -> None:
+        """Fill this with the operands of one pass."""
+        trainer.observe(tokens, self.add, experts=self.add_expert)
+
+    def amax(self, layer: str, role: Role) -> np.ndarray:
+        """The largest magnitude of a linear's input or grad_output, of all experts' rows; 0 of none."""
+        if (layer, role) in self.hp:
+            return scaling.amax(self.hp[layer, role])
+        which: Gemm = "output" if role == "input" else "grad_input"
+        found = [scaling.amax(a[0]) for (name, gemm, _), (a, *_) in self.experts.items() if (name, gemm) == (layer, which)]
+        return np.asarray(np.max(found, initial=np.float32(0)))
 
 
 @dataclass(kw_only=True)
@@ -90,7 +109,7 @@ def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]
     Its operands are those of the whole first batch.
     """
     trainer, whole = Replicated(config, data, fsdp), Operands()
-    trainer.observe(tokens[0], whole.add)
+    whole.observe(trainer, tokens[0])
     run = _run(trainer, tokens, watched=False)
     run.operands.append(whole)
     return run
@@ -139,14 +158,14 @@ def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Ru
     metrics, states, amaxes, kept = [], [], [], []
     operands = Operands()
     with gathers() as gathered:
-        trainer.observe(tokens[0], operands.add)
+        operands.observe(trainer, tokens[0])
     for i, batch in enumerate(tokens[:-1]):
         if watched and any(delayed.states(trainer.model)):
             # The step itself calls no observer. A pass before it, at the same weights, shows its
             # amaxes.
             if i:
                 operands = Operands()
-                trainer.observe(batch, operands.add)
+                operands.observe(trainer, batch)
             amaxes.append(_amaxes(trainer, operands))
         if i == 0:
             kept.append(operands)
@@ -154,7 +173,7 @@ def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Ru
         states.append({_name(name): _vector(state) for name, state in delayed.states(trainer.model)})
     if watched:
         kept.append(Operands())
-        trainer.observe(tokens[-1], kept[-1].add)
+        kept[-1].observe(trainer, tokens[-1])
     return Run(
         metrics=np.array(metrics),
         weights=trainer.weights(),
@@ -174,9 +193,9 @@ def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
     found = {}
     for decision in trainer.decisions:
         for role in delayed_casts(decision.recipe) if decision.fp8 else ():
-            whole = role == "weight"
-            hp = cast.round_to(weights[f"{decision.path}.weight"], BFLOAT16) if whole else operands.hp[decision.path, role]
-            found[f"{decision.path}/{role}"] = scaling.amax(hp)
+            name, of_weight = decision.path, role == "weight"
+            largest = scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16)) if of_weight else operands.amax(name, role)
+            found[f"{name}/{role}"] = largest
     return found
 
 

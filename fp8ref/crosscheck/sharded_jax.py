@@ -3,7 +3,8 @@
 spec P-4, P-9, B-7.
 
 One device runs step 0, and every converted linear's tensors are kept. Each linear is then rerun on
-every mesh data x fsdp x tensor, inside shard_map and under plain jit. Codes and scales are compared
+every mesh data x fsdp x tensor, inside shard_map and under plain jit; of a model with experts on every mesh data x
+fsdp x expert, inside shard_map, and experts' linears by ``grouped_rerun``. Codes and scales are compared
 bit for bit, outputs within B-1. Of the whole model on each mesh, the first layer's input is
 compared bit for bit, and the proof of the compiled step is checked.
 """
@@ -11,7 +12,7 @@ compared bit for bit, and the proof of the compiled step is checked.
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from fp8ref import console
 from fp8ref.conformance.compare import Check, Report, compare_codes, compare_scales, compare_values
-from fp8ref.crosscheck import bounds
-from fp8ref.crosscheck.operands import transposed
+from fp8ref.crosscheck import bounds, grouped_rerun, sharded_experts
+from fp8ref.crosscheck.grouped_rerun import Experts, Rerun
+from fp8ref.crosscheck.operands import Observation, transposed
 from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
 from fp8ref.jax import linear, operands
@@ -45,12 +47,12 @@ THROUGH = ("shard_map", "jit")
 def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
     """Rerun the linears of one device's step 0 on every mesh of so many devices.
 
-    Returns:  the report, whose backends are named "jax 2x2x2 shard_map" for data x fsdp x tensor;
+    Returns:  the report, whose backends are named "jax 2x2x2 shard_map" for data x fsdp x tensor, or "jax 2x2x2 expert
+              shard_map" for data x fsdp x expert;
               and why each mesh that the model does not fit was left out, by name.
     Raises:   ConfigError: a recipe without FP8 or that only JAX runs, gradients in FP8, too few
               devices, no mesh that fits.
     """
-    config.require_no_experts("--sharded")
     taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
     if config.numerics.recipe not in taken:
         raise ConfigError(f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set --recipe to one of these.")
@@ -61,18 +63,22 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
     if jax.device_count() < devices:
         raise ConfigError(f"--sharded {devices} needs as many devices; jax has {jax.device_count()}.")
     report, unfit = Report(), {}
-    config = config.replace(parallel={"data": 1, "fsdp": 1, "tensor": 1, "sequence": False})
+    config = config.replace(parallel={"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, "sequence": False})
     tokens = loader.open_batches(config).step(0)
     one = loop.trainer("jax", config)
-    tensors = _tensors(one, tokens)
+    grouped = {d.path: d.recipe for d in one.decisions if d.fp8 and d.experts is not None}
+    tensors, experts = _tensors(one, tokens, grouped)
+    rows = _buffer(experts, devices)
     first = one.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
-    recipes = {d.path: d.recipe for d in one.decisions if d.fp8}
+    recipes = {d.path: d.recipe for d in one.decisions if d.fp8 and d.experts is None}
     simulated = _Simulated({layer: _quantized(tensors[layer], recipes[layer]) for layer in recipes}, recipes)
-    meshes = list(itertools.product(_factors(devices), THROUGH))
+    last = "expert" if config.model.num_experts else "tensor"
+    cut = [(sizes, sequence) for sizes, sequence in _factors(devices) if not (sequence and last == "expert")]
+    meshes = list(itertools.product(cut, THROUGH[:1] if last == "expert" else THROUGH))  # plain jit moves no rows (X-13)
     with console.bar(f"crosscheck {config.numerics.recipe} on {devices} devices", len(meshes)) as advance:
         for (sizes, sequence), through in meshes:
-            name = "x".join(map(str, sizes)) + (" sequence" if sequence else "") + f" {through}"
-            keys = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+            name = "x".join(map(str, sizes)) + " expert" * (last == "expert") + " sequence" * sequence + f" {through}"
+            keys = dict(zip(("data", "fsdp", last), sizes, strict=True))
             meshed = config.replace(parallel={**keys, "sequence": sequence, "through": through}, run={"allow_fallback": True})
             try:
                 layout = Layout(meshed)
@@ -93,13 +99,15 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
                     n = 1 if whole else math.prod(layout.mesh.shape[axis] for axis in reduction.axes)
                     check = report.check(f"{layer}/{which}/value/jax {name}", bound=1.0)
                     simulated.compare(check, layer, which, out, (f"jax {name}", "sim"), reduction, n)
+            if grouped:
+                _check_experts(report, f"jax {name}", layout, grouped, experts, rows)
             many = loop.trainer("jax", meshed)
             proof = many.prove(tokens)  # type: ignore[attr-defined]
             mine = many.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
             check = report.check(f"model/first_input/value/jax {name}", bound=1.0)
             compare_values(check, mine, first, 2.0**-149, names=(f"jax {name}", "one device"))  # bit for bit: no two float32 differ by less
             check = report.check(f"model/proof/value/jax {name}", bound=1.0)
-            planned = sum(spec.fp8 for recipe in recipes.values() for spec in recipe.gemms.values())
+            planned = sum(spec.fp8 for recipe in (*recipes.values(), *grouped.values()) for spec in recipe.gemms.values())
             dots = {dot["gemm"] for dot in proof["gemms"] if dot["fp8"]}  # checkpointing runs some of them twice
             compare_values(check, len(dots), planned, 0.5, names=("FP8 dots", "planned"))
             for line in proof["missing"]:
@@ -120,16 +128,46 @@ def _factors(devices: int) -> list[tuple[tuple[int, int, int], bool]]:
     return [(size, sequence) for size in sizes for sequence in (False, True) if size[2] > 1 or not sequence]
 
 
-def _tensors(trainer: loop.Trainer, tokens: np.ndarray) -> dict[str, dict[Role, np.ndarray]]:
-    """The high-precision input, weight and grad_output of every FP8 linear on one device."""
+def _check_experts(
+    report: Report, backend: str, layout: Layout, recipes: dict[str, Recipe], tensors: dict[str, Experts], rows: int
+) -> None:
+    """Rerun the experts of every layer on a mesh, and compare them (X-3, X-13)."""
+    reruns = {recipe: Rerun(layout, recipe) for recipe in set(recipes.values())}
+    devices: list[dict] = [{} for _ in range(layout.config.devices)]
+    sums, weights = {}, {layer: of_layer.weight for layer, of_layer in tensors.items()}
+    for layer, recipe in recipes.items():
+        found, sums[layer] = reruns[recipe](tensors[layer], rows)
+        for mine, of_layer in zip(devices, found, strict=True):
+            mine |= {(layer, *key): one for key, one in of_layer.items()}
+    keys = layout.config
+    how: dict = {"apart": keys.expert, "scope": keys.amax_scope, "states": {}, "wide": keys.reduce_dtype == "float32"}
+    sharded_experts.check(report, backend, recipes, devices, weights, sums=sums, **how)
+
+
+def _buffer(experts: dict[str, Experts], devices: int) -> int:
+    """The rows of a device's buffer that holds any layer's, as they are dealt; a multiple of 16."""
+    counts = [int(grouped_rerun.dealt([len(x) for x in one.input], devices).sum(1).max()) for one in experts.values()]
+    return -(-(max(counts, default=0) + 1) // 16) * 16
+
+
+def _tensors(
+    trainer: loop.Trainer, tokens: np.ndarray, experts: Collection[str]
+) -> tuple[dict[str, dict[Role, np.ndarray]], dict[str, Experts]]:
+    """The high-precision input, weight and grad_output of every FP8 linear on one device; and those of experts."""
     found: dict[str, dict[Role, np.ndarray]] = {}
+    of_groups: dict[str, list[Observation]] = {layer: [] for layer in experts}
 
     def observer(layer: str, which: Gemm, a, b, out) -> None:
+        if layer in experts:
+            of_groups[layer].append(Observation("jax", layer, which, a, b, out))
+            return
         for role, (hp, _, _) in zip(OPERANDS[which], (a, b), strict=True):
             found.setdefault(layer, {})[role] = np.asarray(hp, np.float32)
 
     trainer.observe(tokens, observer)
-    return found
+    masters = trainer.weights() if experts else {}
+    rounded = {layer: cast.round_to(masters[f"{layer}.weight"], BFLOAT16) for layer in experts}
+    return found, {layer: grouped_rerun.of_experts(of_groups[layer], rounded[layer]) for layer in experts}
 
 
 def _quantized(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tuple]:

@@ -9,8 +9,9 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.crosscheck import sharded_experts
 from fp8ref.crosscheck.fsdp_run import Operands, Run
-from fp8ref.crosscheck.operands import States
+from fp8ref.crosscheck.operands import States, initial_states
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import CUT_AXES, OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 from fp8ref.sim import cast, delayed, scaling, sharding
@@ -30,30 +31,55 @@ def check_ranks(
     runs: Sequence[Run],
     states: Sequence[States],
 ) -> None:
-    """Compare codes and scales of every rank's operands, before and after training (P-4, P-6).
+    """Compare codes and scales of every rank's operands, before and after training (P-4, P-6), and experts' results.
 
-    config   whose data, fsdp, tensor and amax_scope are those of the runs.
+    config   whose data, fsdp, expert, tensor and amax_scope are those of the runs.
+    recipes  by layer; those of experts are each group's.
     runs     the watched run of each rank.
     states   the simulator's delayed states, first and last among them; empty if every scale is
              dynamic.
     """
-    initial = llama.initial_weights(config.model, seed=config.run.seed)
-    for when, masters in ((0, initial), (-1, runs[0].weights)):
-        weights = {layer: cast.round_to(masters[f"{layer}.weight"], BFLOAT16) for layer in recipes}
+    for when, masters in ((0, _initial(config)), (-1, runs[0].weights)):
         of_ranks = [run.operands[when] for run in runs]
-        for layer, r in recipes.items():
-            for which, spec in r.gemms.items():
-                _check_ran(report, backend, layer, which, spec.fp8, of_ranks)
-                for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
-                    if how is None or any((layer, which, role) not in mine.fp8 for mine in of_ranks):
-                        continue
-                    cut = _layout(config, role, layer, weights[layer].shape if role == "weight" else None, of_ranks)
-                    shards = list(split(weights[layer], cut).values()) if role == "weight" else [mine.hp[layer, role] for mine in of_ranks]
-                    state = states[when][f"{layer}/{role}"] if how.delayed else None
-                    expected = _simulated(shards, cut, how, axis, config, state=state)
-                    for rank, q in enumerate(expected):
-                        codes, scale = of_ranks[rank].fp8[layer, which, role]
-                        _compare(report, layer, role, backend, q, codes, scale, shards[rank])
+        _check_operands(report, backend, config, recipes, of_ranks, masters, states[when] if states else {})
+
+
+def check_pass(report: Report, backend: str, config: Config, recipes: Mapping[str, Recipe], found: Operands) -> None:
+    """Compare the operands of one process's first pass."""
+    _check_operands(report, backend, config, recipes, [found], _initial(config), initial_states(recipes))
+
+
+def _initial(config: Config) -> dict[str, np.ndarray]:
+    return llama.initial_weights(config.model, seed=config.run.seed)
+
+
+def _check_operands(
+    report: Report,
+    backend: str,
+    config: Config,
+    recipes: Mapping[str, Recipe],
+    of_ranks: Sequence[Operands],
+    masters: Mapping[str, np.ndarray],
+    states: States,
+) -> None:
+    """Compare what ranks have of one pass, under these masters and states."""
+    weights = {layer: cast.round_to(masters[f"{layer}.weight"], BFLOAT16) for layer in recipes}
+    keys, experts = config.parallel, {layer: r for layer, r in recipes.items() if weights[layer].ndim > 2}
+    found = [mine.experts for mine in of_ranks]
+    sharded_experts.check(report, backend, experts, found, weights, apart=keys.expert, scope=keys.amax_scope, states=states)
+    for layer, r in recipes.items():
+        for which, spec in r.gemms.items() if layer not in experts else ():
+            _check_ran(report, backend, layer, which, spec.fp8, of_ranks)
+            for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+                if how is None or any((layer, which, role) not in mine.fp8 for mine in of_ranks):
+                    continue
+                cut = _layout(config, role, layer, weights[layer].shape if role == "weight" else None, of_ranks)
+                shards = list(split(weights[layer], cut).values()) if role == "weight" else [mine.hp[layer, role] for mine in of_ranks]
+                state = states[f"{layer}/{role}"] if how.delayed else None
+                expected = _simulated(shards, cut, how, axis, config, state=state)
+                for rank, q in enumerate(expected):
+                    codes, scale = of_ranks[rank].fp8[layer, which, role]
+                    _compare(report, layer, role, backend, q, codes, scale, shards[rank])
 
 
 def check_first_layer(report: Report, backend: str, runs: Sequence[Run], one: Run, *, tensor: int) -> None:
@@ -86,14 +112,14 @@ def _check_ran(report: Report, backend: str, layer: str, which: Gemm, planned: b
 def _layout(config: Config, role: Role, layer: str, shape: tuple[int, ...] | None, of_ranks: Sequence[Operands]) -> Layout:
     """How ranks cut an operand [rows, columns] (P-10); shape: of a weight."""
     keys, last = config.parallel, layer.rpartition(".")[2]
-    mesh = Mesh(axes={"data": keys.data, "fsdp": keys.fsdp, "tensor": keys.tensor})
-    splits: dict[int, tuple[str, ...]] = {} if role == "weight" else {0: ("data", "fsdp")}
+    mesh = Mesh(axes={"data": keys.data, "fsdp": keys.fsdp, "expert": keys.expert, "tensor": keys.tensor})
+    splits: dict[int, tuple[str, ...]] = {} if role == "weight" else {0: ("data", "fsdp", "expert")}
     axis = CUT_AXES["colwise"].get(role) if last in llama.COLUMN else CUT_AXES["rowwise"].get(role) if last in llama.ROW else None
     if axis is not None:
         splits[axis] = ("tensor",)
     if shape is None:
         part = of_ranks[0].hp[layer, role].shape
-        shape = (part[0] * keys.data * keys.fsdp, part[1] * (keys.tensor if axis == 1 else 1))
+        shape = (part[0] * keys.batch_parts, part[1] * (keys.tensor if axis == 1 else 1))
     return Layout(mesh=mesh, shape=shape, splits=splits)
 
 

@@ -2,13 +2,14 @@
 
 spec P-4, P-6, P-11, P-13, P-14, H-4.
 
-On every mesh data x fsdp x tensor of N gloo ranks:
+On every mesh data x fsdp x tensor of N gloo ranks, or data x fsdp x expert of a model with experts:
 
 - codes and scales of every FP8 operand on every rank, before and after training, are compared with
   the simulator's sharded quantization (``sharded_operands``);
 - losses, weights and delayed states are compared with one process that trains without FSDP2,
   for every way of gathering weights; under tensor parallelism ranks and ways are compared with each
-  other, because ranks round parts of outputs (P-16);
+  other, because ranks round parts of outputs (P-16), and so are ranks with experts, whose loss and experts' gradients
+  are of the tokens of all (M-8, X-13);
 - amax histories are compared with the simulator's, and the bytes of all-gathers are counted.
 """
 
@@ -17,12 +18,12 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp8ref import console
+from fp8ref import console, llama
 from fp8ref.conformance.compare import Report, compare_bits, compare_values
 from fp8ref.crosscheck import fsdp_run, process_group
 from fp8ref.crosscheck.fsdp_run import Run, Watcher
 from fp8ref.crosscheck.operands import States, initial_states, states_after
-from fp8ref.crosscheck.sharded_operands import check_first_layer, check_ranks
+from fp8ref.crosscheck.sharded_operands import check_first_layer, check_pass, check_ranks
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import RECIPES, Recipe, trained_recipes
 from fp8ref.train import device_shapes
@@ -38,18 +39,18 @@ STEPS = 5
 
 
 def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher | None = None) -> tuple[Report, dict[str, str]]:
-    """Train on every mesh data x fsdp x tensor of n ranks, and compare.
+    """Train on every mesh data x fsdp x tensor of n ranks, or data x fsdp x expert with experts, and compare.
 
-    All values of ``parallel``'s data, fsdp, tensor, sequence, gather, precompute_scales and reduction
+    All values of ``parallel``'s data, fsdp, expert, tensor, sequence, gather, precompute_scales and reduction
     are tried, not only the config's. If the config has amax_scope global, local is tried too, on
     meshes without tensor: only local scales can be repeated by one process without the others.
     Delayed scaling has no local scope.
 
     prepare   is called on every rank with every trainer before it trains; it is pickled.
-    Returns:  the report, whose backends are named "torch 2x2 local" for data x fsdp and the scope, or
-              "torch 1x2x2 global sequence" where there is tensor parallelism, followed by the way of
-              gathering weights where runs are compared; and what was left out, with the reason, by
-              name.
+    Returns:  the report, whose backends are named "torch 2x2 local" for data x fsdp and the scope,
+              "torch 1x2x2 global sequence" where there is tensor parallelism, or "torch 1x2x2 expert global"
+              where ranks hold other experts, followed by the way of gathering weights where runs are compared;
+              and what was left out, with the reason, by name.
     Raises:   ConfigError: a recipe without FP8 or not shared by both backends, a batch that the
               ranks do not share evenly, keys that this check does not take.
               process_group.RankError: a rank failed.
@@ -59,7 +60,7 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     chosen = config.parallel.amax_scope
     scopes = (chosen,) if chosen == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
     tried, unfit = [], {}
-    for mesh in _meshes(n):
+    for mesh in _meshes_of_experts(n) if config.model.num_experts else _meshes(n):
         for scope in scopes if mesh.tensor == 1 else (chosen,):
             of_mesh = mesh.of(config, scope)
             if refused := of_mesh.parallel.unreduced("torch"):
@@ -69,7 +70,7 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
                 device_shapes.check(of_mesh, "torch")
                 tried.append((mesh, scope))
             except ConfigError as error:
-                if mesh.tensor == 1:
+                if mesh.tensor == 1 and not config.model.num_experts:
                     raise
                 unfit[mesh.name(scope)] = str(error)
     batches = loader.open_batches(config)
@@ -81,6 +82,10 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
             name = mesh.name(scope)
             if mesh.tensor > 1:
                 unfit[f"{name} against one process"] = "ranks round their parts of outputs (P-16); runs are compared with each other"
+            elif config.model.num_experts:
+                unfit[f"{name} against one process"] = (
+                    "experts' gradients and the loss are of the tokens of all ranks; runs are compared with each other"
+                )
             elif mesh.data > 2:
                 why = f"gloo adds the gradients of {mesh.data} copies in an order of its own (P-13); runs are compared with each other"
                 unfit[f"{name} against one process"] = why
@@ -100,20 +105,22 @@ class _Check:
     def mesh(self, mesh: "_Mesh", scope: str) -> None:
         """Run every comparison on one mesh under one scope."""
         name = mesh.name(scope)
-        gathered_in_fp8 = [path for path, recipe in self.recipes.items() if recipe.serves_both("weight")]
+        model = self.config.model  # whose experts' weights are gathered in the compute dtype
+        gathered_in_fp8 = [p for p, recipe in self.recipes.items() if recipe.serves_both("weight") and llama.experts_of(p, model) is None]
         config = mesh.of(self.config, scope)
         variants = dict(_variants(mesh, fp8=bool(gathered_in_fp8)))
         found = self._run(self.n, fsdp_run.train, config, variants, self.tokens, self.prepare)
         watched = [runs[next(iter(variants))] for runs in found]
         states = self._states(name, watched)
         check_ranks(self.report, name, config, self.recipes, watched, states)
-        one = self._one_process(mesh)
+        one = self._one_process(mesh) if not self.config.model.num_experts else self._one_pass()
         if scope == "global":
             check_first_layer(self.report, name, watched, one, tensor=mesh.tensor)
         # The one process takes each rank's rows in turn. Its dynamic scales are those of one rank's
         # rows, and so not those that global scope takes from the rows of all ranks.
-        exact = scope == "local" or bool(states)
-        key: tuple = (scope, *self._sum_order(mesh)) if mesh.tensor == 1 else (scope, mesh)
+        exact = (scope == "local" or bool(states)) and not self.config.model.num_experts
+        whole = mesh.tensor == 1 and not self.config.model.num_experts
+        key: tuple = (scope, *self._sum_order(mesh)) if whole else (scope, mesh)
         if exact and mesh.data <= 2 and mesh.tensor == 1:
             self._first[key] = "one process", one
         for rank, runs in enumerate(found):
@@ -121,7 +128,7 @@ class _Check:
                 against, expected = self._first.setdefault(key, (f"{name} {variant}", run))
                 if run is not expected:
                     self._compare(f"{name} {variant}", f"rank {rank}", run, against, expected)
-        if gathered_in_fp8 and mesh.fsdp > 1:
+        if gathered_in_fp8 and config.parallel.shards > 1:
             self._bytes(name, config, gathered_in_fp8, [(runs["fp8"], runs["compute"]) for runs in found])
 
     def _run(self, n: int, *what) -> list:
@@ -139,6 +146,15 @@ class _Check:
         if order not in self._replicated:
             self._replicated[order] = self._run(1, fsdp_run.replicate, self.config, *order, self.tokens)[0]
         return self._replicated[order]
+
+    def _one_pass(self) -> Run:
+        """One process's operands of the first batch, which are compared with the simulator too; it does not train."""
+        if not self._replicated:
+            one = self._run(1, fsdp_run.replicate, self.config, 1, 1, self.tokens[:1])[0]
+            self._replicated[1, 1] = one
+            config = self.config.replace(parallel={"data": 1, "fsdp": 1, "expert": 1})
+            check_pass(self.report, "torch one process", config, self.recipes, one.operands[0])
+        return self._replicated[1, 1]
 
     def _compare(self, backend: str, rank: str, run: Run, against: str, expected: Run) -> None:
         """Compare two runs bit for bit."""
@@ -191,10 +207,11 @@ class _Mesh:
     fsdp: int
     tensor: int = 1
     sequence: bool = False
+    expert: int = 1
 
     def name(self, scope: str) -> str:
         """As backends are named in reports."""
-        sizes = f"{self.data}x{self.fsdp}" + f"x{self.tensor}" * (self.tensor > 1)
+        sizes = f"{self.data}x{self.fsdp}" + f"x{self.tensor}" * (self.tensor > 1) + f"x{self.expert} expert" * (self.expert > 1)
         return f"torch {sizes} {scope}" + " sequence" * self.sequence
 
     def of(self, config: Config, scope: str) -> Config:
@@ -212,9 +229,15 @@ def _meshes(n: int) -> list[_Mesh]:
     return found
 
 
+def _meshes_of_experts(n: int) -> list[_Mesh]:
+    """Every mesh data x fsdp x expert of n ranks."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    return [_Mesh(n // fsdp // expert, fsdp, expert=expert) for expert in divisors for fsdp in divisors[::-1] if n % (fsdp * expert) == 0]
+
+
 def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
     """Settings of ``parallel`` that must not change a bit. The first is the run that is watched."""
-    if mesh.data * mesh.fsdp == 1:  # nothing is gathered or reduced
+    if mesh.data * mesh.fsdp * mesh.expert == 1:  # nothing is gathered or reduced
         yield "alone", {}
         return
     # An ordered reduction takes at most two copies (P-13); gloo adds more in an order of its own.
@@ -224,12 +247,13 @@ def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
         if mesh.tensor == 1:
             yield "fp8 each", {**ordered, "gather": "fp8", "precompute_scales": False}
     yield "compute", ordered
-    if mesh.data * mesh.fsdp == 2 and mesh.tensor == 1:
+    if mesh.expert > 1:  # rows in the compute dtype too (X-14)
+        yield "compute rows", ordered | {"expert_dispatch": "compute"}
+    if mesh.data * mesh.fsdp * mesh.expert == 2 and mesh.tensor == 1:
         yield "native", {**ordered, "gather": "fp8", "reduction": "native"}
 
 
 def _check(config: Config, n: int, steps: int) -> None:
-    config.require_no_experts("--sharded")
     keys = config.parallel
     taken = [name for name, recipe in trained_recipes().items() if recipe.fp8]
     if config.numerics.recipe not in taken:
@@ -248,12 +272,12 @@ def _check(config: Config, n: int, steps: int) -> None:
         )
     other = [
         f"parallel.{key}"
-        for key in ("tensor", "sequence", "compile", "checkpointing")
+        for key in ("expert", "tensor", "sequence", "compile", "checkpointing")
         if getattr(keys, key) != getattr(ParallelConfig(), key)
     ]
     if other:  # compiled or recomputed layers call no observer
         raise ConfigError(
-            "--sharded N --backend torch tries every tensor and sequence, without compile or "
+            "--sharded N --backend torch tries every expert, tensor and sequence, without compile or "
             f"checkpointing; got {', '.join(other)}. Leave it out."
         )
     if n < 2 or config.data.batch_size % n:

@@ -143,13 +143,20 @@ def _of_parameter(name: str, shape: tuple[int, ...], config: Config, backend: st
 
 
 def _rows(config: Config, backend: str) -> Iterator[Collective]:
-    """Rows of tokens that are sent to their experts and back (X-13), in bfloat16, and their gradients: in PyTorch those rows alone,
-    as if experts took equally many; in JAX a buffer of all of a device's rows to every other."""
+    """Rows of tokens that are sent to their experts and back (X-13), in bfloat16 or as codes (X-14), and their gradients: in PyTorch those
+    rows alone, as if experts took equally many; in JAX a buffer of all of a device's rows to every other."""
     keys, model = config.parallel, config.model
-    passes = 3 if keys.checkpointing == "full" else 2  # forward, again in the backward pass, and of gradients
-    rows = model.num_hidden_layers * passes * tokens(config) * model.num_experts_per_tok * model.hidden_size
-    for purpose in ("rows, sent to their experts", "rows, sent back"):
-        yield Collective(purpose, "all-to-all", "bfloat16", keys.expert, rows * (1 if backend == "torch" else keys.expert))
+    forward = 2 if keys.checkpointing == "full" else 1  # and again in the backward pass
+    rows = tokens(config) * model.num_experts_per_tok * model.hidden_size * (1 if backend == "torch" else keys.expert)
+    recipes = {d.path: d.recipe for d in config.decisions() if d.experts is not None}
+    for layer in range(model.num_hidden_layers):
+        gate, up, down = (recipes[f"model.layers.{layer}.mlp.experts.{name}_proj"] for name in ("gate", "up", "down"))
+        inputs = gate == up and gate.fp8 and gate.serves_both("input")
+        results = down.fp8 and down.serves_both("grad_output")
+        for codes, times in ((inputs, forward), (results, 1)):
+            dtype = "uint8" if codes and keys.expert_dispatch == "fp8" else "bfloat16"
+            yield Collective("rows, sent to their experts", "all-to-all", dtype, keys.expert, times * rows)
+        yield Collective("rows, sent back", "all-to-all", "bfloat16", keys.expert, (forward + 1) * rows)
 
 
 def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[Collective]:

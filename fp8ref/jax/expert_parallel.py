@@ -45,8 +45,8 @@ def dispatch(x: jax.Array, group_sizes: jax.Array, axis: str) -> Moved:
     Gradient: of rows; each comes back to the device that sent it.
     Raises:   ValueError: E that the axis does not divide.
     """
-    places, sizes, order = _plan(group_sizes, len(x), axis)
-    return Moved(_sent(x, places, order, axis), sizes, order, places)
+    places, sizes, order = plan(group_sizes, len(x), axis)
+    return Moved(sent(x, places, order, axis), sizes, order, places)
 
 
 def dispatch_quantized(q: Quantized, group_sizes: jax.Array, axis: str) -> tuple[Quantized, Moved]:
@@ -59,8 +59,8 @@ def dispatch_quantized(q: Quantized, group_sizes: jax.Array, axis: str) -> tuple
         raise ValueError(
             f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along axis {q.axis}. Move the tensor, and cast it then."
         )
-    places, sizes, order = _plan(group_sizes, len(q.codes), axis)
-    codes, scale, scale_inv = (_sent(v, places, order, axis) for v in (q.codes, q.scale, q.scale_inv))
+    places, sizes, order = plan(group_sizes, len(q.codes), axis)
+    codes, scale, scale_inv = (sent(v, places, order, axis) for v in (q.codes, q.scale, q.scale_inv))
     return dataclasses.replace(q, codes=codes, scale=scale, scale_inv=scale_inv), Moved(codes, sizes, order, places)
 
 
@@ -73,8 +73,8 @@ def combine(y: jax.Array, moved: Moved, axis: str) -> jax.Array:
     return flat.at[moved.places].get(mode="fill", fill_value=0)
 
 
-def _plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(places, sizes, order) of ``Moved``."""
+def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(places, sizes, order) of ``Moved``. ValueError as dispatch."""
     devices, experts = lax.axis_size(axis), len(group_sizes)
     if experts % devices:
         raise ValueError(f"experts are divisible by the {devices} devices of axis {axis!r}; got {experts}.")
@@ -91,7 +91,7 @@ def _plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.
     return places, received.sum(axis=0), order
 
 
-def _sent(x: jax.Array, places: jax.Array, order: jax.Array, axis: str) -> jax.Array:
+def sent(x: jax.Array, places: jax.Array, order: jax.Array, axis: str) -> jax.Array:
     """x [M, C] to the devices that have its rows' experts: [D M, C], in groups."""
     devices = lax.axis_size(axis)
     buffers = jnp.zeros((devices * len(x), x.shape[1]), x.dtype).at[places].set(x, mode="drop", unique_indices=True)

@@ -19,11 +19,12 @@ from jax import lax
 from fp8ref import grouped as recipes
 from fp8ref.granularity import by_name
 from fp8ref.grouped import GroupedRecipe
-from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, gemm_observer, grouped_reports, linear, sharding, stats
+from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, gemm_observer, grouped_arguments, grouped_reports, linear, stats
 from fp8ref.jax import grouped_operands as operands
-from fp8ref.jax.grouped_operands import Groups, Segmented
+from fp8ref.jax.cast import DTYPES
+from fp8ref.jax.grouped_operands import Codes, Groups, Segmented, Slot
 from fp8ref.jax.scaling import Quantized
-from fp8ref.recipe import OPERANDS, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Use:
     observer   of ``linear.observing``, or None; measures: whether statistics are measured.
     over       the mesh axes along which devices have rows of the same groups, and share their scales.
     axes       inside shard_map those that any tensor varies along: observations are of all of them.
+    slot       whether grad_output arrives in FP8, as the cotangent of a slot.
     """
 
     recipe: GroupedRecipe
@@ -42,6 +44,7 @@ class Use:
     measures: bool = False
     over: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
+    slot: bool = False
 
 
 def apply(
@@ -95,19 +98,63 @@ def apply_with_stats(
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and with a tap the statistics of its six operands, as ``linear.apply_with_stats``: each
     GEMM's operands are measured, of all groups together. Raises as apply."""
+    y, seen, tap, _ = _applied(x, w, group_sizes, recipe, state, seen, over, name, tap=tap)
+    return y, seen, tap
+
+
+def apply_codes(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    recipe: str | Recipe | GroupedRecipe,
+    state: delayed.State | None = None,
+    seen: delayed.Seen | None = None,
+    over: tuple[str, ...] = (),
+    name: str = "grouped",
+    input_codes: Codes | None = None,
+    grad_codes: bool = False,
+) -> tuple[jax.Array, delayed.Seen | None, Slot | None]:
+    """``apply`` to rows that a cast before has made FP8 (X-14): where one cast of them serves both GEMMs, all GEMMs take its codes.
+    ``expert_codes`` makes and moves them. Observers and statistics see no such rows.
+
+    input_codes
+              x in FP8; x only stands for it, in dtype and shape. Observed before.
+    grad_codes
+              whether the gradient arrives in FP8, with its observation, as the cotangent of the slot that is returned last.
+    """
+    y, seen, _, slot = _applied(x, w, group_sizes, recipe, state, seen, over, name, codes=input_codes, slot=grad_codes)
+    return y, seen, slot
+
+
+def _applied(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    recipe: str | Recipe | GroupedRecipe,
+    state: delayed.State | None,
+    seen: delayed.Seen | None,
+    over: tuple[str, ...],
+    name: str,
+    *,
+    tap: jax.Array | None = None,
+    codes: Codes | None = None,
+    slot: bool = False,
+) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None, Slot | None]:
+    """``apply_with_stats``, and the slot of ``apply_codes``."""
     recipe = check_recipe(recipe, name)
-    _check_arrays(x, w, group_sizes, recipe, name)
+    grouped_arguments.check_arrays(x, w, group_sizes, recipe, name)
     delayed.check(state, seen, recipe.recipe, name)
     if not len(x) or not len(w):
         # The output depends on nothing. Copies, as what a layer gives back unchanged could seem lost.
-        return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), tap
-    x, w, group_sizes, axes = _on_one_device(x, w, group_sizes, recipe, over, name)
-    how: dict = {"observer": gemm_observer.current(), "measures": tap is not None, "over": over, "axes": axes}
+        return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), tap, None
+    x, w, group_sizes, axes = grouped_arguments.on_one_device(x, w, group_sizes, recipe, over, name)
+    how: dict = {"observer": gemm_observer.current(), "measures": tap is not None, "over": over, "axes": axes, "slot": slot}
     use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), **how)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known = dict(delayed.scales(state or {}, recipe.recipe))
-    y, after, tap = _grouped(x, w, group_sizes, known, dict(seen or {}), tap, use)
-    return y, None if seen is None else after, tap
+    y, after, tap, found = _grouped(x, w, group_sizes, known, dict(seen or {}), tap, codes, use)
+    return y, None if seen is None else after, tap, found
 
 
 def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedRecipe:
@@ -149,10 +196,19 @@ def quantize_operand(
     return operands.quantize_rows(tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, over)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _grouped(x: jax.Array, w: jax.Array, group_sizes: jax.Array, state_scales: dict, seen: dict, tap: jax.Array | None, use: Use):
-    """(output, seen, tap) of one use; differentiable by ``_forward`` and ``_backward``."""
-    return _forward(x, w, group_sizes, state_scales, seen, tap, use, differentiated=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _grouped(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    state_scales: dict,
+    seen: dict,
+    tap: jax.Array | None,
+    codes: Codes | None,
+    use: Use,
+):
+    """(output, seen, tap, slot) of one use; differentiable by ``_forward`` and ``_backward``."""
+    return _forward(x, w, group_sizes, state_scales, seen, tap, codes, use, differentiated=False)[0]
 
 
 def _forward(
@@ -162,52 +218,74 @@ def _forward(
     state_scales: dict,
     seen: dict,
     tap: jax.Array | None,
+    codes: Codes | None,
     use: Use,
     *,
     differentiated: bool = True,
 ):
-    """The output GEMM: ((output, seen, tap), residuals for ``_backward``)."""
+    """The output GEMM: ((output, seen, tap, slot), residuals for ``_backward``)."""
     groups = operands.groups_of(group_sizes, len(x))
-    saved = x, w
+    saved = (x if codes is None else None), w  # what stands for rows would take their memory
     if differentiated:
-        x, w = (derivatives.not_again(v, use.name) for v in saved)
-    tensors: dict[Role, jax.Array] = {"input": groups.only(x), "weight": w}
+        x, w = (derivatives.not_again(v, use.name) for v in (x, w))
+    tensors: dict[Role, jax.Array | Codes] = {"input": groups.only(x) if codes is None else codes, "weight": w}
     y, measured = _gemm("output", tensors, groups, state_scales, use)  # [M, K] x [E, K, N] -> [M, N]
     tap = None if tap is None else tap + stats.rows(measured)
-    return (y, _observed(seen, tensors, seen, groups, use), tap), (saved, group_sizes, state_scales, seen)
+    slot = _slot(y, len(w), use) if use.slot else None
+    return (y, _observed(seen, tensors, seen, groups, use), tap, slot), (saved, group_sizes, state_scales, seen, codes)
+
+
+def _slot(y: jax.Array, experts: int, use: Use) -> Slot:
+    """Zeros of the shapes of grad_output in FP8."""
+    spec = use.recipe.recipe.grad_input.a
+    assert spec is not None
+    table = jnp.zeros(() if spec.delayed else (experts, 1), jnp.float32)
+    codes, table = (attention_inputs.like(v, y) for v in (jnp.zeros(y.shape, DTYPES[spec.fmt.name]), table))
+    return Slot(codes, table, table, jnp.zeros(3, jnp.float32))  # an observation is of all devices
 
 
 def _backward(use: Use, residuals, cotangents):
     """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangents of seen and
     tap carry observations and measurements, as in ``linear``."""
-    ((x, w), group_sizes, state_scales, seen), (g, later, tap) = residuals, cotangents
-    groups = operands.groups_of(group_sizes, len(x))
+    ((x, w), group_sizes, state_scales, seen, codes), (g, later, tap, slot) = residuals, cotangents
+    groups = operands.groups_of(group_sizes, len(g))
     g = derivatives.not_again(g, use.name)
-    tensors: dict[Role, jax.Array] = {"input": groups.only(x), "weight": w, "grad_output": groups.only(g)}
+    tensors: dict[Role, jax.Array | Codes] = {"input": groups.only(x) if codes is None else codes, "weight": w}
+    tensors["grad_output"] = groups.only(g) if slot is None else Codes(slot.codes, slot.scale, slot.scale_inv)
     grad_input, of_first = _gemm("grad_input", tensors, groups, state_scales, use)  # [M, N] x [E, K, N] -> [M, K]
     grad_weight, of_second = _gemm("grad_weight", tensors, groups, state_scales, use)  # [M, N] x [M, K] -> [E, K, N]
     of_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups, use)
+    if slot is not None and "grad_output" in seen:
+        of_seen["grad_output"] = delayed.over_batch(delayed.larger(of_seen["grad_output"], slot.seen), seen["grad_output"])
     tap = None if tap is None else tap + stats.rows(of_first | of_second)
-    return grad_input, grad_weight, None, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap
+    return grad_input, grad_weight, None, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap, None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
 def _gemm(
-    which: Gemm, tensors: Mapping[Role, jax.Array], groups: Groups, state_scales: Mapping[Role, jax.Array], use: Use
+    which: Gemm, tensors: Mapping[Role, jax.Array | Codes], groups: Groups, state_scales: Mapping[Role, jax.Array], use: Use
 ) -> tuple[jax.Array, stats.Measured]:
-    """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the result's dtype; and
+    """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to the result's dtype; and
     measurements of its operands."""
     spec, roles, dtype = use.recipe.recipe.gemms[which], OPERANDS[which], use.dtypes[list(OPERANDS).index(which)]
-    out_dtype = gemm.output_dtype(spec, dtype)
+    out_dtype, (x_dtype, _, w_dtype) = gemm.output_dtype(spec, dtype), use.dtypes
     scope = f"{use.name}/{which}"
+
+    def operand(role: Role, of_gemm: CastSpec | None) -> Quantized | Segmented | jax.Array:
+        given = tensors[role]
+        if isinstance(given, Codes):
+            assert of_gemm is not None
+            return given.operand(of_gemm, -2 if which == "grad_weight" else -1, groups)
+        return quantize_operand(which, role, given, groups, use.recipe, state_scales.get(role), use.over)
+
     with jax.named_scope(scope):
-        a, b = (quantize_operand(which, role, tensors[role], groups, use.recipe, state_scales.get(role), use.over) for role in roles)
+        a, b = (operand(role, of_gemm) for role, of_gemm in zip(roles, (spec.a, spec.b), strict=True))
         if isinstance(a, jax.Array) or isinstance(b, jax.Array):
             # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
             a, b = (
-                v if isinstance(v, jax.Array) else operands.dequantized(v).astype(tensors[role].dtype)
+                v if isinstance(v, jax.Array) else operands.dequantized(v).astype(w_dtype if role == "weight" else x_dtype)
                 for role, v in zip(roles, (a, b), strict=True)
             )
             if which == "grad_weight":
@@ -221,62 +299,26 @@ def _gemm(
             assert isinstance(b, Quantized)
             out = operands.rows_by_weights(a, b, spec, groups, out_dtype, scope=scope)
     given = tuple(tensors[role] for role in roles)
+    assert not (use.observer or use.measures) or not any(isinstance(v, Codes) for v in given), "what observes sees rows"
     if use.observer is not None:
         grouped_reports.observe(use.observer, use.name, which, given, (a, b), groups, out)
     measured: stats.Measured = {}
     if use.measures:
-        measured = {(which, role): grouped_reports.measure(x, q, groups) for role, x, q in zip(roles, given, (a, b), strict=True)}
+        shown = zip(roles, given, (a, b), strict=True)
+        measured = {(which, role): grouped_reports.measure(x, q, groups) for role, x, q in shown}  # type: ignore[arg-type]
     return out.astype(dtype), measured
 
 
-def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, groups: Groups, use: Use) -> dict:
+def _observed(seen: dict, tensors: Mapping[Role, jax.Array | Codes], given: dict, groups: Groups, use: Use) -> dict:
     """seen, merged with the amaxes of those of its roles that are among tensors, on all devices, unless no
-    group has rows (X-9)."""
+    group has rows (X-9). What is FP8 already was observed before."""
     if not seen:
         return {}
     used, merged = (lax.pmax(groups.ends[-1], use.axes) if use.axes else groups.ends[-1]) > 0, {}
     for role, of_role in seen.items():
-        if role in tensors:
-            found = jnp.where(used, delayed.observe(tensors[role], over=use.axes), 0.0)
+        tensor = tensors.get(role)
+        if tensor is not None and not isinstance(tensor, Codes):
+            found = jnp.where(used, delayed.observe(tensor, over=use.axes), 0.0)
             of_role = delayed.larger(of_role, found)
         merged[role] = delayed.over_batch(of_role, given[role])
     return merged
-
-
-def _on_one_device(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, over: tuple[str, ...], name: str
-) -> tuple[jax.Array, jax.Array, jax.Array, tuple[str, ...]]:
-    """The arrays, inside shard_map marked as varying along all axes that one of them varies along, and those axes: so the
-    gradient of one that does not vary is summed over the devices. ValueError for scales that would be of several devices' groups;
-    axes of over that no array varies along."""
-    axes = frozenset().union(*map(sharding.varying, (x, w, group_sizes)))
-    if unknown := sorted(set(over) - axes):
-        raise ValueError(
-            f"{name}: over names axes of shard_map along which devices have rows of their own; got {', '.join(unknown)}, along which no "
-            "argument varies. Leave them out."
-        )
-    casts = [cast for spec in recipe.recipe.gemms.values() for cast in (spec.a, spec.b) if cast is not None]
-    if axes and recipe.amax == "all" and any(cast.delayed is None for cast in casts):
-        raise ValueError(
-            f"{name}: inside shard_map amaxes are of one device's groups; recipe {recipe.name!r} has amaxes of all groups, over "
-            f"{', '.join(sorted(axes))}. Use amaxes of a 'group', or plain jit."
-        )
-    return *(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes)), tuple(sorted(axes))  # type: ignore[return-value]
-
-
-def _check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> None:
-    """ValueError for shapes or dtypes that do not fit."""
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"{name}: a grouped linear takes x [M, K] and w [E, K, N] with the same K; got {x.shape} and {w.shape}.")
-    if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(
-            f"{name}: group_sizes are integers [E], one for each of {len(w)} weights; got {group_sizes.dtype} {group_sizes.shape}."
-        )
-    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(
-            f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first."
-        )
-    if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
-        raise ValueError(
-            f"{name}: FP8 needs K and N to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the experts or use recipe 'bf16'."
-        )

@@ -65,6 +65,34 @@ class Segmented(NamedTuple):
         return jnp.take(table, self.segment, axis=0, mode="clip")
 
 
+class Codes(NamedTuple):
+    """Rows [M, C] in FP8, which a cast somewhere else has made (spec X-14): codes uint8 or native float8; scale and scale_inv float32, () or [E, 1]
+    for each group."""
+
+    codes: jax.Array
+    scale: jax.Array
+    scale_inv: jax.Array
+
+    def operand(self, spec: CastSpec, axis: int, groups: Groups) -> "Quantized | Segmented":
+        """The rows as a GEMM takes them that reduces this axis, as of that cast."""
+        native = cast.DTYPES[spec.fmt.name]
+        codes = self.codes if self.codes.dtype == native else lax.bitcast_convert_type(self.codes, native)
+        if self.scale.ndim == 0:
+            made: dict = {"fmt": spec.fmt, "granularity": spec.granularity, "axis": axis}
+            return Quantized(codes=codes, scale=self.scale, scale_inv=self.scale_inv, **made)
+        return Segmented(codes, self.scale, self.scale_inv, groups.group, spec.fmt, spec.granularity, axis)
+
+
+class Slot(NamedTuple):
+    """Zeros that a grouped linear gives out beside its result. Their cotangent is grad_output in FP8: ``Codes``, and its observation
+    float32 [3], zeros where no scale is delayed."""
+
+    codes: jax.Array
+    scale: jax.Array
+    scale_inv: jax.Array
+    seen: jax.Array
+
+
 def groups_of(group_sizes: jax.Array, rows: int) -> Groups:
     """The groups of that many rows, one after another (X-1)."""
     sizes = group_sizes.astype(jnp.int32)

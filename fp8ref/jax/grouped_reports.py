@@ -6,7 +6,7 @@ linear's. ``measure`` measures all rows in groups, or all weights, together.
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,16 @@ def _of_weights(scale: jax.Array, q: Quantized) -> jax.Array:
 
 def _report(observer: Callable, name: str, which: Gemm, about: tuple, ends: np.ndarray, a: tuple, b: tuple, out: np.ndarray) -> None:
     """On the host: call the observer for each group."""
+    for _, parts, of_group in of_groups(which, about, ends, a, b, out):
+        observer(name, which, *parts, of_group)
+
+
+def of_groups(which: Gemm, about: tuple, ends, a: tuple, b: tuple, out) -> Iterator[tuple[int, list[tuple], np.ndarray]]:
+    """(e, operands, result) of each group's GEMM, as those of a linear.
+
+    about     of each operand: whether it is of rows, its granularity and axis.
+    a, b      the tensor, codes uint8 and scales of each, of all groups; with the results arrays of NumPy, or taken as such.
+    """
     ends, (a, b), out = np.asarray(ends), (tuple(map(np.asarray, v)) for v in (a, b)), np.asarray(out)
     first = 0
     shared = a[2].ndim == 0 and b[2].ndim == 0  # under delayed scaling
@@ -74,7 +84,7 @@ def _report(observer: Callable, name: str, which: Gemm, about: tuple, ends: np.n
         parts = [_part(v, how, which, e, begin, end, first) for v, how in zip((a, b), about, strict=True)]
         first += -(-(end - begin) // size)
         of_group = out[e].T if which == "grad_weight" else out[begin:end]  # [E, K, N], or rows
-        observer(name, which, *parts, of_group if len(of_group) else np.zeros((1, out.shape[-1]), out.dtype))
+        yield e, parts, of_group if len(of_group) else np.zeros((1, out.shape[-1]), out.dtype)
 
 
 def _part(arrays: tuple, how: tuple, which: Gemm, e: int, begin: int, end: int, first: int) -> tuple:

@@ -49,7 +49,7 @@ def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup) -> Moved:
     Gradient: of rows; each comes back to the rank that sent it.
     Raises:   ValueError: E that the number of ranks does not divide.
     """
-    given, taken, order, own = _plan(ends, group)
+    given, taken, order, own = plan(ends, group)
     received = _AllToAll.apply(x[: sum(given)], taken, given, group)
     return Moved(received[order], own, order, given, taken, len(x))
 
@@ -64,10 +64,10 @@ def dispatch_quantized(q: Quantized, ends: torch.Tensor, group: ProcessGroup) ->
         raise ValueError(
             f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along axis {q.axis}. Move the tensor, and cast it then."
         )
-    given, taken, order, own = _plan(ends, group)
+    given, taken, order, own = plan(ends, group)
     count = sum(given)
     codes, scale, scale_inv = (
-        _all_to_all(v[:count].contiguous(), taken, given, group)[order] for v in (q.codes.view(torch.uint8), q.scale, q.scale_inv)
+        all_to_all(v[:count].contiguous(), taken, given, group)[order] for v in (q.codes.view(torch.uint8), q.scale, q.scale_inv)
     )
     codes = codes.view(q.codes.dtype)
     return q._replace(codes=codes, scale=scale, scale_inv=scale_inv), Moved(codes, own, order, given, taken, len(q.codes))
@@ -106,22 +106,22 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup) -> torch.Tensor:
         ctx.taken, ctx.given, ctx.group = taken, given, group
-        return _all_to_all(x.contiguous(), taken, given, group)
+        return all_to_all(x.contiguous(), taken, given, group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return _all_to_all(grad.contiguous(), ctx.given, ctx.taken, ctx.group), None, None, None
+        return all_to_all(grad.contiguous(), ctx.given, ctx.taken, ctx.group), None, None, None
 
 
-def _all_to_all(x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup) -> torch.Tensor:
     """[sum(taken), C] of x [sum(given), C]."""
     out = x.new_empty(sum(taken), *x.shape[1:])
     distributed.all_to_all_single(out, x, taken, given, group=group)
     return out
 
 
-def _plan(ends: torch.Tensor, group: ProcessGroup) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
-    """(given, taken, order, ends of the rank's own groups) of ``Moved``."""
+def plan(ends: torch.Tensor, group: ProcessGroup) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
+    """(given, taken, order, ends of the rank's own groups) of ``Moved``. ValueError as dispatch."""
     ranks, experts = group.size(), len(ends)
     if experts % ranks:
         raise ValueError(f"experts are divisible by the {ranks} ranks that share them; got {experts}.")

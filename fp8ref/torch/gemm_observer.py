@@ -160,7 +160,7 @@ class _Reporter(TorchDispatchMode):
             if self._grouped_observer is not None:
                 self._grouped_observer(name, which, tensors, operands, groups, out)
                 return
-            for parts, of_out in _groups_of(which, tensors, operands, groups, out):
+            for _, parts, of_out in of_groups(which, tensors, operands, groups, out):
                 self._observer(name, which, *parts, of_out)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -206,8 +206,9 @@ class _Reporter(TorchDispatchMode):
         return hp.reshape(-1, hp.shape[-1])
 
 
-def _groups_of(which, tensors, operands, groups, out) -> Iterator[tuple[list[GemmOperand], torch.Tensor]]:
-    """(operands, result) of each group's GEMM, as those of a linear."""
+def of_groups(which, tensors, operands, groups, out) -> Iterator[tuple[int, list[GemmOperand], torch.Tensor]]:
+    """(e, operands, result) of each group's GEMM, as those of a linear: of what an observer of groups is given, those that
+    ``observe_gemms`` would report."""
     ends = groups.ends.tolist()
     of_each = [{e: part for e, *_, part in grouped_operands.parts_of(q, ends)} for q in operands]
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -226,7 +227,7 @@ def _groups_of(which, tensors, operands, groups, out) -> Iterator[tuple[list[Gem
             codes = torch.nn.functional.pad(codes, (0, 0, 0, max(1 - len(codes), 0)))
             parts.append(GemmOperand(whole, codes, part.scale, part.scale_inv, q.axis))
         of_out = out[e] if which == "grad_weight" else out[rows]
-        yield parts, of_out if len(of_out) else out.new_zeros(1, out.shape[-1])
+        yield e, parts, of_out if len(of_out) else out.new_zeros(1, out.shape[-1])
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,23 @@ observers: list[Callable[[Gemm, tuple[torch.Tensor, torch.Tensor], tuple[Quantiz
 """
 
 
+class Slot:
+    """Takes codes of grad_output from the backward pass of what follows a grouped linear to its own (spec X-14).
+
+    q         the rows in FP8, of an axis that does not matter; None until then.
+    """
+
+    q: Quantized | None = None
+
+
+class Ranks(NamedTuple):
+    """How ranks share a grouped linear, as ``apply`` says: shared, apart, and the slot of grad_codes."""
+
+    shared: str | None
+    apart: bool
+    slot: Slot | None
+
+
 class Bound(NamedTuple):
     """A grouped recipe that this backend runs, and its autograd.Function."""
 
@@ -47,6 +64,8 @@ def apply(
     observe: bool = True,
     shared: str | None = None,
     apart: bool = False,
+    input_codes: Quantized | None = None,
+    grad_codes: Slot | None = None,
     name: str = "a grouped linear",
 ) -> torch.Tensor:
     """output [M, N] = each group's rows of x [M, K] x its weight of w [E, N, K]; gradients by the
@@ -65,6 +84,11 @@ def apply(
               of them call this, also those without rows.
     apart     whether ranks have other experts: then the layer is used, and its weights are observed, though this
               rank has no rows (X-9).
+    input_codes
+              the rows in FP8, by one scale or that of each group, where x only stands for them, in dtype and shape; whose
+              codes all GEMMs take that would cast x (X-14). Observed before, by what made them.
+    grad_codes
+              where the backward pass finds grad_output in FP8 in the same way.
     name      for errors.
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
     Raises:   ValueError: shapes, dtypes or devices that do not fit; on a CPU offs that descend or
@@ -80,6 +104,7 @@ def apply(
     rows = len(x)
     if not rows and len(w) and (shared is not None or apart):  # a row of no group, as other ranks wait
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
+    given = None if input_codes is None else _filled(input_codes, len(x))
     if not len(x) or not len(w):
         # Zeros, and gradients that are zeros.
         return x.new_zeros(len(x), w.shape[1]) + (x[:0].sum() + w[:0].sum())
@@ -87,13 +112,16 @@ def apply(
     observes = observe and torch.is_grad_enabled()
     if observes and by_role:
         groups = operands.groups_of(offs, len(x))
-        of_forward: dict[Role, torch.Tensor] = {"input": groups.only(x), "weight": w}
+        of_forward: dict[Role, torch.Tensor] = {"weight": w}
+        if given is None:
+            of_forward["input"] = groups.only(x)
         for role, tensor in of_forward.items():
             if role in by_role:
                 merge_(by_role[role].seen, tensor, groups, apart)
     seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
     of_states = (by_role[role].scale if role in by_role else None for role in ROLES)
-    y = bound.function.apply(x, w, offs, seen, (shared, apart), *of_states)
+    codes = (None,) * 3 if given is None else (given.codes, given.scale, given.scale_inv)
+    y = bound.function.apply(x, w, offs, seen, Ranks(shared, apart, grad_codes), *codes, *of_states)
     return y if len(y) == rows else y[:rows]  # else of FSDP2 units a view, of which it warns
 
 
@@ -161,14 +189,18 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
             w: torch.Tensor,
             offs: torch.Tensor,
             seen: torch.Tensor | None,
-            ranks: tuple[str | None, bool],
+            ranks: Ranks,
+            codes: torch.Tensor | None,
+            scale: torch.Tensor | None,
+            scale_inv: torch.Tensor | None,
             *scales: torch.Tensor | None,
         ):
-            ctx.save_for_backward(x, w, offs, *scales)
+            ctx.save_for_backward(x, w, offs, codes, scale, scale_inv, *scales)
             ctx.seen, ctx.ranks = seen, ranks  # attributes: other uses may write seen before the backward pass
             groups = operands.groups_of(offs, len(x))
-            tensors: dict[Role, torch.Tensor] = {"input": groups.only(x), "weight": w}
-            return _gemm("output", tensors, groups, recipe, scales, ranks[0])  # [M, K] x [E, N, K] -> [M, N]
+            rows = _codes(codes, scale, scale_inv, recipe) or groups.only(x)
+            tensors: dict[Role, torch.Tensor | Quantized] = {"input": rows, "weight": w}
+            return _gemm("output", tensors, groups, recipe, scales, ranks.shared, x.dtype)  # [M, K] x [E, N, K] -> [M, N]
 
         @staticmethod
         @linear_input.without_autocast
@@ -185,41 +217,76 @@ def _backward(ctx, recipe: GroupedRecipe, grad_output: torch.Tensor) -> tuple[to
             "gradients of a grouped linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the "
             "experts in high precision."
         )
-    x, w, offs, *scales = ctx.saved_tensors
+    x, w, offs, codes, scale, scale_inv, *scales = ctx.saved_tensors
     groups = operands.groups_of(offs, len(x))
-    g = groups.only(grad_output)
-    shared, apart = ctx.ranks
-    if ctx.seen is not None:
-        merge_(ctx.seen, g, groups, apart)
+    shared, apart, slot = ctx.ranks
+    g: torch.Tensor | Quantized
+    if slot is None:
+        g = groups.only(grad_output)
+        if ctx.seen is not None:
+            merge_(ctx.seen, g, groups, apart)
+    else:
+        assert slot.q is not None, "grad_output moved in codes, and the slot has none"
+        g, slot.q = _filled(slot.q, len(x)), None
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_input = _gemm("grad_input", {"grad_output": g, "weight": w}, groups, recipe, scales, shared)  # [M, N] x [E, N, K] -> [M, K]
+        tensors: dict[Role, torch.Tensor | Quantized] = {"grad_output": g, "weight": w}
+        grad_input = _gemm("grad_input", tensors, groups, recipe, scales, shared, x.dtype)  # [M, N] x [E, N, K] -> [M, K]
     if ctx.needs_input_grad[1]:
-        tensors: dict[Role, torch.Tensor] = {"grad_output": g, "input": groups.only(x)}
-        grad_weight = _gemm("grad_weight", tensors, groups, recipe, scales, shared)  # [M, N] x [M, K] -> [E, N, K]
+        tensors = {"grad_output": g, "input": _codes(codes, scale, scale_inv, recipe) or groups.only(x)}
+        grad_weight = _gemm("grad_weight", tensors, groups, recipe, scales, shared, x.dtype)  # [M, N] x [M, K] -> [E, N, K]
     return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
 
 
 def _gemm(
     which: Gemm,
-    tensors: Mapping[Role, torch.Tensor],
+    tensors: Mapping[Role, torch.Tensor | Quantized],
     groups: Groups,
     recipe: GroupedRecipe,
     scales: Sequence[torch.Tensor | None],
     shared: str | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One of the three grouped GEMMs: quantize, multiply, round as G-8 says, cast to the dtype of the operands."""
+    """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to the dtype of the operands."""
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
-    dtype = tensors[roles[0]].dtype
-    a, b = (quantize_operand(which, role, tensors[role], groups, recipe, scales[ROLES.index(role)], shared) for role in roles)
+
+    def operand(role: Role) -> Quantized | torch.Tensor:
+        given = tensors[role]
+        if isinstance(given, Quantized):
+            return given._replace(axis=-2 if which == "grad_weight" else -1)
+        return quantize_operand(which, role, given, groups, recipe, scales[ROLES.index(role)], shared)
+
+    a, b = map(operand, roles)
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         out = grouped_gemm.multiply(which, a, b, groups, spec, gemm.output_dtype(spec, dtype))
         for observer in observers:
-            observer(which, (tensors[roles[0]], tensors[roles[1]]), (a, b), groups, out)
+            observer(which, (tensors[roles[0]], tensors[roles[1]]), (a, b), groups, out)  # type: ignore[arg-type]
         return out.to(dtype)
     # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
     a, b = (operands.dequantized(v, groups).to(dtype) if isinstance(v, Quantized) else v for v in (a, b))
     return grouped_gemm.multiply_hp(which, a, b, groups)
+
+
+def _codes(
+    codes: torch.Tensor | None, scale: torch.Tensor | None, scale_inv: torch.Tensor | None, recipe: GroupedRecipe
+) -> Quantized | None:
+    """input_codes of the tensors that autograd saved; None if there are none."""
+    if codes is None:
+        return None
+    how = recipe.recipe.output.a
+    assert how is not None
+    assert scale is not None
+    assert scale_inv is not None
+    return Quantized(codes, scale, scale_inv, how.fmt, how.granularity, -1)
+
+
+def _filled(q: Quantized, rows: int) -> Quantized:
+    """Codes with zeros in further rows, which are of no group."""
+    missing = rows - len(q.codes)
+    if not missing:
+        return q
+    codes = torch.nn.functional.pad(q.codes.view(torch.uint8), (0, 0, 0, missing))
+    return q._replace(codes=codes.view(q.codes.dtype))
 
 
 def _states(

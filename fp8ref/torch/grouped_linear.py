@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from fp8ref import grouped as recipes
 from fp8ref.grouped import GroupedRecipe
-from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.recipe import RECIPES, Recipe, Role
 from fp8ref.torch import delayed, grouped, grouped_gemm
+from fp8ref.torch.grouped_operands import Groups
+from fp8ref.torch.scaling import Quantized
 
 
 class GroupedLinear(nn.Module):
@@ -39,12 +41,20 @@ class GroupedLinear(nn.Module):
         self.states = nn.ModuleDict()
         self._take("bf16")
 
-    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """rows [M, K] of groups that end at ends -> [M, N]. Raises as ``grouped.apply``."""
+    def forward(
+        self, rows: torch.Tensor, ends: torch.Tensor, *, input_codes: Quantized | None = None, grad_codes: grouped.Slot | None = None
+    ) -> torch.Tensor:
+        """rows [M, K] of groups that end at ends -> [M, N]; input_codes, grad_codes and what it raises as ``grouped.apply``."""
         cut = isinstance(self.weight, DTensor)
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         how: dict = {"states": self.states, "observe": self.training, "shared": self.shared, "apart": cut, "name": self.fqn}
-        return grouped.apply(rows, weight, ends, recipe=self._bound, **how)
+        return grouped.apply(rows, weight, ends, recipe=self._bound, input_codes=input_codes, grad_codes=grad_codes, **how)
+
+    def observe_rows(self, role: Role, rows: torch.Tensor, groups: Groups) -> None:
+        """Observe input or grad_output of all experts before it moves to them, in training, if its scale is delayed (X-14)."""
+        training = self.training and (torch.is_grad_enabled() or role == "grad_output")
+        if training and role in self.states:
+            grouped.merge_(self.states[role].seen, rows, groups, True)  # type: ignore[arg-type]
 
     def convert(self, recipe: str | Recipe | GroupedRecipe, *, group: str | None = None) -> None:
         """Multiply by this recipe from now on, with new states of delayed scaling.

@@ -74,12 +74,13 @@ def quantize_rows(
     groups: Groups,
     amax: Amax,
     scale: torch.Tensor | None = None,
-    shared: str | None = None,
+    shared: str | tuple[str, ...] | None = None,
 ) -> Quantized:
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2.
 
     scale     of a delayed state; None: by x's amaxes.
-    shared    name of the process group whose ranks have rows of the same groups: a scale of all of a group's rows is of all of them.
+    shared    name of the process group whose ranks have rows of the same groups, or of several that together connect them: a scale of all
+              of a group's rows is of all of them.
     Raises:   ValueError: as ``scaling.quantize``.
     """
     kind = by_name(spec.granularity)
@@ -98,8 +99,9 @@ def quantize_rows(
     largest = magnitudes.new_zeros(count + 1, magnitudes.shape[1])
     largest = largest.scatter_reduce(0, segment[:, None].expand_as(magnitudes), magnitudes, "amax")
     largest = largest.float()
-    if shared is not None and kind.reduced is None:
-        largest = scaling.merge_amax(largest, shared)
+    if kind.reduced is None:
+        for name in (shared,) if isinstance(shared, str) else shared or ():
+            largest = scaling.merge_amax(largest, name)
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
     codes = scaling.scaled_codes(x, table.scale[segment], spec.fmt)
     scale, scale_inv = (v[:count, 0] if spec.granularity == "tensorwise" else v[:count] for v in table)

@@ -3,7 +3,9 @@ import re
 
 import numpy as np
 import pytest
+import ranks
 import torch
+from torch import distributed
 from torchao.float8 import float8_utils
 
 from fp8ref import cli, llama
@@ -66,17 +68,57 @@ def test_an_output_that_overflows_is_located(recipe, linear, row, backend, small
     assert not found.ok
 
 
-@BACKENDS
-def test_an_experts_output_that_overflows_is_located(backend, small, tmp_path):  # K-9, M-8
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
-    config = small.replace(numerics={"recipe": "rowwise"}, model=experts)
-    name = f"{LAYER}.mlp.experts.up_proj"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
+
+
+def of_experts(config) -> dict[str, np.ndarray]:
+    """Weights at which feature 5 of each expert's up_proj overflows."""
     weights = llama.initial_weights(config.model, seed=0)
     weights[llama.EMBEDDING][:] = np.where(np.arange(config.model.hidden_size) % 2, -1, 1)
     weights[llama.EMBEDDING][TOKEN] = 1
     weights[f"{LAYER}.self_attn.v_proj.weight"][:] = weights[f"{LAYER}.mlp.experts.down_proj.weight"][:] = 0
-    weights[f"{name}.weight"][:, 5] = 1e38  # of each expert, times TOKEN's 32 ones
-    found = rerun(kept(config, backend, weights, tmp_path))
+    weights[f"{LAYER}.mlp.experts.up_proj.weight"][:, 5] = 1e38  # of each expert, times TOKEN's 32 ones
+    return weights
+
+
+def kept_on_ranks(config, out):
+    """``kept`` by ranks that hold experts apart, under tensorwise scaling."""
+    config = configs.from_dict(config)
+    trainer = loop.trainer("torch", config, of_experts(config))
+
+    class Ranks(Alone):
+        first = distributed.get_rank() == 0
+
+        def gather(self, value):
+            found = [None] * distributed.get_world_size()
+            distributed.all_gather_object(found, value)
+            return found
+
+    metrics = trainer.step(TOKENS)
+    assert not np.isfinite(metrics["loss"])
+    failed_step.write(out, trainer, config, TOKENS, metrics | {"step": 3}, Ranks())
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_step_of_experts_apart_is_rerun_on_one_device(backend, small, tmp_path):  # K-9, M-9
+    config = small.replace(numerics={"recipe": "tensorwise"}, model=EXPERTS, parallel={"expert": 2})
+    if backend == "torch":
+        ranks.run(2, kept_on_ranks, configs.to_dict(config), tmp_path)
+        path = tmp_path / failed_step.FOLDER / "step-00000003"
+    else:
+        path = kept(config, backend, of_experts(config), tmp_path)
+    found = rerun(path)
+    assert (found.first.layer, found.first.role, found.first.element[-1]) == (f"{LAYER}.mlp.experts.up_proj", "output", 5)
+    assert found.reproduced
+    assert found.faithful
+
+
+@BACKENDS
+def test_an_experts_output_that_overflows_is_located(backend, small, tmp_path):  # K-9, M-8
+    config = small.replace(numerics={"recipe": "rowwise"}, model=EXPERTS)
+    name = f"{LAYER}.mlp.experts.up_proj"
+    found = rerun(kept(config, backend, of_experts(config), tmp_path))
     assert (found.first.layer, found.first.role, found.first.element[-1], found.first.found_by) == (name, "output", 5, "sim")
     assert found.first.value == np.inf
     assert found.reproduced

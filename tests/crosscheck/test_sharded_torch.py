@@ -233,3 +233,37 @@ def test_refusals_of_the_command(small, capsys):
     assert cli.main(["crosscheck", "tiny", "--backend", "torch", "--sharded", "1"]) == 2
     assert cli.main(["crosscheck", "tiny", "--backend", "jax", "--sharded", "2", "--steps", "3"]) == 2
     assert "no --steps" in capsys.readouterr().err
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "qk_norm": True}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "n", "expert"),
+    [
+        ("tensorwise", 2, 2),
+        pytest.param("delayed", 4, 2, marks=pytest.mark.slow),
+        pytest.param("rowwise", 4, None, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_on_ranks_hold_to_the_simulator(recipe, n, expert, small, monkeypatch):  # X-3, X-13, X-15
+    """One mesh of fsdp x expert, or every mesh."""
+    if expert:
+        monkeypatch.setattr(sharded_torch, "_meshes_of_experts", lambda n: [sharded_torch._Mesh(1, n // 2, expert=2)])
+        monkeypatch.setattr(sharded_torch, "SCOPES", ("global",))
+    config = small.replace(numerics={"recipe": recipe}, model=EXPERTS, data={"batch_size": n})
+    report, unfit = sharded_torch.crosscheck(config, n, steps=1)
+    assert report.ok, failed(report)
+    assert all("runs are compared with each other" in why for why in unfit.values())
+    name = f"torch 1x{n // 2}x2 expert global"
+    layer = "model.layers.0.mlp.experts.up_proj"
+    for what in ("input/codes", "input/scale", "weight/codes", "weight/scale", "grad_output/codes", "grad_output/scale"):
+        assert report.checks[f"{layer}/{what}/{name}"].equal > 0
+        assert report.checks[f"{layer}/{what}/torch one process"].equal > 0
+    for which in ("output", "grad_input", "grad_weight"):
+        assert report.checks[f"{layer}/{which}/value/{name}"].compared > 0
+    assert report.checks[f"model/losses/value/{name} compute"].equal == n - (recipe == "rowwise")  # without FP8 gathers it is the first
+    assert report.checks[f"{layer}/weights/value/{name} compute rows"].equal == n * 4 * 16 * 32  # X-14
+    if expert is None:
+        meshes = {check.split("/torch ")[1].split()[0] for check in report.checks if "/torch " in check} - {"one"}
+        assert meshes == {"4x1", "2x2", "1x4", "2x1x2", "1x2x2", "1x1x4"}

@@ -80,6 +80,11 @@ def test_rows_are_sent_to_their_experts_and_back():  # X-13
         assert torch[purpose].elements == rows * 3 / 4  # those of others
         assert jax[purpose].elements == rows * 3  # a buffer of all to each of three
         assert torch[purpose].bytes == 2 * torch[purpose].elements
+    for recipe, size in (("tensorwise", 1), ("delayed", 1), ("blockwise", 2)):
+        sent = traffic.flows(tiny(expert=4).replace(numerics={"recipe": recipe}), "jax")["rows, sent to their experts"]
+        assert sent.bytes == size * sent.elements
+    in_rows = traffic.flows(tiny(expert=4, expert_dispatch="compute").replace(numerics={"recipe": "tensorwise"}), "jax")
+    assert in_rows["rows, sent to their experts"].bytes == 2 * rows * 3
     assert "rows, sent back" not in traffic.flows(tiny(fsdp=4), "jax")
     again = traffic.flows(tiny(expert=4, checkpointing="full"), "torch")
     assert again["rows, sent back"].elements == torch["rows, sent back"].elements * 3 / 2

@@ -133,7 +133,7 @@ def test_meshes_train_as_one_device_does(recipe, parallel, mixture):  # X-13, P-
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_ranks_is_read_by_others(mixture, tmp_path):  # K-2
+def test_a_checkpoint_of_ranks_is_read_by_others(mixture, tmp_path):  # K-2, M-9
     """Two steps apart, then two on one device and on meshes: they begin with the same weights, bit for bit, and train as one device does."""
     saved = on_ranks(mixture("delayed", {"expert": 2}), 2, save=tmp_path / "state")
     one, *many = (
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_ranks_is_read_by_others(mixture, tmp_path):  # K-2
         ({"fsdp": 2, "reduce_dtype": "float8_e4m3fn"}, "gradients that are summed in float32 or bfloat16"),
     ],
 )
-def test_what_experts_on_meshes_do_not_take_is_refused_by_name(keys, said, mixture):  # M-8
+def test_what_experts_on_meshes_do_not_take_is_refused_by_name(keys, said, mixture):  # M-9
     with pytest.raises((ValueError, ConfigError), match=said):
         mixture("rowwise", keys)
 

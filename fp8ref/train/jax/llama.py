@@ -20,11 +20,12 @@ from fp8ref import llama
 from fp8ref.attention import Arithmetic, Mask, Variant
 from fp8ref.attention_casts import Casts
 from fp8ref.hardware import Multiply
-from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, expert_parallel, grouped, linear
+from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, grouped, linear
+from fp8ref.jax.grouped_operands import Codes, Slot
 from fp8ref.jax.scaling import Quantized
 from fp8ref.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig, sinks_of
 from fp8ref.recipe import Recipe
-from fp8ref.train.jax import experts
+from fp8ref.train.jax import expert_dispatch, experts
 from fp8ref.train.jax.experts import Balance
 from fp8ref.train.jax.mesh import Layout
 
@@ -142,22 +143,31 @@ class Pass:
     def grouped(self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
         """rows [M, K] in groups x w [E, N, K], this device's piece, -> [M, N], with the state and observations of
         the grouped linear ``name``."""
+        return self.grouped_codes(rows, w, sizes, recipe, name, None, False)[0]
+
+    def grouped_codes(
+        self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str, codes: Codes | None, grad_codes: bool
+    ) -> tuple[jax.Array, Slot | None]:
+        """``grouped`` of rows that came in FP8, or whose gradient will, and the slot of that (X-14)."""
         layout = self.layout
         over = layout.sharing_groups if layout else ()
 
-        def product(rows, w, state, seen, tap):
-            w = checkpoint_name(layout.expert_weights(w), GATHERED) if layout else w
-            how: dict = {"recipe": recipe, "state": state, "seen": seen, "over": over, "tap": tap}
-            return grouped.apply_with_stats(rows, w.swapaxes(-1, -2), sizes, **how, name=name)
+        def product(rows, w, state, seen, tap, codes):
+            w = (checkpoint_name(layout.expert_weights(w), GATHERED) if layout else w).swapaxes(-1, -2)
+            how: dict = {"recipe": recipe, "state": state, "seen": seen, "over": over, "name": name}
+            if codes is None and not grad_codes:
+                return *grouped.apply_with_stats(rows, w, sizes, **how, tap=tap), None
+            y, seen, slot = grouped.apply_codes(rows, w, sizes, **how, input_codes=codes, grad_codes=grad_codes)
+            return y, seen, tap, slot
 
         if layout and layout.gathers_experts:  # gathered again in the backward pass, as fsdp does
             product = jax.checkpoint(product, policy=jax.checkpoint_policies.save_anything_except_these_names(GATHERED), prevent_cse=True)
-        y, seen, tap = product(rows, w, self.state.get(name), self.seen.get(name), self.taps.get(name))
+        y, seen, tap, slot = product(rows, w, self.state.get(name), self.seen.get(name), self.taps.get(name), codes)
         if seen is not None:
             self.seen[name] = seen
         if tap is not None:
             self.taps[name] = tap
-        return checkpoint_name(y, "linear")
+        return checkpoint_name(y, "linear"), slot
 
     def of(self, layer: str) -> tuple[dict, ...]:
         """(states, observations, taps, copies, factors) of what a layer has, by name."""
@@ -264,11 +274,24 @@ class Experts(nnx.Module):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
 
     def __call__(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
-        def product(x: jax.Array, of: Linear) -> jax.Array:
-            return run.grouped(x, of.weight[...], sizes, of.recipe, of.name)
+        return self._product(rows, sizes, run, None, False)[0]
 
-        gate, up = jax.lax.optimization_barrier((product(rows, self.gate_proj), product(rows, self.up_proj)))
-        return product(_swiglu(gate, up), self.down_proj)
+    def apart(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
+        """Rows of all experts, in groups of these sizes, through the devices that have the experts (X-13)."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        moved, codes = expert_dispatch.dispatched(run, rows, sizes, {of.name: of.recipe for of in (gate, up)})
+        y, slot = self._product(moved.rows, moved.sizes, run, codes, expert_dispatch.gradients_move_as_codes(run, down.recipe))
+        return expert_dispatch.combined(run, y, slot, moved, sizes, down.name, down.recipe)
+
+    def _product(
+        self, rows: jax.Array, sizes: jax.Array, run: Pass, codes: Codes | None, grad_codes: bool
+    ) -> tuple[jax.Array, Slot | None]:
+        def product(x: jax.Array, of: Linear, codes: Codes | None, grad_codes: bool) -> tuple[jax.Array, Slot | None]:
+            return run.grouped_codes(x, of.weight[...], sizes, of.recipe, of.name, codes, grad_codes)
+
+        (gate, _), (up, _) = (product(rows, of, codes, False) for of in (self.gate_proj, self.up_proj))
+        gate, up = jax.lax.optimization_barrier((gate, up))
+        return product(_swiglu(gate, up), self.down_proj, None, grad_codes)
 
 
 class MixtureMLP(nnx.Module):
@@ -297,8 +320,7 @@ class MixtureMLP(nnx.Module):
         axis = run.layout.expert_axis if run.layout else None
         if axis is None:
             return self.experts(rows, sizes, run)
-        moved = expert_parallel.dispatch(rows, sizes, axis)
-        return expert_parallel.combine(self.experts(moved.rows, moved.sizes, run), moved, axis)
+        return self.experts.apart(rows, sizes, run)
 
 
 class Layer(nnx.Module):

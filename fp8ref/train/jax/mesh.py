@@ -238,6 +238,11 @@ class Layout:
         return "expert" if self.mapped and self._apart else None
 
     @property
+    def moves_codes(self) -> bool:
+        """Whether rows are sent to their experts in FP8, where that changes no bit (X-14)."""
+        return self.expert_axis is not None and self.config.expert_dispatch == "fp8"
+
+    @property
     def sharing_groups(self) -> tuple[str, ...]:
         """The mesh axes along which devices have rows of the same experts, and share their scales: under scope global those
         along which they have the same experts."""

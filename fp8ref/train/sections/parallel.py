@@ -22,6 +22,9 @@ class ParallelConfig:
     expert: int = 1
     """Expert-parallel devices of a model with experts: each has a part of the batch and experts of its own, to which all send their rows. All other
     matrices are sharded over them as over fsdp."""
+    expert_dispatch: Literal["fp8", "compute"] = "fp8"
+    """Dtype in which rows are sent to their experts, and gradients of the results: FP8 where one scale of an expert's rows serves both GEMMs that
+    take them (tensorwise, delayed), else the compute dtype; or the compute dtype. Results are the same bits."""
     tensor: int = 1
     """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False

@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import expert_parallel
+from fp8ref.torch import expert_codes, expert_parallel
 from fp8ref.torch.grouped_linear import GroupedLinear
+from fp8ref.torch.scaling import Quantized
 
 
 class Balance(NamedTuple):
@@ -55,19 +56,24 @@ class Projections(nn.Module):
         self.up_proj = GroupedLinear(experts, hidden, inner)
         self.down_proj = GroupedLinear(experts, inner, hidden)
 
-    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """rows [M, hidden] of groups that end at ends."""
-        gate, up = self.gate_proj(rows, ends).float(), self.up_proj(rows, ends).float()
-        return self.down_proj((functional.silu(gate) * up).to(rows.dtype), ends)
+    def forward(
+        self, rows: torch.Tensor, ends: torch.Tensor, codes: Quantized | None = None, slot: expert_codes.Slot | None = None
+    ) -> torch.Tensor:
+        """rows [M, hidden] of groups that end at ends; in FP8 codes, where rows only stand for them. slot: that of the result's gradient."""
+        gate, up = (of(rows, ends, input_codes=codes).float() for of in (self.gate_proj, self.up_proj))
+        return self.down_proj((functional.silu(gate) * up).to(rows.dtype), ends, grad_codes=slot)
 
 
 class MixtureMLP(nn.Module):
     """The weighted sum of a token's experts, and a shared MLP's output if there is one: [B, T, hidden] of x's shape.
 
     group   of ranks that have different experts, to which rows are sent (X-13); None: this rank has all.
+    in_codes
+            whether rows and gradients of results are sent in FP8 where that changes no bit (X-14).
     """
 
     group: ProcessGroup | None = None
+    in_codes = True
 
     def __init__(self, config: LlamaConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -98,8 +104,16 @@ class MixtureMLP(nn.Module):
         """rows [M, hidden] of all experts, in groups that end at ends -> [M, hidden]."""
         if self.group is None:
             return self.experts(rows, ends)
-        moved = expert_parallel.dispatch(rows, ends, self.group)
-        return expert_parallel.combine(self.experts(moved.rows, moved.ends), moved, self.group)
+        of, codes, slot = self.experts, None, None
+        if self.in_codes:
+            moved, codes = expert_codes.dispatch(rows, ends, self.group, (of.gate_proj, of.up_proj))
+            slot = expert_codes.Slot() if expert_codes.cast_of([of.down_proj], "grad_output") and torch.is_grad_enabled() else None
+        else:
+            moved = expert_parallel.dispatch(rows, ends, self.group)
+        y = of(moved.rows, moved.ends, codes, slot)
+        if slot is None:
+            return expert_parallel.combine(y, moved, self.group)
+        return expert_codes.combine(y, moved, ends, self.group, of.down_proj, slot)
 
 
 def balancing_loss(found: Sequence[Balance], chosen: int, ranks: ProcessGroup | None = None) -> torch.Tensor:

@@ -126,6 +126,7 @@ class Step:
                 module.attend_by(self.config.attention_variant, keys.attention_arithmetic, name, **how)
             elif isinstance(module, MixtureMLP) and self.mesh is not None and self.config.parallel.expert > 1:
                 module.group = self.mesh.get_group("expert")
+                module.in_codes = self.config.parallel.expert_dispatch == "fp8"
         return model
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:

@@ -20,7 +20,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.stats import Operand, merged, planned
 from fp8ref.torch import attention_kernel, attention_observer, attention_stats, delayed, hardware, health, proof, stats
-from fp8ref.torch.gemm_observer import observe_gemms
+from fp8ref.torch.gemm_observer import observe_gemms, of_groups
 from fp8ref.torch.parallel import AXES
 from fp8ref.torch.proof.records import unwrapped
 from fp8ref.train import device_shapes, train_state
@@ -180,27 +180,36 @@ class Trainer:
         """The most bytes of GPU memory in tensors since the trainer was made; None on a CPU."""
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
-    def observe(self, tokens: np.ndarray, observer, attention: Callable | None = None) -> None:
+    def observe(self, tokens: np.ndarray, observer, attention: Callable | None = None, experts: Callable | None = None) -> None:
         """A forward and backward pass whose FP8 GEMMs call observer (see ``observe_gemms``), and whose attention by a
         variant calls attention (see ``observe_attention``).
+
+        experts  called in place of observer for each expert's GEMM that this rank computes, with the expert's number here after
+                 the GEMM.
 
         Nothing is updated.
 
         Each microbatch reports once.
         """
 
-        def as_numpy(name, gemm, a, b, out):
+        def arrays(a, b, out):
             # as float32, which holds every bfloat16 value: NumPy has no bfloat16
-            operands = [(_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale, *_ in (a, b)]
-            observer(name, gemm, *operands, _copy(out.float()))
+            return *((_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale, *_ in (a, b)), _copy(out.float())
+
+        def as_numpy(name, gemm, a, b, out):
+            observer(name, gemm, *arrays(a, b, out))
+
+        def of_experts(name, gemm, *groups):
+            for e, (a, b), out in of_groups(gemm, *groups):
+                experts(name, gemm, e, *arrays(a, b, out))  # type: ignore[misc]
 
         def shown(name, phase, tensors):
-            arrays = {key: _copy(x if x.dtype == torch.uint8 else x.float()) for key, x in tensors.items()}
-            attention(name, phase, arrays)  # type: ignore[misc]
+            found = {key: _copy(x if x.dtype == torch.uint8 else x.float()) for key, x in tensors.items()}
+            attention(name, phase, found)  # type: ignore[misc]
 
         with contextlib.ExitStack() as observing:
             observing.enter_context(self._step.uncast())
-            observing.enter_context(observe_gemms(self.model, as_numpy))
+            observing.enter_context(observe_gemms(self.model, as_numpy, None if experts is None else of_experts))
             if attention is not None:
                 observing.enter_context(attention_observer.observe_attention(dict(self._attention()), None, shown))
             self._step.backward(tokens)

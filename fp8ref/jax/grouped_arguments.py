@@ -1,0 +1,46 @@
+"""What a grouped linear takes: arrays that fit, and how shard_map cuts them (spec X)."""
+
+import jax
+import jax.numpy as jnp
+
+from fp8ref.grouped import GroupedRecipe
+from fp8ref.jax import attention_inputs, sharding
+
+
+def on_one_device(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, over: tuple[str, ...], name: str
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[str, ...]]:
+    """The arrays, inside shard_map marked as varying along all axes that one of them varies along, and those axes: so the
+    gradient of one that does not vary is summed over the devices. ValueError for scales that would be of several devices' groups;
+    axes of over that no array varies along."""
+    axes = frozenset().union(*map(sharding.varying, (x, w, group_sizes)))
+    if unknown := sorted(set(over) - axes):
+        raise ValueError(
+            f"{name}: over names axes of shard_map along which devices have rows of their own; got {', '.join(unknown)}, along which no "
+            "argument varies. Leave them out."
+        )
+    casts = [cast for spec in recipe.recipe.gemms.values() for cast in (spec.a, spec.b) if cast is not None]
+    if axes and recipe.amax == "all" and any(cast.delayed is None for cast in casts):
+        raise ValueError(
+            f"{name}: inside shard_map amaxes are of one device's groups; recipe {recipe.name!r} has amaxes of all groups, over "
+            f"{', '.join(sorted(axes))}. Use amaxes of a 'group', or plain jit."
+        )
+    return *(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes)), tuple(sorted(axes))  # type: ignore[return-value]
+
+
+def check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> None:
+    """ValueError for shapes or dtypes that do not fit."""
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"{name}: a grouped linear takes x [M, K] and w [E, K, N] with the same K; got {x.shape} and {w.shape}.")
+    if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"{name}: group_sizes are integers [E], one for each of {len(w)} weights; got {group_sizes.dtype} {group_sizes.shape}."
+        )
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first."
+        )
+    if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
+        raise ValueError(
+            f"{name}: FP8 needs K and N to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the experts or use recipe 'bf16'."
+        )
