@@ -66,8 +66,9 @@ def of_step(config: Config, backend: str) -> list[tuple[Collective, int]]:
 
 def _of_part(config: Config, backend: str) -> Iterator[Collective]:
     """Those of one microbatch."""
+    recipes = {f"{d.path}.weight": d.recipe for d in config.decisions() if d.experts is None}
     for name, shape in llama.parameter_shapes(config.model).items():
-        yield from _of_parameter(name, shape, config, backend)
+        yield from _of_parameter(name, shape, recipes.get(name), config, backend)
     keys = config.parallel
     if keys.context > 1:
         yield from _context(config)
@@ -104,8 +105,8 @@ def _squares(config: Config) -> int:
     return sum(which) - max(0, joined - 1)
 
 
-def _of_parameter(name: str, shape: tuple[int, ...], config: Config, backend: str) -> Iterator[Collective]:
-    """A parameter's gathers, and the sums of its gradient."""
+def _of_parameter(name: str, shape: tuple[int, ...], recipe: Recipe | None, config: Config, backend: str) -> Iterator[Collective]:
+    """A parameter's gathers, and the sums of its gradient. recipe: of the linear whose weight it is; None of all else."""
     keys = config.parallel
     linear = name.removesuffix(".weight")
     piece = math.prod(at_rest(name, shape, config, backend))
@@ -121,7 +122,6 @@ def _of_parameter(name: str, shape: tuple[int, ...], config: Config, backend: st
     table = name == llama.EMBEDDING
     # float32 of a table that is not rounded first, FP8 codes, or bfloat16
     as_it_is = table and (backend == "torch" or keys.through == "jit")
-    recipe = next((d.recipe for d in config.decisions() if d.path == linear and d.experts is None), None)
     dtypes = ["float32" if as_it_is else "bfloat16"] * 3
     if recipe is not None and in_fp8(recipe, config, backend):
         casts = (recipe.output.b, recipe.grad_input.b, recipe.output.b)
