@@ -81,8 +81,9 @@ Two `nn.Dense` layers of linen, 4096 to 14336 to 4096 features with a GELU betwe
 own, in bfloat16 and with its `Fp8DirectDotGeneralOp`, and with fp8ref's hooks. Four sequences of 1024 tokens a device; on eight, parameters and
 batch are cut along one axis, and XLA inserts the collectives. Must move is the least on one device, if no kernel keeps a tensor for the next: a
 tensor is read for its amax, read again to be cast, and its codes are written once for each order in which a GEMM reads them. By XLA is that of
-kernels as XLA fuses them: GELU's tanh is kept, a kernel takes maxima along one axis, and one that transposes takes none. The last two rows quantize
-by two kernels of Pallas what has codes by rows and by columns (benchmarks/aot_kernels.py); turned: GELU's output in the order of its columns.
+kernels as XLA fuses them: GELU's tanh is kept, a kernel takes maxima along one axis, and one that transposes takes none. The last rows quantize
+by kernels of Pallas (benchmarks/aot_kernels.py) what has codes by rows and by columns; turned: GELU's output in the order of its columns; GELU: a model
+of its own, whose kernels compute GELU and its gradient, hold whole rows or columns, and read the first layer's float32 master.
 
 | layers | H200s | GEMMs write | outside GEMMs, GB in kernels | must move, GB | by XLA, GB | between devices, MiB | temporary, MiB |
 |---|---|---|---|---|---|---|---|"""
@@ -137,6 +138,7 @@ HOOKS = {"Flax, bfloat16": None, "Flax, FP8": fp8_ops.Fp8DirectDotGeneralOp} | {
     recipe: fj.flax.linen_dot_general(recipe) for recipe in ("bf16", "tensorwise", "rowwise", "delayed")
 }
 BY_KERNELS = {"rowwise, kernels": aot_kernels.dot_general(False), "rowwise, kernels, turned": aot_kernels.dot_general(True)}
+WITH_GELU = "rowwise, kernels, GELU"
 # model, layers, devices, recipe, checkpointing, loss
 LARGE = [
     ("llama-8b", 8, 8, "bf16", "full", "whole"),
@@ -307,7 +309,8 @@ def flax_layers(name: str, devices: int, target: str) -> dict:
         placed = NamedSharding(mesh, P(*spec)) if devices > 1 else SingleDeviceSharding(h200s[0])
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
 
-    model, x = MLP((HOOKS | BY_KERNELS)[name]), jax.ShapeDtypeStruct((SEQUENCES * devices, LENGTH, MODEL.hidden_size), jnp.bfloat16)
+    model = aot_kernels.GeluMLP(MODEL.intermediate_size) if name == WITH_GELU else MLP((HOOKS | BY_KERNELS)[name])
+    x = jax.ShapeDtypeStruct((SEQUENCES * devices, LENGTH, MODEL.hidden_size), jnp.bfloat16)
     variables = jax.tree.map(shape, jax.eval_shape(model.init, jax.random.key(0), x))
     variables |= {"params": jax.tree.map(lambda weight: shape(weight, "fsdp"), variables["params"])}
 
@@ -549,7 +552,7 @@ def main() -> None:
             "rows": (measure, CASES),
             "layers": (
                 flax_layers,
-                [*((name, devices) for devices, name in itertools.product((1, 8), HOOKS)), *((name, 1) for name in BY_KERNELS)],
+                [*((name, devices) for devices, name in itertools.product((1, 8), HOOKS)), *((name, 1) for name in (*BY_KERNELS, WITH_GELU))],
             ),
             "models": (large, LARGE),
             "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS, *WITH_MASTERS)]),
