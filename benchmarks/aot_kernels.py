@@ -23,7 +23,9 @@ RECIPE = RECIPES["rowwise"]
 CAST = RECIPE.output.a
 FMT, POLICY = CAST.fmt, CAST.policy
 ROWS = 32  # of a program of the first kernel
-HELD = 2**16  # elements that a program holds in registers, two bytes each
+HELD = (
+    2**15
+)  # elements that a program holds in registers, two bytes each; ptxas then spills of the first kernel alone, which holds maxima too
 
 
 def rows_and_maxima(x: jax.Array, *, interpret: bool = False) -> tuple[Quantized, Quantized]:
@@ -89,7 +91,7 @@ def lines(of: Callable, *given: jax.Array | Product, axis: int, interpret: bool 
     arrays = jax.tree.leaves(given)
     m, n = arrays[0].shape
     (count, length) = (m, n) if axis == -1 else (n, m)
-    held = _held((count, length), count)
+    held = _held((count, length * len(given)), count)
     matrix = pl.BlockSpec((held, n), lambda i: (i, 0)) if axis == -1 else pl.BlockSpec((m, held), lambda i: (0, i))
     line, whole = pl.BlockSpec((held,), lambda i: (i,)), pl.BlockSpec((length,), lambda i: (0,))
     scaled = [matrix, line, whole] if axis == -1 else [matrix, whole, line]

@@ -48,7 +48,7 @@ def test_codes_and_scales_are_those_of_the_library_and_of_the_simulator(kernel, 
 
 
 def test_a_program_holds_a_power_of_two_of_rows_in_its_registers():
-    assert [aot_kernels._held((4096, n), aot_kernels.ROWS) for n in (4096, 14336, 65536, 2**17)] == [16, 4, 1, 1]
+    assert [aot_kernels._held((4096, n), aot_kernels.ROWS) for n in (4096, 14336, 65536, 2**17)] == [8, 2, 1, 1]
     assert [(chunk.start, chunk.stop) for chunk in aot_kernels._chunks(3 * 128)] == [(0, 128), (128, 256), (256, 384)]
 
 
@@ -64,7 +64,8 @@ def test_kernels_that_hold_gelu_make_the_codes_and_scales_of_its_result(of, axis
     library = jax.jit(lambda v: scaling.quantize(v, aot_kernels.FMT, axis=axis, **HOW))(made)
     simulated = sim_scaling.quantize(np.asarray(made, np.float32), aot_kernels.FMT, axis=axis, **HOW)
     mine, of_library = (np.asarray(cast.decode(each.codes, aot_kernels.FMT)) for each in (q, library))
-    assert np.unique(mine[np.isfinite(mine)]).size > 100 and np.isnan(mine).any() and q.axis in (axis, axis % 2)
+    assert np.unique(mine[np.isfinite(mine)]).size > 100 and np.isnan(mine).any()
+    assert q.axis in (axis, axis % 2)
     for expected, other in ((of_library, library), (sim_cast.decode(np.asarray(simulated.codes), aot_kernels.FMT), simulated)):
         np.testing.assert_array_equal(mine, expected)
         np.testing.assert_array_equal(np.asarray(q.scale), np.asarray(other.scale))
