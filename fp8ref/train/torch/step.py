@@ -258,9 +258,9 @@ class Step:
     def _twin(self, recipe: str) -> Llama:
         """The model in another recipe, on the meta device, whose linears the switch takes (T-9)."""
         with torch.device("meta"):
-            twin = self._llama()
+            model = self._llama()
         keys, group = self.config.numerics, amax_group(self.mesh, self.config.parallel.amax_scope)
-        twin = convert(twin, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)
+        twin = convert(model, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)
         if self.mesh is not None and self.config.parallel.expert > 1:
             share_groups(twin, self.mesh, self.config.parallel.amax_scope)
         return twin  # type: ignore[return-value]
