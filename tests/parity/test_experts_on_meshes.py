@@ -123,13 +123,19 @@ MESHES = [
     ("delayed", APART),
     ("tensorwise", {"data": 2, "fsdp": 2}),
     ("rowwise", {"data": 2, "reduce_dtype": "bfloat16"}),
+    ("blockwise", {"expert": 2}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "parallel"), MESHES, ids=str)
 def test_meshes_train_as_one_device_does(recipe, parallel, mixture):  # X-13, P-10, M-8
-    many, one = (trained("jax", configs.to_dict(mixture(recipe, keys))) for keys in (parallel, {}))
+    # each device's piece of every matrix has whole blocks
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "shared_expert_intermediate_size"), 256) | {"num_key_value_heads": 2}
+    blocks = {"model": sizes, "data": {"sequence_length": 128}}
+    many, one = (
+        trained("jax", configs.to_dict(mixture(recipe, keys, **blocks if recipe == "blockwise" else {}))) for keys in (parallel, {})
+    )
     check(many, one, recipe)
 
 
