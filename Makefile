@@ -106,6 +106,7 @@ bench-attention-losses: setup
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --json benchmarks/results/attention_losses.json
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 40 --batch-size 1 --sequence-length 1024 --json benchmarks/results/attention_losses_long.json
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --variants "cudnn, delayed" --json benchmarks/results/attention_losses_delayed.json
+	$(BIN)/python $(ATTENTION_LOSSES) --steps 40 --batch-size 1 --sequence-length 1024 --variants "cudnn, delayed" --json benchmarks/results/attention_losses_delayed_long.json
 
 bench-attention-first-steps: setup
 	$(BIN)/python benchmarks/attention_first_steps.py

@@ -18,7 +18,8 @@ from fp8ref.formats import E4M3FN
 from fp8ref.sim import accumulate, cast, gemm, scaling, threads
 from fp8ref.sim.accumulate import ACCUMULATIONS
 from fp8ref.sim.kernels.bits import truncate
-from fp8ref.sim.kernels.chain_steps import LANES, TO_NEAREST, TOWARD_ZERO, set_rounding, step
+from fp8ref.sim.kernels.chain_steps import TO_NEAREST, TOWARD_ZERO, set_rounding, step
+from fp8ref.sim.kernels.chain_vectors import LANES
 from fp8ref.sim.kernels.chains import aligned
 
 f32, i32 = np.float32, np.int32
@@ -46,7 +47,7 @@ def whole_steps(a, of_a, signs, parts, of_b, acc, rows, repeats):
     """The kernel's steps, of numbers in cache."""
     for _ in range(repeats):
         set_rounding(i32(TOWARD_ZERO))
-        step(a, of_a, signs, parts, of_b, acc, 0, rows, 32, i32(13), i32(13))
+        step(a, of_a, signs, parts, of_b, acc, 0, 0, 0, rows, 32, i32(13), i32(13))
         set_rounding(i32(TO_NEAREST))
 
 
@@ -61,7 +62,7 @@ def main() -> None:
     repeats = max(1, size**3 // (ROWS * 32 * LANES))
     rows = np.resize(a, (ROWS, 32))
     tile = np.resize(b, (32, LANES)).astype(f32)
-    room = [aligned(n, kind) for n, kind in ((64 * LANES, f32), (8 * LANES, np.uint32), (ROWS * LANES, f32))]
+    room = [aligned(n, kind) for n, kind in ((64 * LANES, f32), (2 * 8 * LANES, np.uint32), (ROWS * LANES, f32))]
     for array, value in zip(room, (np.repeat(tile, 2, 0).reshape(-1), 0x7F7F7F7F, 0), strict=True):
         array[:] = value
     signs = rng.integers(0, 1 << 32, ROWS, dtype=np.uint32)

@@ -184,6 +184,13 @@ def test_the_page_shows_the_losses_under_delayed_scales():
     gaps = [gap[0] for (_, name), gap in attention_losses.gaps(kept["runs"]).items() if name != attention_losses.OWN]
     assert len(gaps) == 2
     assert all(-0.04 < gap < -0.03 for gap in gaps)  # as the page says
+    longer = json.loads(attention_losses.RESULTS.with_name("attention_losses_delayed_long.json").read_text())
+    assert (longer["steps"], longer["batch_size"], longer["sequence_length"], longer["recipe"]) == (40, 1, 1024, "bf16")
+    (row,) = attention_losses.page(longer)
+    assert row in page
+    assert all(
+        abs(mean) < error for (_, name), (mean, error) in attention_losses.gaps(longer["runs"]).items() if name != attention_losses.OWN
+    )
     assert attention_losses.keys_of("cudnn, delayed") == {"attention": "cudnn", "attention_scaling": "delayed"}
 
 

@@ -41,7 +41,7 @@ def add(commands) -> None:
         "--learning-rate",
         type=float,
         metavar="RATE",
-        help="of --steps (default: the run's peak; of Hugging Face's format that of a config)",
+        help="of --steps (default: the run's peak; of Hugging Face's format 0.001, a config's)",
     )
     made.add_argument("--backend", choices=("jax", "torch"), help="of a directory of Hugging Face's format (default torch)")
     made.add_argument("--data", metavar="SOURCE", help="as data.source, of such a directory (default stdlib)")

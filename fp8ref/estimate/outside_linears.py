@@ -69,6 +69,8 @@ def moved(config: Config, backend: str) -> dict[str, float]:
         found["weights of q, k and v, joined"] = joined
     if keys.loss == "chunked":  # each part's float32 gradient is added to the sum
         found["embedding and loss"] += 12 * -(-model.vocab_size // WORDS) * own * model.hidden_size
+    if backend == "jax" and keys.tensor > 1 and keys.reduce == "rounded":
+        found["grad_inputs, added before their sum"] = count * layers * _added(config)
     if arranged := parts * _arranged(config, backend):
         found["pieces of sequences, put in order"] = arranged
     if parts > 1:
@@ -175,13 +177,24 @@ def _heads(config: Config) -> tuple[float, float]:
     return forward, backward
 
 
+def _added(config: Config) -> float:
+    """Bytes a token and layer of the kernels that add the grad_inputs of linears that share an input, before devices sum them over tensor:
+    gate's and up's, and in FP8 those of q, k and v, which in bfloat16 are one product. The norm's kernel then reads one sum."""
+    keys, h = config.parallel, config.model.hidden_size
+    own = h / (keys.tensor if keys.sequence else 1)
+    several = (2, 3) if _first(config).grad_input.fp8 else (2,)
+    return sum(2 * (n + 1) * h - 2 * (n - 1) * own for n in several)
+
+
 def _joined_weights(config: Config) -> float:
-    """Bytes of the kernel that joins the weights of q, k and v in bfloat16, for all layers."""
+    """Bytes of the kernel that joins the weights of q, k and v in bfloat16, for all layers; under plain jit, where devices sum the joined
+    gradient in float32 (P-9), also of the three that part it, each of which reads all of it."""
     if not joins_heads(config) or _first(config).output.fp8:
         return 0
-    model, tensor = config.model, config.parallel.tensor
-    heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tensor
-    return (2 + 2) * model.hidden_size * heads * model.num_hidden_layers
+    keys, model = config.parallel, config.model
+    heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / keys.tensor
+    parted = 3 * 4 + 4 if keys.through == "jit" and keys.sharing > 1 else 0
+    return (2 + 2 + parted) * model.hidden_size * heads * model.num_hidden_layers
 
 
 def _elementwise(config: Config, backend: str) -> float:

@@ -53,8 +53,10 @@ def amax(x: jax.Array, granularity: Granularity | None, *, heads: int, along_tok
 
     over      mesh axes, inside shard_map, along which the amax of a tensor is taken too.
 
-    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
+    Raises:   ValueError: for mx_1x32, features that 32 does not divide; int8_thread, which ``int8_heads`` quantizes.
     """
+    if granularity == "int8_thread":
+        raise ValueError("groups of int8_thread are of a role: q, k and v together are quantized by int8_heads. Call that.")
     b, h, t, d = x.shape
     if granularity in ("tensor", None):
         return scaling.amax(x, over=over)

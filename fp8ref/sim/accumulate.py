@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8ref import registry
 from fp8ref.formats import Format
-from fp8ref.sim import threads
+from fp8ref.sim import cast, threads
 from fp8ref.sim.kernels import chains as chain_kernels
 from fp8ref.sim.kernels import gemm as kernels
 from fp8ref.sim.kernels.compiled import PRODUCTS, worth
@@ -136,15 +136,26 @@ def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
 def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
     """``chains_plain``, by compiled kernels: the faster one where the unit is ``compiled``. The result may be a
     transposed view."""
+    if not plan.unit.compiled:
+        return _by_chains(chain, a, b, fmt_a, fmt_b, plan)
+    if not worth(chain_kernels.chains, len(a) * len(b) * a.shape[1], PRODUCTS):
+        return chains_plain(a, b, fmt_a, fmt_b, plan)
+    return _chains_compiled(cast.encode(a, fmt_a), cast.encode(b, fmt_b), fmt_a, fmt_b, plan)
+
+
+def chains_of_codes(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
+    """``chains`` of codes of finite values, which the faster kernel takes as they are."""
+    if not plan.unit.compiled or not worth(chain_kernels.chains, len(a) * len(b) * a.shape[1], PRODUCTS):
+        return chains(cast.decode(a, fmt_a), cast.decode(b, fmt_b), fmt_a, fmt_b, plan)
+    return _chains_compiled(a, b, fmt_a, fmt_b, plan)
+
+
+def _chains_compiled(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
     unit, k = plan.unit, a.shape[1]
     if len(a) * len(b) * k == 0:
         return np.zeros((len(a), len(b)), np.float32)
-    if not unit.compiled:
-        return _by_chains(chain, a, b, fmt_a, fmt_b, plan)
-    if not worth(chain_kernels.chains, len(a) * len(b) * k, PRODUCTS):
-        return chains_plain(a, b, fmt_a, fmt_b, plan)
     if len(a) > len(b):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
-        return chains(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
+        return _chains_compiled(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
     of_parts = [part for part in parts(k, plan) if len(part)]
     ends = np.zeros(k // unit.fused_width, np.uint8)  # for each step: does a chain end after it, does a part
     start = 0
@@ -156,11 +167,9 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
     if plan.split_order == "interleaved":
         order = np.concatenate(of_parts)
         a, b = a[:, order], b[:, order]
-    rows = chain_kernels.pack(a.astype(np.float32, copy=False), fmt_a.emin, unit.fused_width, unit.fraction_bits, unit.output_bits)
-    out, b = np.empty((len(a), len(b)), np.float32), chain_kernels.padded(b.astype(np.float32, copy=False))
-    threads.run(
-        lambda begin, end: chain_kernels.columns(rows, b, fmt_b.emin, ends, out, begin, end), out.shape[1], unit=chain_kernels.LANES
-    )
+    rows = chain_kernels.pack(a, fmt_a, unit.fused_width, unit.fraction_bits, unit.output_bits)
+    out, b = np.zeros((len(a), len(b)), np.float32), chain_kernels.padded(b)
+    threads.run(lambda begin, end: chain_kernels.columns(rows, b, fmt_b, ends, out, begin, end), out.shape[1], unit=chain_kernels.LANES)
     return out
 
 

@@ -1,11 +1,13 @@
 """Matrix multiplication of FP8 or FP4 operands, [M, K] x [N, K] -> [M, N] (spec G).
 
-Order: decode the codes; accumulate over K, by ``accumulate.py``; then the epilogue: scales,
+Order: accumulate over K what the codes stand for, by ``accumulate.py``; then the epilogue: scales,
 rounding to out_dtype, bias (G-4). Block scales: each block of K is accumulated by itself, scaled,
 and added in float32 (G-13); scales of tensors come last (S-22). ``mma`` is a single tensor-core instruction (G-10), ``matmul_hp`` a
 GEMM in high precision (G-9). ``finish_plain`` defines the epilogue; its compiled twin, for
 bfloat16, is in ``kernels.gemm``.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -110,13 +112,12 @@ def matmul(
     """
     epilogue, accumulate = epilogues.by_name(epilogue), sums.by_name(accumulate)
     block = _check(a, b, epilogue, out_dtype)
-    values = cast.decode(a.codes, a.fmt), cast.decode(b.codes, b.fmt)
     bias = _check_bias(bias, epilogue, out_dtype, len(b.codes))
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # Inf * 0 and overflow are results here
         if block is None:
-            acc = _accumulate(*values, a.fmt, b.fmt, accumulate)
+            acc = _accumulate(a.codes, b.codes, a.fmt, b.fmt, accumulate)
             return finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
-        return _add_bias(_by_blocks(values, a, b, block, accumulate, epilogue), epilogue, out_dtype, bias)
+        return _add_bias(_by_blocks(a, b, block, accumulate, epilogue), epilogue, out_dtype, bias)
 
 
 def finish(
@@ -137,8 +138,14 @@ def finish(
               not checked.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     """
-    if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even" and _compiled(epilogue, acc.size):
-        return _finish_bfloat16(acc, scale_inv_a, scale_inv_b, epilogue)
+    if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even":
+        # ``chains`` may give a transposed view, which the kernel reads as it lies: rows are columns then.
+        turned = not acc.flags.c_contiguous
+        kernel = kernels.finisher(_ORDERS[epilogue.scale][turned], epilogue.round_first)
+        if worth(kernel, acc.size, ELEMENTS):
+            if turned:
+                return _finish_bfloat16(kernel, acc.T, np.transpose(scale_inv_b), np.transpose(scale_inv_a)).T  # [N, M] -> [M, N]
+            return _finish_bfloat16(kernel, acc, scale_inv_a, scale_inv_b)
     return finish_plain(acc, scale_inv_a, scale_inv_b, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
 
 
@@ -161,21 +168,16 @@ def finish_plain(
         return _add_bias(x * y, epilogue, out_dtype, bias)
 
 
-def _compiled(epilogue: Epilogue, size: int) -> bool:
-    """True if ``kernels.gemm`` has this epilogue, and so many elements are worth it."""
-    has = epilogue.scale == "product" or (epilogue.scale == "each" and not epilogue.round_first)
-    return has and worth(kernels.finish_bfloat16, size, ELEMENTS)
+_ORDERS = {"product": ("product", "product"), "each": ("rows", "columns"), "b_first": ("columns", "rows")}
+"""How ``kernels.finisher`` takes an epilogue's scales, for [M, N] and for [N, M]."""
 
 
-def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> np.ndarray:
-    """``finish`` by the compiled kernel, which reads a transposed accumulator in place."""
+def _finish_bfloat16(kernel: Callable, acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray) -> np.ndarray:
+    """``finish`` by a compiled kernel."""
     m, n = acc.shape
-    # ``chains`` may give a transposed view; the kernel reads it as it lies, without a copy.
-    turned = not acc.flags.c_contiguous
-    scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((scale_inv_a, (m, 1)), (scale_inv_b, (1, n))))
-    given = (np.ascontiguousarray(acc.T if turned else acc), turned, *scales, epilogue.scale == "product", epilogue.round_first)
-    out = np.empty((m, n), np.float32)
-    threads.run(lambda begin, end: kernels.finish_bfloat16(*given, out, begin, end), m, unit=kernels.TILE, grain=1 << 8)
+    scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((of_rows, (m, 1)), (of_columns, (1, n))))
+    given, out = (np.ascontiguousarray(acc), *scales), np.empty((m, n), np.float32)
+    threads.run(lambda begin, end: kernel(*given, out, begin, end), m, grain=1 << 8)
     return out
 
 
@@ -201,23 +203,31 @@ def canonical(values: np.ndarray) -> np.ndarray:
 
 
 def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how: str | Accumulation) -> np.ndarray:
-    """The sum over K of values a [M, K] and b [N, K] of the formats: float32 [M, N]."""
-    if how == "f32":
-        return sums.f32(a, b)
-    finite = sums.finite_part(a), sums.finite_part(b)
-    if how == "exact":
-        return sums.with_specials(sums.exact_sum(*finite), a, b)
-    assert isinstance(how, Accumulation)
+    """The sum over K of codes a [M, K] and b [N, K] of the formats: float32 [M, N]."""
+    if not isinstance(how, Accumulation):
+        values = cast.decode(a, fmt_a), cast.decode(b, fmt_b)
+        if how == "f32":
+            return sums.f32(*values)
+        return sums.with_specials(sums.exact_sum(*map(sums.finite_part, values)), *values)
     tensor_core.check_pair(fmt_a, fmt_b)
     if a.shape[1] % K_STEP:
         raise ValueError(
             f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands with zeros: without split-K they change no bit (G-12)."
         )
-    found = sums.chains(*finite, fmt_a, fmt_b, how)
-    whole = sums.with_specials(found, a, b)
-    # A compiled unit's sums of finite terms are finite; other units may overflow to infinity, and
-    # infinities may meet.
-    return whole if whole is found and how.unit.compiled else canonical(whole)
+    finite = _finite_codes(a, fmt_a), _finite_codes(b, fmt_b)
+    whole = sums.chains_of_codes(*finite, fmt_a, fmt_b, how)
+    if finite[0] is a and finite[1] is b:
+        # A compiled unit's sums of finite terms are finite; other units may overflow to infinity, and
+        # infinities may meet.
+        return whole if how.unit.compiled else canonical(whole)
+    return canonical(sums.with_specials(whole, cast.decode(a, fmt_a), cast.decode(b, fmt_b)))
+
+
+def _finite_codes(codes: np.ndarray, fmt: Format) -> np.ndarray:
+    """codes with those of infinities and NaNs replaced by 0; the same array if there are none. Of signed formats of 8 bits
+    whose magnitudes end with them."""
+    special = (codes & np.uint8(0x7F)) > np.uint8(fmt.max_code)
+    return np.where(special, np.uint8(0), codes) if special.any() else codes
 
 
 def _factors(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> tuple[np.ndarray, np.ndarray]:
@@ -233,11 +243,13 @@ def _add_bias(scaled: np.ndarray, epilogue: Epilogue, out_dtype: Format, bias: n
     """The output of a scaled sum, with the bias if the epilogue takes one."""
     if epilogue.bias == "before_round":
         scaled = scaled + bias
-    out = cast.round_to(scaled, out_dtype, rounding=epilogue.rounding)
+    # A float32 sum is rounded already: another copy of it costs as much as a fiftieth of the GEMM.
+    rounded = out_dtype == FLOAT32 and scaled.dtype == np.float32
+    out = scaled if rounded else cast.round_to(scaled, out_dtype, rounding=epilogue.rounding)
     return cast.round_to(out + bias, out_dtype, rounding=epilogue.rounding) if epilogue.bias == "after_round" else out
 
 
-def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) -> np.ndarray:
+def _by_blocks(a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) -> np.ndarray:
     """Each block of K accumulated by itself, scaled, and added in float32, ascending from +0
     (G-13).
 
@@ -248,7 +260,7 @@ def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
     for i in range(left.shape[1]):
         part = slice(i * block, (i + 1) * block)
-        acc = _accumulate(values[0][:, part], values[1][:, part], a.fmt, b.fmt, how)
+        acc = _accumulate(a.codes[:, part], b.codes[:, part], a.fmt, b.fmt, how)
         x, y = _factors(acc, left[:, i, None], right[None, :, i], epilogue)  # [M, N], [M, 1] and [1, N]
         total = sums.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
     of_tensors = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]

@@ -47,8 +47,10 @@ class Heads(NamedTuple):
 def amax(x: np.ndarray, granularity: Granularity, *, heads: int, along_tokens: bool = False) -> np.ndarray:
     """The amax of each group of x [B, H, T, D], as ``Heads`` shapes them.
 
-    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
+    Raises:   ValueError: for mx_1x32, features that 32 does not divide; int8_thread, which ``int8_heads`` quantizes.
     """
+    if granularity == "int8_thread":
+        raise ValueError("groups of int8_thread are of a role: q, k and v together are quantized by int8_heads. Call that.")
     magnitude = np.abs(x)
     b, h, t, d = x.shape
     if granularity == "tensor":

@@ -60,7 +60,7 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
               blocks do not divide; float64, whose amax need not be a float32.
     """
     x = tensor(x)
-    if not worth(kernels.amax, x.size, ELEMENTS):
+    if not worth(_amax_kernel(x.shape, granularity, axis), x.size, ELEMENTS):
         return amax_plain(x, granularity, axis=axis)
     return _compiled_amax(x, granularity, axis)
 
@@ -151,7 +151,12 @@ def quantize_with(
         raise ValueError(
             f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
-    if policy.stored == "scale" and rounding == "nearest_even" and seed is None and worth(kernels.encoder(fmt), value.size, ELEMENTS):
+    if (
+        policy.stored == "scale"
+        and rounding == "nearest_even"
+        and seed is None
+        and worth(_encoder(fmt, value.shape, granularity, axis), value.size, ELEMENTS)
+    ):
         return Quantized(
             _compiled_encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis
         )
@@ -263,14 +268,23 @@ def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
     return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
 
 
+def _amax_kernel(shape: tuple[int, ...], granularity: str, axis: int) -> Callable:
+    return kernels.amax_of_columns if grid_of(granularity, shape, axis).width == 1 else kernels.amax
+
+
+def _encoder(fmt: Format, shape: tuple[int, ...], granularity: str, axis: int) -> Callable:
+    return kernels.encoder(fmt, grid_of(granularity, shape, axis).width == 1)
+
+
 def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
     """``amax_plain`` by a kernel, for float32, float16 and bfloat16."""
     g = grid_of(granularity, x.shape, axis)
+    kernel = _amax_kernel(x.shape, granularity, axis)
     partial: list[np.ndarray] = []
 
     def rows(begin: int, end: int) -> None:
         bits = np.zeros(g.scales, np.uint32)
-        _in_pieces(x, g, begin, end, lambda a, b, piece: kernels.amax(piece, g.group[a:b], g.width, bits))
+        _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, bits))
         partial.append(bits)
 
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
@@ -285,7 +299,11 @@ def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity:
     ``scale_shape``, not checked."""
     g = grid_of(granularity, x.shape, axis)
     codes = np.empty(x.shape, np.uint8)
-    matrix, scales, kernel = codes.reshape(g.rows, g.columns), np.ascontiguousarray(scale).reshape(g.scales), kernels.encoder(fmt)
+    matrix, scales, kernel = (
+        codes.reshape(g.rows, g.columns),
+        np.ascontiguousarray(scale).reshape(g.scales),
+        _encoder(fmt, x.shape, granularity, axis),
+    )
 
     def rows(begin: int, end: int) -> None:
         _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]))

@@ -55,8 +55,10 @@ def amax(x: Tensor, granularity: Granularity | None, *, heads: int, along_tokens
 
     heads         heads of keys and values, whose groups ``head`` means.
     along_tokens  MX blocks lie along the tokens.
-    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
+    Raises:   ValueError: for mx_1x32, features that 32 does not divide; int8_thread, which ``int8_heads`` quantizes.
     """
+    if granularity == "int8_thread":
+        raise ValueError("groups of int8_thread are of a role: q, k and v together are quantized by int8_heads. Call that.")
     magnitude = x.detach().abs()
     b, h, t, d = x.shape
     if granularity in ("tensor", None):

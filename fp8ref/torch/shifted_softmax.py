@@ -28,13 +28,13 @@ def scale_of(spec: Spec, shape: Shape) -> float:
 
 
 def last_tiles(spec: Spec, shape: Shape) -> list[int]:
-    """The first key of the last tile that a query's block of 64 sees; negative if it sees none."""
+    """The first key of the last tile that each block of 64 queries sees; negative if it sees none."""
     right = spec.mask.window[1] if spec.mask.window else None
     if spec.mask.causal:
         right = 0 if right is None else min(right, 0)
     length, found = spec.variant.tile(shape.features, spec.mask), []
-    for row in range(shape.queries):
-        last = min(row // BLOCK * BLOCK + BLOCK, shape.queries) - 1
+    for first in range(0, shape.queries, BLOCK):
+        last = min(first + BLOCK, shape.queries) - 1
         high = shape.keys if right is None else min(shape.keys, last + spec.offset(shape) + right + 1)
         found.append((high - 1) // length * length)
     return found
@@ -47,7 +47,8 @@ def factors(s: Tensor, tensors: dict[str, Heads], tile: operands.Tile, spec: Spe
     of_q = of_q.view(shape.batch, shape.key_heads, shape.group, -1)[..., tile.rows].transpose(2, 3)[..., None]
     of_k = head_scaling.spread(tensors["k"].scale_inv, (shape.batch, shape.key_heads, shape.keys, 1), "int8_thread")
     of_k = operands.along_features(of_k)[:, :, tile.keys, 0][:, :, None, None]
-    last = torch.tensor([begin == tile.begin for begin in last_tiles(spec, shape)[tile.rows]], device=s.device)[:, None, None]
+    of_blocks = torch.tensor([begin == tile.begin for begin in last_tiles(spec, shape)], device=s.device)
+    last = of_blocks.repeat_interleave(BLOCK)[tile.rows, None, None]
     both, scale = times(of_q, of_k), scale_of(spec, shape)
     return torch.where(last, times(s, both), s), torch.where(last, scale, times(both, scale))
 

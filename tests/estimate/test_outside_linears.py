@@ -32,8 +32,8 @@ def compiled(row: dict) -> Config:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of all kernels but GEMMs and collectives: at most 2 % below and 1.5 % above; under tensor parallelism, and under plain jit, 5 % below.
-    There XLA also moves pieces of heads and of joined gradients in float32, which the estimate does not count."""
+    """Of all kernels but GEMMs and collectives: at most 2 % below and 1.5 % above; under tensor parallelism, where XLA also moves
+    pieces of heads that the estimate does not count, at most 3 % below."""
     config = compiled(row)
     made = sum(outside_linears.moved(config, "jax").values())
     for decision in config.decisions():
@@ -42,8 +42,7 @@ def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
             made += sum(
                 kernel.bytes for kernel in roofline.quantizing(decision.recipe, gemms, "xla", **roofline.in_place(decision, config, "jax"))
             )
-    apart = config.parallel.tensor > 1 or config.parallel.through == "jit"
-    assert (0.95 if apart else 0.98) <= made / 1e9 / row["outside_gemms"]["gb"] <= 1.015
+    assert (0.97 if config.parallel.tensor > 1 else 0.98) <= made / 1e9 / row["outside_gemms"]["gb"] <= 1.015
 
 
 def test_gradients_are_widened_where_devices_sum_them_in_float32():
@@ -113,6 +112,20 @@ def test_heads_are_read_together_where_their_weights_are_joined():
     assert of["bf16"][loss] - of["tensorwise"][loss] == 2 * 256 * 64
     pieces = outside_linears.moved(sizes.config(recipe="bf16", tensor=2, sequence=True), "jax")
     assert joined not in pieces  # gathered in bfloat16, they are not joined
+    weights = 2 * 64 * (64 + 2 * 32)
+    assert outside_linears.moved(sizes.config(recipe="bf16", fsdp=2, through="jit"), "jax")[joined] == (4 + 3 * 4 + 4) * weights
+
+
+def test_grad_inputs_of_one_input_are_added_before_their_sum():
+    """gate's and up's, 2 bytes read each and written, and in FP8 q's, k's and v's, of 256 tokens and 64 features; the norm's kernel, of half of
+    them, reads one fewer, or two."""
+    added, keys = "grad_inputs, added before their sum", {"tensor": 2, "sequence": True}
+    of = {name: outside_linears.moved(sizes.config(recipe=name, **keys), "jax") for name in ("bf16", "rowwise")}
+    assert of["bf16"][added] == 256 * 2 * (6 * 64 - 2 * 32)
+    assert of["rowwise"][added] == 256 * 2 * ((6 + 8) * 64 - (2 + 4) * 32)
+    assert all(
+        added not in outside_linears.moved(sizes.config(recipe="bf16", **other), "jax") for other in ({}, keys | {"reduce": "accumulators"})
+    )
 
 
 def test_moments_in_fp8_move_less():

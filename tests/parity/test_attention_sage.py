@@ -9,11 +9,19 @@ import pytest
 import torch
 
 from fp8ref.attention import VARIANTS, Mask, differentiated
+from fp8ref.attention_products import planned
+from fp8ref.formats import E4M3FN
 from fp8ref.jax import attention as fj
+from fp8ref.jax import attention_stats as attention_stats_jax
+from fp8ref.jax import int8_heads as heads_jax
+from fp8ref.jax import stats as stats_jax
 from fp8ref.sim import attention as sim
 from fp8ref.sim import attention_gradients as sim_gradients
 from fp8ref.sim import int8_heads
+from fp8ref.stats import FIELDS
 from fp8ref.torch import attention as ft
+from fp8ref.torch import attention_stats as attention_stats_torch
+from fp8ref.torch import int8_heads as heads_torch
 
 F = np.float32
 NATIVE = dataclasses.replace(VARIANTS["sage"], plan="exact")
@@ -101,6 +109,29 @@ def test_gradients_in_bfloat16():  # A-25, A-26
         right = getattr(wanted, name)
         for mine in (np.asarray(getattr(found, name)), leaf.grad.numpy()):
             assert np.linalg.norm(mine - right) <= 2.0**-8 * np.linalg.norm(right), name
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_statistics_of_v_are_by_feature(backend):
+    _, _, v, _ = cases.normal(seed=7)
+    v[:, :, :, 3] *= 2.0**-12  # which its own scale brings back
+    v[0, 1, 5, 3] *= 2.0**-30
+    wanted = int8_heads.quantize(v, v, v, E4M3FN)["v"]
+    lost = int(((wanted.values == 0) & (v != 0)).sum())
+    if backend == "jax":
+        tensor = heads_jax.quantize(*[jnp.asarray(v)] * 3, E4M3FN)["v"]
+        found = attention_stats_jax.measure(jnp.asarray(v), tensor, "values", "v", NATIVE)[("values", "v")]
+        one = dict(zip(FIELDS, stats_jax.parts(np.asarray(found)[None])[0], strict=True))
+    else:
+        x = torch.from_numpy(v)
+        one = dict(
+            zip(FIELDS, attention_stats_torch.measure(x, heads_torch.quantize(x, x, x, E4M3FN)["v"], E4M3FN, NATIVE).tolist(), strict=True)
+        )
+    assert (one["count"], one["underflows"]) == (v.size, lost)
+    assert lost >= 1
+    assert one["amax"] == np.abs(v).max()
+    assert (one["scale_min"], one["scale_max"]) == (wanted.scale.min(), wanted.scale.max())
+    assert [row.name for row in planned(["layer"], NATIVE)] == ["layer/values/v", "layer/values/p"]
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])

@@ -29,4 +29,4 @@ def test_last_tiles_are_the_simulators():
     for mask in (Mask(), Mask(causal=True), Mask(causal=True, alignment="start"), Mask(window=(9, 70))):
         spec, shape = Spec(variant=VARIANTS["sage"], mask=mask), Shape(1, 1, 1, 150, 400, 64)
         _, high = attention_inputs.visible(150, 400, mask)
-        assert shifted_softmax.last_tiles(spec, shape) == sim.last_tiles(high, 400, 128).tolist()
+        assert shifted_softmax.last_tiles(spec, shape) == sim.last_tiles(high, 400, 128)[::64].tolist()

@@ -22,6 +22,8 @@ FIELDS, ANSWERS = ("shape", "values"), ("codes", "scales")
 SOURCES = ("float32", "bfloat16", "float16")
 """The dtypes of tensors."""
 
+_TWO_LEVEL = ("nvfp4_1x16", "nvfp4_16x16")  # the granularities that scales of two levels have
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
@@ -45,6 +47,11 @@ class Quantize:
             raise ValueError(f"a quantizer's format is one of {', '.join(QUANTIZED_FORMATS)}; got {self.format!r}.")
         if policies.by_name(self.policy).two_level is not None and self.format not in FP4_FORMATS:
             raise ValueError(f"policy {self.policy!r} is of {', '.join(FP4_FORMATS)}; got {self.format!r}. Use another policy.")
+        if policies.by_name(self.policy).two_level is not None and self.granularity not in _TWO_LEVEL:
+            raise ValueError(
+                f"policy {self.policy!r} scales blocks of 16 under a tensor's scale (S-22); got granularity {self.granularity!r}. "
+                f"Use {' or '.join(_TWO_LEVEL)}."
+            )
         dtypes.check_random(self.seed, self.count)
         if self.source not in SOURCES:
             raise ValueError(f"a tensor's source is one of {', '.join(SOURCES)}; got {self.source!r}.")

@@ -76,3 +76,14 @@ def prefer_wide_vectors(typing_context):
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@intrinsic
+def prefer_small_code(typing_context):
+    """Do not let LLVM copy loops of this function for special cases, which takes longer to compile. For loops that are vectors already."""
+
+    def generate(context, builder, signature, arguments):
+        builder.function.attributes.add("optsize")
+        return context.get_dummy_value()
+
+    return types.void(), generate

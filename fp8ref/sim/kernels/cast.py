@@ -9,7 +9,7 @@ shift integers.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -68,7 +68,7 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
     matter to stochastic rounding only."""
     to = layout(fmt, rounding, saturate)
     if rounding == "stochastic":
-        return _stochastic(to)
+        return Stochastic(to)
     if rounding == "nearest_even":
 
         @compiled
@@ -90,9 +90,11 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
 def nearest_even(bits, to):
     """The code of a float32's bits: adding a number whose spacing is the format's makes the
     processor round to it."""
-    u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
+    u = u32(bits & u32(0x7FFFFFFF))
+    u = u if u < to.limit else to.limit  # numba compiles min and max as functions, and takes longer
     emin = u32(to.emin << u32(23))
-    steps = u32(max(u32(u & u32(0x7F800000)), emin) - emin)  # (E - emin) << 23
+    exponent = u32(u & u32(0x7F800000))
+    steps = u32(exponent - emin) if exponent > emin else u32(0)  # (E - emin) << 23
     # 2^(E + 23 - mantissa_bits): a float32 whose last place is the format's spacing at |x|.
     adder = u32(steps + u32(emin + u32(to.spacing << u32(23))))
     # The sum keeps the adder's exponent, so the bits above the adder's count spacings: they are n.
@@ -135,71 +137,64 @@ def pack(bits, code, to):
     return to.nan_code if u > u32(0x7F800000) else u32(code | sign)
 
 
-CHUNK = 256
-"""Elements that stochastic rounding casts at a time.
+class Stochastic:
+    """``encode`` by stochastic rounding: 16 random bits decide nearly every element. Returns the places of the others, one in
+    2^16, whose codes are of no use: 32 more bits decide them (C-2)."""
 
-They are so few that one in 2^16, which 16 bits leave undecided, is seldom among them.
-"""
+    def __init__(self, to: Layout) -> None:
+        @compiled
+        def add(bits, random, out):
+            """Random becomes the 16 bits below the sum: all ones where they do not decide."""
+            prefer_wide_vectors()
+            for i in range(bits.size):
+                b = bits[i]
+                u = u32(b & u32(0x7FFFFFFF))
+                fixed, steps = _fixed_point(u if u < to.limit else to.limit, to)
+                total = u32(fixed + u32(random[i]))
+                random[i] = np.uint16(total & u32(0xFFFF))
+                out[i] = np.uint8(pack(b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to))
 
+        self._add: Any = add
 
-def _stochastic(to: Layout) -> Callable:
-    """``encode`` by stochastic rounding: 16 random bits decide nearly every element; where they
-    tie, 32 more are drawn."""
+    @property
+    def overloads(self) -> dict:
+        """What is compiled, as of a kernel."""
+        return self._add.overloads
 
-    @compiled
-    def encode(bits, out, start, seed):
-        random = np.empty((2, philox.BLOCK // 8), np.uint64)
-        halves = random.reshape(-1).view(np.uint16)
-        filled = -1
-        done = 0
+    def __call__(self, bits: np.ndarray, out: np.ndarray, start: int, seed: int) -> np.ndarray:
+        keys = np.array([[(half + r * weyl) & 0xFFFFFFFF for r in range(philox.ROUNDS)] for half, weyl in _halves(int(seed))], np.uint64)
+        blocks = min(BLOCKS, (bits.size + 2 * philox.BLOCK - 2) // philox.BLOCK)  # which so many elements touch at most
+        random, late, done = np.empty(blocks * (philox.BLOCK // 4), np.uint64), [], 0
+        halves = random.view(np.uint16)
         while done < bits.size:
             block, offset = divmod(start + done, philox.BLOCK)
-            if block != filled:
-                _fill(random, u64(block * (philox.BLOCK // 8)), u64(seed))
-                filled = block
-            count = min(CHUNK, philox.BLOCK - offset, bits.size - done)
-            x, codes, add = bits[done : done + count], out[done : done + count], halves[offset : offset + count]
-            largest = u32(0)
-            for i in range(count):
-                b = x[i]
-                fixed, steps = _fixed_point(min(u32(b & u32(0x7FFFFFFF)), to.limit), to)
-                total = u32(fixed + u32(add[i]))
-                largest = max(largest, u32(total << u32(16)))
-                codes[i] = np.uint8(pack(b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to))
-            if largest == u32(0xFFFF0000):  # for some element sixteen bits did not decide: 32 more do
-                for i in range(count):
-                    b = x[i]
-                    u = min(u32(b & u32(0x7FFFFFFF)), to.limit)
-                    fixed, steps = _fixed_point(u, to)
-                    total = u32(fixed + u32(add[i]))
-                    if u32(total & u32(0xFFFF)) == u32(0xFFFF):
-                        carry = u32((_below(u, to) + _word(u64(start + done + i), u64(seed))) >> u64(32))
-                        n = u32(shift_right(total, u32(16)) + carry)
-                        codes[i] = np.uint8(pack(b, u32(n + u32(steps << to.mantissa_bits)), to))
-            done += count
+            fill(random, u64(block * (philox.BLOCK // 8)), keys)
+            n = min(halves.size - offset, bits.size - done)
+            drawn = halves[offset : offset + n]
+            self._add(bits[done : done + n], drawn, out[done : done + n])
+            late.append(done + np.flatnonzero(drawn == 0xFFFF))
+            done += n
+        return np.concatenate(late) if late else np.empty(0, np.int64)
 
-    return encode
+
+BLOCKS = 32
+"""Blocks of random numbers that are drawn at a time: 256 KiB, which the second cache holds."""
+
+
+def _halves(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Each half of a seed with what a round adds to it."""
+    return (seed & 0xFFFFFFFF, philox.WEYL[0]), (seed >> 32, philox.WEYL[1])
 
 
 @njit(inline="always")
 def _fixed_point(u, to):
     """(|x| in units of its spacing as a 16.16 fixed-point number, E - emin). Far below emin those
     bits are all zero."""
-    e = max(shift_right(u, u32(23)), u32(to.emin - u32(24)))
-    top = max(e, to.emin)
+    e, least = shift_right(u, u32(23)), u32(to.emin - u32(24))
+    e = e if e > least else least
+    top = e if e > to.emin else to.emin
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000))
     return shift_right(sig, u32(u32(top + u32(to.spacing - u32(16))) - e)), u32(top - to.emin)
-
-
-@njit(inline="always")
-def _below(u, to):
-    """The 32 bits of |x| that follow those of _fixed_point, uint64."""
-    e = max(shift_right(u, u32(23)), u32(1))
-    sig = u64(u & u32(0x7FFFFF)) | (u64(0x800000) if u >= u32(0x800000) else u64(0))
-    right = np.int64(max(e, to.emin)) + np.int64(to.spacing) - np.int64(e) - np.int64(48)
-    if right >= 64:
-        return u64(0)
-    return (sig << u64(-right) if right < 0 else sig >> u64(right)) & u64(0xFFFFFFFF)
 
 
 # Philox in 64-bit lanes: a product takes the low 32 bits of its factors, so that nothing else needs
@@ -214,34 +209,17 @@ def _round(c0, c1, c2, c3, k0, k1):
     return u64(u64(u64(p1 >> _32) ^ c1) ^ k0), p1, u64(u64(u64(p0 >> _32) ^ c3) ^ k1), p0
 
 
-@njit(inline="always")
-def _keys(seed):
-    a, b = np.empty(philox.ROUNDS, np.uint64), np.empty(philox.ROUNDS, np.uint64)
-    for r in range(philox.ROUNDS):
-        a[r] = (seed + u64(r) * u64(philox.WEYL[0])) & _LOW
-        b[r] = ((seed >> _32) + u64(r) * u64(philox.WEYL[1])) & _LOW
-    return a, b
-
-
 @compiled
-def _fill(random, first, seed):
-    """random uint64 [2, BLOCK / 8]: the words (0, 1) and (2, 3) of the counters first, first + 1,
-    ..., stream 0."""
-    a, b = _keys(seed)
-    for j in range(philox.BLOCK // 8):
-        counter = u64(first + u64(j))
-        c0, c1, c2, c3 = counter, u64(counter >> _32), u64(0), u64(0)
-        for r in range(philox.ROUNDS):
-            c0, c1, c2, c3 = _round(c0, c1, c2, c3, a[r], b[r])
-        random[0, j] = u64(c0 & _LOW) | u64(c1 << _32)
-        random[1, j] = u64(c2 & _LOW) | u64(c3 << _32)
-
-
-@compiled
-def _word(counter, seed):
-    """Word 0 of one counter of stream 1."""
-    a, b = _keys(seed)
-    c0, c1, c2, c3 = counter, u64(counter >> _32), u64(1), u64(0)
-    for r in range(philox.ROUNDS):
-        c0, c1, c2, c3 = _round(c0, c1, c2, c3, a[r], b[r])
-    return c0 & _LOW
+def fill(random, first, keys):
+    """random uint64 [blocks, 2, BLOCK / 8], flat: of each block the words (0, 1), then (2, 3), of its counters, of which
+    ``first`` is the first of all; stream 0. keys uint64 [2, ROUNDS]."""
+    prefer_wide_vectors()
+    each = philox.BLOCK // 8
+    for block in range(random.size // (2 * each)):
+        for j in range(each):
+            counter = u64(first + u64(block * each + j))
+            c0, c1, c2, c3 = counter, u64(counter >> _32), u64(0), u64(0)
+            for r in range(philox.ROUNDS):
+                c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[0, r], keys[1, r])
+            random[2 * block * each + j] = u64(c0 & _LOW) | u64(c1 << _32)
+            random[(2 * block + 1) * each + j] = u64(c2 & _LOW) | u64(c3 << _32)

@@ -12,45 +12,56 @@ from collections.abc import Callable
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_bits, as_float
+from fp8ref.sim.kernels.bits import as_bits, as_float, prefer_wide_vectors
 from fp8ref.sim.kernels.cast import layout, nearest_even, u32
 from fp8ref.sim.kernels.compiled import compiled
 
 
 @compiled
 def amax(bits, group, width, out):
-    """out[g, c] = the maximum of |x|'s bits over its group, out zero before. Magnitudes order as
+    """out[g, c] = the maximum of |x|'s bits over its group, out zero before; width above 1. Magnitudes order as
     their bits do, NaN on top."""
     for r in range(bits.shape[0]):
-        row, line = bits[r], out[group[r]]
-        if width == 1:
-            for i in range(row.size):
-                line[i] = max(line[i], u32(row[i] & u32(0x7FFFFFFF)))
-        else:
-            for c in range(line.size):
-                part = row[c * width : (c + 1) * width]
-                largest = line[c]
-                for i in range(part.size):
-                    largest = max(largest, u32(part[i] & u32(0x7FFFFFFF)))
-                line[c] = largest
+        for c in range(out.shape[1]):
+            part, largest = bits[r, c * width : c * width + width], out[group[r], c]
+            for i in range(part.size):
+                magnitude = u32(part[i] & u32(0x7FFFFFFF))
+                largest = magnitude if magnitude > largest else largest
+            out[group[r], c] = largest
+
+
+@compiled
+def amax_of_columns(bits, group, width, out):
+    """``amax`` of width 1."""
+    for r in range(bits.shape[0]):
+        g = group[r]
+        for i in range(bits.shape[1]):
+            magnitude = u32(bits[r, i] & u32(0x7FFFFFFF))
+            out[g, i] = magnitude if magnitude > out[g, i] else out[g, i]
 
 
 @functools.cache
-def encoder(fmt: Format) -> Callable:
+def encoder(fmt: Format, columns: bool) -> Callable:
     """encode(bits uint32 [R, C], group int64 [R], width, scale float32 [G, ceil(C / width)], out
-    uint8 [R, C]): RN32(x * scale), saturated, rounded to nearest even."""
+    uint8 [R, C]): RN32(x * scale), saturated, rounded to nearest even; width is 1 if ``columns``, else above."""
     to = layout(fmt, "nearest_even", True)
+    if columns:
 
-    @compiled
-    def encode(bits, group, width, scale, out):
-        for r in range(bits.shape[0]):
-            row, codes, scales = bits[r], out[r], scale[group[r]]
-            if width == 1:
-                for i in range(row.size):
-                    codes[i] = np.uint8(nearest_even(as_bits(np.float32(as_float(row[i]) * scales[i])), to))
-            else:
-                for c in range(scales.size):
-                    part, coded, s = row[c * width : (c + 1) * width], codes[c * width : (c + 1) * width], scales[c]
+        @compiled
+        def encode(bits, group, width, scale, out):
+            prefer_wide_vectors()
+            for r in range(bits.shape[0]):
+                g = group[r]
+                for i in range(bits.shape[1]):
+                    out[r, i] = np.uint8(nearest_even(as_bits(np.float32(as_float(bits[r, i]) * scale[g, i])), to))
+    else:
+
+        @compiled
+        def encode(bits, group, width, scale, out):
+            prefer_wide_vectors()
+            for r in range(bits.shape[0]):
+                for c in range(scale.shape[1]):
+                    part, s, coded = bits[r, c * width : c * width + width], scale[group[r], c], out[r, c * width : c * width + width]
                     for i in range(part.size):
                         coded[i] = np.uint8(nearest_even(as_bits(np.float32(as_float(part[i]) * s)), to))
 

@@ -253,6 +253,9 @@ def test_a_quantizer_to_nvfp4():  # S-22
         judged("quantize", settings, nvfp4)
     with pytest.raises(ValueError, match="policy 'te_nvfp4' is of e2m1fn; got 'e4m3fn'"):
         Quantize(**settings | {"format": "e4m3fn"})
+    for granularity in ("rowwise", "tensorwise", "mx_1x32"):
+        with pytest.raises(ValueError, match=f"blocks of 16 .* got granularity '{granularity}'"):
+            Quantize(**settings | {"granularity": granularity})
 
 
 def test_a_quantizer_to_mxfp4():  # S-14

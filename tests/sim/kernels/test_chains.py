@@ -13,7 +13,7 @@ from fp8ref.sim import accumulate, cast
 from fp8ref.sim import threads as parallel
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.kernels import chains as kernels
-from fp8ref.sim.kernels.chain_steps import LANES
+from fp8ref.sim.kernels.chain_vectors import LANES
 from fp8ref.sim.tensor_core import UNITS, TensorCore
 
 PAIRS = list(product((E4M3FN, E5M2), repeat=2))
@@ -104,7 +104,7 @@ def test_chains_of_nothing_are_zeros_of_their_shape(plan, m, n, k, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
 def test_rows_of_nothing_are_packed(shape):
-    rows = kernels.pack(np.ones(shape, np.float32), -6, 32, 13, 13)
+    rows = kernels.pack(np.ones(shape, np.uint8), E4M3FN, 32, 13, 13)
     assert rows.numbers.shape == rows.exponents.shape == (shape[1] // 32, shape[0], 32)
     assert rows.signs.shape == (shape[1] // 32, shape[0])
 
@@ -140,12 +140,12 @@ def test_the_rounding_mode_is_to_nearest_afterwards(plan, rng):
 
 def test_the_kernel_is_compiled_once_and_cached_on_disk():
     """A fresh import finds what another compiled. A kernel with another one in its closure would never be found."""
-    ones, ends = np.ones((3, 32), np.float32), np.full(1, 3, np.uint8)
-    out = np.empty((3, 3), np.float32)
+    ones, ends = cast.encode(np.ones((3, 32)), E4M3FN), np.full(1, 3, np.uint8)
     for _ in range(2):
+        out = np.zeros((3, 3), np.float32)
         fresh = importlib.util.module_from_spec(kernels.__spec__)
         kernels.__spec__.loader.exec_module(fresh)
-        fresh.columns(fresh.pack(ones, -6, 32, 13, 13), fresh.padded(ones), -6, ends, out, 0, 3)
+        fresh.columns(fresh.pack(ones, E4M3FN, 32, 13, 13), fresh.padded(ones), E4M3FN, ends, out, 0, 3)
         np.testing.assert_array_equal(out, 32)
     assert sum(fresh.chains.stats.cache_hits.values()) == 1
     assert not fresh.chains.stats.cache_misses

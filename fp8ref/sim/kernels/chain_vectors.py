@@ -1,0 +1,58 @@
+"""LLVM's vectors, as the kernels of a tensor core's steps write them."""
+
+from llvmlite import binding, ir
+from numba.core import cgutils
+
+LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
+"""Columns of a tile: as many as keep both sums in registers."""
+
+I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+class Vectors:
+    """What a builder lacks. Sums are float32, 16 a vector, or with ``double`` float64, 8 a vector."""
+
+    def __init__(self, builder: ir.IRBuilder, double: bool) -> None:
+        self.b = builder
+        self.bits, self.fraction, self.n = (I64, 52, 8) if double else (I32, 23, 16)
+        self.real = ir.DoubleType() if double else F32
+        self.double = double
+
+    def registers(self, values: list) -> list:
+        """Variables with these values, which LLVM keeps in registers."""
+        made = [cgutils.alloca_once(self.b, value.type) for value in values]
+        for register, value in zip(made, values, strict=True):
+            self.b.store(value, register)
+        return made
+
+    def widened(self, value):
+        """An int32 as long as a number of the sums."""
+        return self.b.zext(value, I64) if self.double else value
+
+    def splat(self, value, n: int):
+        """A vector of n times the value."""
+        one = self.b.insert_element(ir.Constant(ir.VectorType(value.type, n), ir.Undefined), value, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, n), [0] * n))
+
+    def constant(self, kind: ir.VectorType, value):
+        return ir.Constant(kind, [value] * kind.count)
+
+    def load(self, pointer, offset: int, kind: ir.VectorType):
+        at = self.b.gep(pointer, [ir.Constant(I64, offset)])
+        return self.b.load(self.b.bitcast(at, kind.as_pointer()), align=1 if kind.element is I8 else 4)
+
+    def call(self, name: str, *values):
+        """An operation of LLVM on vectors of one type."""
+        kind = values[0].type
+        element = {"float": "f32", "double": "f64"}.get(str(kind.element), str(kind.element))
+        function = ir.FunctionType(kind, [kind] * len(values))
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, function, f"llvm.{name}.v{kind.count}{element}"), values)
+
+    def halves(self, value) -> list:
+        """Both halves of a vector of 16."""
+        chosen = (ir.Constant(ir.VectorType(I32, 8), list(range(begin, begin + 8))) for begin in (0, 8))
+        return [self.b.shuffle_vector(value, value, of_half) for of_half in chosen]
+
+    def numbers(self, value) -> list:
+        """16 float32 numbers in the type of the sums: one vector, or two of float64."""
+        return [self.b.fpext(half, ir.VectorType(self.real, 8)) for half in self.halves(value)] if self.double else [value]
