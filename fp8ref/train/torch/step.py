@@ -27,7 +27,7 @@ from fp8ref.torch import copies, delayed, hardware, health, states
 from fp8ref.torch.convert import convert
 from fp8ref.torch.fsdp import keep_reduced_dtype
 from fp8ref.torch.gradient_factors import Factors
-from fp8ref.torch.parallel import amax_group, check_copies, parallelize
+from fp8ref.torch.parallel import amax_group, check_copies, parallelize, share_groups
 from fp8ref.torch.switch import Switch
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
@@ -258,9 +258,12 @@ class Step:
     def _twin(self, recipe: str) -> Llama:
         """The model in another recipe, on the meta device, whose linears the switch takes (T-9)."""
         with torch.device("meta"):
-            twin = self._llama()
+            model = self._llama()
         keys, group = self.config.numerics, amax_group(self.mesh, self.config.parallel.amax_scope)
-        return convert(twin, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)  # type: ignore[return-value]
+        twin = convert(model, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)
+        if self.mesh is not None and self.config.parallel.expert > 1:
+            share_groups(twin, self.mesh, self.config.parallel.amax_scope)
+        return twin  # type: ignore[return-value]
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
         """The mean loss of tokens [B, T + 1], in nats: a float32 scalar."""
