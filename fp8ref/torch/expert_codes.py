@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fp8ref.recipe import OPERANDS, CastSpec, Role
-from fp8ref.torch import expert_parallel, grouped, grouped_operands
+from fp8ref.torch import delayed, expert_parallel, grouped, grouped_operands
 from fp8ref.torch.expert_parallel import Moved
 from fp8ref.torch.grouped import Slot
 from fp8ref.torch.grouped_linear import GroupedLinear
@@ -73,11 +73,12 @@ def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup, linears: 
 
 def _check_alike(linears: Sequence[GroupedLinear]) -> None:
     """ValueError where delayed states of input have other scales, and reading them takes no wait."""
-    first, *others = (linear.states["input"].scale for linear in linears if "input" in linear.states)
-    if type(first) is torch.Tensor and first.device.type == "cpu" and not all(torch.equal(first, other) for other in others):
+    scales = [linear.states["input"].scale for linear in linears if isinstance(linear.states["input"], delayed.RoleState)]
+    first = scales[0]
+    if type(first) is torch.Tensor and first.device.type == "cpu" and not all(torch.equal(first, other) for other in scales):
         raise ValueError(
             "linears that take the same rows have observed the same, so that their delayed scales of input are equal (X-14); got "
-            f"{[float(s) for s in (first, *others)]}. Send rows in their own dtype, by expert_parallel.dispatch."  # type: ignore[arg-type]
+            f"{[float(scale) for scale in scales]}. Send rows in their own dtype, by expert_parallel.dispatch."
         )
 
 
