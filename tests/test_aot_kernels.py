@@ -73,6 +73,7 @@ def test_kernels_that_hold_gelu_make_the_codes_and_scales_of_its_result(of, axis
         np.testing.assert_array_equal(np.asarray(q.scale_inv), np.asarray(other.scale_inv))
 
 
+@pytest.mark.slow
 def test_the_mlp_of_kernels_is_two_rowwise_layers_and_a_gelu(monkeypatch):  # G-22
     call = aot_kernels.pl.pallas_call
     monkeypatch.setattr(aot_kernels.pl, "pallas_call", lambda *args, **how: call(*args, **{**how, "interpret": True}))
