@@ -228,7 +228,9 @@ class Variant:
         for key in ("policy", "factors", "bias"):
             default = type(self).__dataclass_fields__[key].default
             if getattr(self, key) != default:
-                raise ValueError(f"granularity 'int8_thread' has no use for {key} (A-26): {default!r}; got {getattr(self, key)!r}. Leave it out.")
+                raise ValueError(
+                    f"granularity 'int8_thread' has no use for {key} (A-26): {default!r}; got {getattr(self, key)!r}. Leave it out."
+                )
         if self.out.bits == 8:
             raise ValueError(f"granularity 'int8_thread' has its output in high precision (A-26); got {self.out}. Use BFLOAT16.")
         if 2.0**self.offset > self.fmt.max:

@@ -45,16 +45,19 @@ def test_sinks_learn_and_both_keys_change_the_loss(backend, config, tmp_path):  
 
 
 @pytest.mark.parametrize(
-    ("backend", "scan"), [("torch", False), pytest.param("jax", False, marks=pytest.mark.slow), pytest.param("jax", True, marks=pytest.mark.slow)]
+    ("backend", "scan"),
+    [("torch", False), pytest.param("jax", False, marks=pytest.mark.slow), pytest.param("jax", True, marks=pytest.mark.slow)],
 )
 def test_sinks_do_not_decay(backend, scan, config):  # A-28, T-1
     """Adam's first update of g is lr g / (|g| + eps), of sinks that are not zero without a share of them."""
-    config = config.replace(optimizer={"weight_decay": 0.5, "max_norm": 1e9, "warmup_steps": 0}, parallel={"scan": scan})
+    rate = 2.0**-8
+    keys = {"weight_decay": 0.5, "max_norm": 1e9, "warmup_steps": 0, "learning_rate": rate, "min_learning_rate": rate}
+    config = config.replace(optimizer=keys, parallel={"scan": scan})
     tokens, weights = loader.open_batches(config).step(0), llama.initial_weights(config.model, seed=0)
     weights[SINKS] = np.linspace(2, 3, weights[SINKS].size).astype(np.float32)
     trainer = loop.trainer(backend, config, weights)
     g = trainer.gradients(tokens)
-    rate = trainer.step(tokens)["learning_rate"]
+    trainer.step(tokens)
     for name, decays in ((SINKS, 0.0), ("model.layers.0.mlp.up_proj.weight", 0.5)):
         adam, found = g[name] / (np.abs(g[name]) + config.optimizer.eps), trainer.weights()[name]
         wanted = weights[name] - rate * (adam + decays * weights[name])

@@ -110,7 +110,16 @@ def test_caps_beyond_the_limit_of_detection():  # A-27
 
 @pytest.mark.parametrize(
     ("low", "high", "value"),
-    [(15.6, 16.4, 16), (29.4, 30.6, 30), (14.6, 15.4, 15), (490, 520, None), (2.2, 2.8, None), (123, 127, None), (0.0, 1.0, None), (3e3, 1e9, None)],
+    [
+        (15.6, 16.4, 16),
+        (29.4, 30.6, 30),
+        (14.6, 15.4, 15),
+        (490, 520, None),
+        (2.2, 2.8, None),
+        (123, 127, None),
+        (0.0, 1.0, None),
+        (3e3, 1e9, None),
+    ],
 )
 def test_the_roundest_number_is_the_only_one(low, high, value):
     assert logits.roundest(low, high) == value
