@@ -218,12 +218,25 @@ class Variant:
                     f"'int8_thread'; got {self.granularity!r}. Leave them out."
                 )
             return
-        rest = (self.fmt.bits == 8, self.base == "2", self.threshold == 0, self.p_scale == 1.0, self.out_scales == "end", not self.rotated)
-        if not all(own) or not all(rest) or self.promotion is None or self.backward not in (None, "bf16"):
+        rest = (self.base == "2", self.threshold == 0, self.p_scale == 1.0, self.out_scales == "end", not self.rotated, not self.descending)
+        if not all(own) or not all(rest) or self.fmt.bits != 8 or self.promotion != 1 or self.backward not in (None, "bf16"):
             raise ValueError(
-                "granularity 'int8_thread' needs fmt in FP8, smoothed=True, scores 'shifted', base '2', sum_order 'warp', a promotion, finish "
-                "'feature', lse 'smoothed', out_scales 'end', no threshold, p_scale or rotation, and backward None or 'bf16' (A-26); got "
-                f"variant {self.name!r}. Start from VARIANTS['sage']."
+                "granularity 'int8_thread' needs fmt in FP8, smoothed=True, scores 'shifted', base '2', sum_order 'warp', promotion 1, finish "
+                "'feature', lse 'smoothed', out_scales 'end', ascending tiles, no threshold, p_scale or rotation, and backward None or 'bf16' "
+                f"(A-26); got variant {self.name!r}. Start from VARIANTS['sage']."
+            )
+        for key in ("policy", "factors", "bias"):
+            default = type(self).__dataclass_fields__[key].default
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"granularity 'int8_thread' has no use for {key} (A-26): {default!r}; got {getattr(self, key)!r}. Leave it out."
+                )
+        if self.out.bits == 8:
+            raise ValueError(f"granularity 'int8_thread' has its output in high precision (A-26); got {self.out}. Use BFLOAT16.")
+        if 2.0**self.offset > self.fmt.max:
+            raise ValueError(
+                f"the largest probability is 2^offset, which fmt has to hold (A-26): at most {math.log2(self.fmt.max):.4g} for {self.fmt}; "
+                f"got {self.offset}."
             )
         if any({t.full, t.causal, t.local} != {128} for t in self.tiles):
             raise ValueError(f"scales of k in INT8 need tiles of 128 keys; got {self.tiles}.")

@@ -68,6 +68,22 @@ def test_a_wrong_count_is_found(at, what, kind, cudnn):
     assert [check.name for check in report.failures] == [f"layer/{what}/{kind}/torch"]
 
 
+@pytest.mark.parametrize(("name", "kind"), [("fa4_threshold4", "saturated"), ("sage", "lost")])
+@pytest.mark.parametrize("by", [100, -100])
+def test_a_wrong_count_of_another_variant_is_found(name, kind, by, others):
+    found, report = list(others[name]), Report()
+    counts = np.array(found[0].arrays["p/counts"])
+    counts[attention_counts.COUNTS.index(kind)] += by
+    found[0] = dataclasses.replace(found[0], arrays=found[0].arrays | {"p/counts": counts})
+    attention_counts.check(report, found, differentiated(name, "bf16"))
+    assert [check.name for check in report.failures] == [f"layer/p/{kind}/torch"]
+
+
+@pytest.fixture(scope="module")
+def others():
+    return {name: passes(differentiated(name, "bf16")) for name in ("fa4_threshold4", "sage")}
+
+
 @pytest.fixture(scope="module")
 def cudnn():
     return passes(VARIANTS["cudnn"])

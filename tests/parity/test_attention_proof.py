@@ -114,6 +114,23 @@ def test_torch_names_products_of_dequantized_operands(variant, config):  # A-18,
     assert found["missing"] == []
 
 
+@pytest.mark.parametrize("arithmetic", ["fast", "stated"])
+def test_the_proof_holds_int8s_other_product_to_the_hardware(arithmetic, config, monkeypatch):  # A-26, B-12
+    config = config.replace(
+        numerics={"attention": "sage", "attention_backward": "bf16", "attention_arithmetic": arithmetic, "accumulate": "hopper"}
+    )
+    found = proven("torch", config)
+    assert {"gemm": f"{LAYER}/values", "a": "f8e4m3fn", "b": "f8e4m3fn", "accumulate": "fast", "fp8": True, "plan": "hopper"} in found[
+        "attention"
+    ]["gemms"]
+    assert (found["missing"], found["attention"]["on_dequantised_operands"]) == ([], [f"{LAYER}/scores"])
+    if arithmetic == "fast":  # dequantized, as no hardware multiplies them
+        products = batched_gemm.products
+        monkeypatch.setattr(batched_gemm, "products", lambda a, b, **how: products(a.float(), b.float(), **how))
+        with pytest.raises(ConfigError, match=rf"{LAYER}/values: planned f8e4m3fn x f8e4m3fn, fast, under hopper; "):
+            proven("torch", config)
+
+
 def test_codes_that_a_device_takes_are_asked_for(config, monkeypatch):
     monkeypatch.setattr(attention_fast_operands, "takes_codes", lambda codes, variant: variant.fmt.bits == 8)
     assert seen(proven("torch", config)) == of_torch("f8e4m3fn", "slow")

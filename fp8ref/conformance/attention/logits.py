@@ -31,14 +31,17 @@ ROUNDED = math.log(1.3)
 LEAST = 2.0**-6
 """A weight below it may be a subnormal number of e4m3, with a larger error: it says that the cap is no smaller, and no more."""
 
+BOUNDS = (0.0, 1e9)
+"""What caps are looked for between: as a bound of a measured cap either says that no output told it."""
+
 _LARGEST = FAR * FAR * SCALE
 _KEYS = [m * 2.0**e for e in range(-6, 8) for m in (1, 1.25, 1.5, 1.75)]
 
 
 def findings(asked: Attention) -> list[Finding]:
     """A finding for a softcap and one for sinks; and one for each of both arguments that the function takes."""
-    cap = softcap(asked)
-    made = [cap, of_sinks(asked, cap.value if isinstance(cap.value, float) else None)]
+    cap, low, high = _softcap(asked)
+    made = [cap, _of_sinks_within(asked, low, high) if low <= high < math.inf else of_sinks(asked)]
     if asked.takes_softcap:
         made.append(_softcap_argument(asked))
     elif cap.value != "none" and (hidden := _hidden(asked, None)) is not None:
@@ -51,17 +54,22 @@ def findings(asked: Attention) -> list[Finding]:
 
 
 def softcap(asked: Attention) -> Finding:
-    """The softcap of a function that is given none: a number, or ``none``."""
+    """The softcap of a function that is given none: a number, with the caps that explain the outputs; only these, without a number; or ``none``."""
+    return _softcap(asked)[0]
+
+
+def _softcap(asked: Attention) -> tuple[Finding, float, float]:
+    """(the finding, the least and the largest cap that explain the outputs)."""
     low, high, evidence, witness = _caps(asked, None)
     if high == math.inf:
-        return Finding(what="softcap", value="none", evidence=evidence)
+        return Finding(what="softcap", value="none", evidence=evidence), low, high
     if not low <= high:
-        return Finding(
-            what="softcap", value=None, words="large scores are capped, by no hyperbolic tangent", evidence=evidence, witness=witness
-        )
-    value = _nice(low, high)
-    words = "" if value is not None else f"{low:.4g} to {high:.4g}"
-    return Finding(what="softcap", value=value, words=words, evidence=str(witness), witness=witness)
+        words = "large scores are capped, by no hyperbolic tangent"
+        return Finding(what="softcap", value=None, words=words, evidence=evidence, witness=witness), low, high
+    value, words = roundest(low, high), within(low, high)
+    if value is not None:
+        words = f"{value:g} ({words})"
+    return Finding(what="softcap", value=value, words=words, evidence=str(witness), witness=witness), low, high
 
 
 def _caps(asked: Attention, given: float | None) -> tuple[float, float, str, Counterexample | None]:
@@ -74,7 +82,7 @@ def _caps(asked: Attention, given: float | None) -> tuple[float, float, str, Cou
         return math.inf, math.inf, f"scores of {_LARGEST:g} and {others[-1]:g}: the second has no weight", None
     if not np.isfinite(weights).all():
         return math.nan, math.nan, f"scores of {_LARGEST:g} and {others[0]:g}: {weights[~np.isfinite(weights)][0]}", None
-    low, high = 0.0, 1e9
+    low, high = BOUNDS
     for x, w in zip(others, weights, strict=True):
         distance = math.log((1 - w) / w) if LEAST <= w < 1 else math.log(1 / LEAST)
         low = max(low, _cap(x, distance - ROUNDED))
@@ -101,7 +109,7 @@ def _cap(x: float, distance: float) -> float:
     """The cap under which the score x is so far below the largest one; by bisection."""
     if distance <= 0:
         return 0.0
-    low, high = 1e-3, 1e9
+    low, high = 1e-3, BOUNDS[1]
     for _ in range(100):
         middle = math.sqrt(low * high)
         if middle * (math.tanh(_LARGEST / middle) - math.tanh(x / middle)) < distance:
@@ -202,6 +210,17 @@ def of_sinks(asked: Attention, cap: float | None = None) -> Finding:
     return Finding(what="sinks", value=value, words=words, evidence=str(witness), witness=witness)
 
 
+def _of_sinks_within(asked: Attention, low: float, high: float) -> Finding:
+    """``of_sinks`` under a cap from low to high: a number where both say the same, else the sinks between."""
+    least, most = (of_sinks(asked, max(one, 1e-3)) for one in (low, high))
+    if least.value == most.value:
+        return least
+    if least.value is None or most.value is None:
+        return least if least.value is None else most
+    words = " to ".join(f"{one:g}" for one in sorted((least.value, most.value)))
+    return Finding(what="sinks", value=None, words=words, evidence=least.evidence, witness=least.witness)
+
+
 def _of_one_key(asked: Attention, made: list[float], tried: list[float]) -> np.ndarray:
     """The weight of a single key, whose feature of each number of ``made`` has it, and another one that of ``tried``."""
     rows = [*tried, FAR]  # the last one's scale rounds no other
@@ -253,10 +272,25 @@ def _near(weights: np.ndarray, wanted: list[float]) -> bool:
     return bool((np.abs(np.log(np.maximum(weights, 1e-9) / wanted)) < ROUNDED / 2).all())
 
 
-def _nice(low: float, high: float) -> float | None:
-    """The roundest number from low to high."""
-    for step in (100.0, 50.0, 10.0, 5.0, 1.0, 0.5, 0.25, 0.125):
-        value = math.floor(high / step) * step
-        if value and value >= low:
-            return value
+def roundest(low: float, high: float) -> float | None:
+    """The one power of two or number of one decimal digit from low to high; without any the one of two digits. None if there are several."""
+    if low <= BOUNDS[0] or high >= BOUNDS[1]:
+        return None
+    tens = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    short = {float(f"{digit}e{e}") for e in tens for digit in range(1, 10)}
+    short |= {2.0**e for e in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)}
+    longer = {float(f"{digits}e{e}") for e in tens for digits in range(10, 100)}
+    for candidates in (short, longer):
+        found = [one for one in candidates if low <= one <= high]
+        if found:
+            return found[0] if len(found) == 1 else None
     return None
+
+
+def within(low: float, high: float) -> str:
+    """The caps from low to high in words."""
+    if low > BOUNDS[0] and high < BOUNDS[1]:
+        return f"{low:.4g} to {high:.4g}"
+    if low > BOUNDS[0]:
+        return f"at least {low:.4g}"
+    return f"at most {high:.4g}" if high < BOUNDS[1] else "of any size"

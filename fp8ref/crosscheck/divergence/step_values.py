@@ -36,7 +36,7 @@ class Value:
     cast         how the operand is quantized.
     observation  the whole of that GEMM.
     passes       the passes of the layer's attention so far, if the value is of attention by a variant.
-    codes_of     the format of codes of attention.
+    codes_of     the format of codes of attention; None of INT8, whose array is int8 (A-26).
     """
 
     phase: Phase
@@ -63,7 +63,7 @@ class Value:
 
     @property
     def fmt(self) -> Format | None:
-        """The format of codes; None for other arrays."""
+        """The format of codes in FP8; None for other arrays."""
         return self.codes_of or (self.cast.fmt if self.cast and self.part == "codes" else None)
 
 
@@ -180,7 +180,9 @@ def _of_attention(found: Pass, layer: str, phase: AttentionPhase, config: Config
             continue
         until = tuple(p for p in passes if p.phase == "forward" or phase == "backward")
         for what, part, value in one.parts():
-            fmt = format_of(what, variant) if part == "codes" else None
+            integers = variant.int8 and part == "codes" and what in ("q", "k")
+            fmt = format_of(what, variant) if part == "codes" and not integers else None
+            value = value.view(np.int8) if integers else value  # shown as their bits (A-26)
             role = SYMBOLS.get(what, what)
             yield Value(phase=phase, layer=layer, role=role, value=value, part=part, passes=until, codes_of=fmt)  # type: ignore[arg-type]
 

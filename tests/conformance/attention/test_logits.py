@@ -83,6 +83,57 @@ def test_a_hidden_softcap_is_measured(cap):  # A-22
     assert "(A-22)" in str(one.witness)
 
 
+@pytest.mark.parametrize(
+    ("cap", "value", "words"),
+    [
+        (16.0, 16.0, "16 (15.55 to 16.43)"),
+        (128.0, 128.0, "128 (126 to 129.9)"),
+        (512.0, 512.0, "512 (503.2 to 520.1)"),
+        (48.0, None, "46.95 to 48.99"),  # 47 is as short as 48
+        (1.0, None, "0.5164 to 1.325"),
+        (0.7, None, "at most 1.095"),
+        (0.05, None, "at most 0.9534"),
+        (5000.0, None, "at least 3366"),
+    ],
+)
+def test_a_softcap_is_named_where_one_round_number_explains_it(cap, value, words):  # A-27
+    one = found(planted(cap=cap))["softcap"]
+    assert (one.value, one.text) == (value, words)
+
+
+def test_caps_beyond_the_limit_of_detection():  # A-27
+    """In e4m3 the second key's weight is cast to 0 under a cap of 4000; in float32 under one of 6000."""
+    for cap, value in ((3000.0, 3000.0), (4000.0, "none")):
+        assert found(functools.partial(attention.forward, variant="fa3", softcap=cap))["softcap"].value == value
+    assert found(planted(cap=6000.0))["softcap"].value == "none"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "value"),
+    [
+        (15.6, 16.4, 16),
+        (29.4, 30.6, 30),
+        (14.6, 15.4, 15),
+        (490, 520, None),
+        (2.2, 2.8, None),
+        (123, 127, None),
+        (0.0, 1.0, None),
+        (3e3, 1e9, None),
+    ],
+)
+def test_the_roundest_number_is_the_only_one(low, high, value):  # A-27
+    assert logits.roundest(low, high) == value
+
+
+def test_a_sink_under_an_uncertain_cap_is_a_range():  # A-27
+    of = found(planted(cap=48.0, sink=40.0))
+    assert of["softcap"].value is None
+    low, high = map(float, of["sinks"].words.split(" to "))
+    assert of["sinks"].value is None
+    assert low <= 40 <= high
+    assert found(planted(cap=48.0, sink=0.0))["sinks"].value == 0
+
+
 @pytest.mark.parametrize("sink", [-30.0, 0.0, 1.5, 300.0])
 def test_a_hidden_sink_is_measured(sink):  # A-23
     one = found(planted(sink=sink))["sinks"]
