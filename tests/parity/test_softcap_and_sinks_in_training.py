@@ -63,6 +63,7 @@ def test_a_cross_check_holds(attention, config):  # A-28, B-2, B-3, Q-13
     assert report.ok, [check.detail for check in report.failures]
     for backend in loop.BACKENDS:
         assert report.checks[f"model.layers.0.self_attn/p/lost/{backend}"].compared
+        assert (f"model.layers.0.self_attn/ds/lost/{backend}" in report.checks) == (attention == "cudnn")
         assert report.checks[f"weights/initial/value/{backend}"].compared
 
 
