@@ -158,6 +158,11 @@ def sinks_of(attention: str) -> str:
     return f"{attention}.sinks"
 
 
+def is_sinks(name: str) -> bool:
+    """Whether a parameter of that name has the sinks of a layer's attention (A-28)."""
+    return name.split(".")[-1] == "sinks"
+
+
 def is_router(name: str) -> bool:
     """Whether a name is a router's, or of its weight."""
     return name.removesuffix(".weight").endswith(f".mlp{ROUTER}")
@@ -244,9 +249,7 @@ def lazy_initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, Weight]
     """The weights that every backend starts from, by name in the order of ``parameter_shapes``
     (spec M-6, A-28): norms of ones, sinks of zeros. Matrices are drawn where they are read."""
     return {
-        name: np.full(shape, not name.endswith(".sinks"), np.float32)
-        if len(shape) == 1
-        else InitialWeight(shape, i, seed, config.initializer_range)
+        name: np.full(shape, not is_sinks(name), np.float32) if len(shape) == 1 else InitialWeight(shape, i, seed, config.initializer_range)
         for i, (name, shape) in enumerate(parameter_shapes(config).items())
     }
 

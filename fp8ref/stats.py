@@ -7,7 +7,7 @@ order of FIELDS. ``merged`` makes one record of all parts. The simulator's own s
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -106,6 +106,12 @@ def _counted(parts: np.ndarray) -> dict:
         "underflow_rate": total["underflows"] / count,
         "overflow_rate": total["overflows"] / count,
     }
+
+
+def clipped(record: Mapping[str, Any]) -> float | None:
+    """The share of elements that a recorded operand's cast saturated: of P and dS, whose casts are counted, those that it clipped (Q-13).
+    None without either."""
+    return record.get("saturation_rate", record.get("overflow_rate"))
 
 
 def _sqnr(signal: float, noise: float, *, nothing: bool) -> float | None:

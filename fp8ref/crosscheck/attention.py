@@ -31,6 +31,15 @@ MASK = Mask(causal=True)
 U = 2.0**-24
 """The largest error of a rounding to float32, as a fraction of its result."""
 
+TANH = 2.0**-20
+"""The largest error of a hyperbolic tangent, as a fraction of it: XLA's 8 units of 2^-23 (A-18)."""
+
+LARGEST = 16
+"""The largest offset, and the largest threshold, of a variant (A-1): exponents of a row are below 2 A + 16 (A-18)."""
+
+FAR = 64.0
+"""How far a sink lies above a row's maximum where its keys leave nothing (A-23)."""
+
 
 @dataclass(frozen=True)
 class AttentionPass:
@@ -168,33 +177,46 @@ class Exact(NamedTuple):
 
 
 def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, variant: Variant) -> Exact | None:
-    """S, O, dS, dV, dK or dQ in float64, of the codes that are multiplied; None where codes of MX blocks along another axis
-    were multiplied, which are not shown, of a backward pass in bfloat16, and under a softcap or sinks.
+    """S, O, dS, dV, dK or dQ in float64, of the codes that are multiplied, under the pass's own softcap and sinks.
 
+    None:    where codes of MX blocks along another axis were multiplied, which are not shown; of a backward pass in bfloat16, which shows none; of variants
+             whose scores are not those of ``scaled`` in base e, taken in ascending order without a threshold: what stands here is theirs alone. So it is of
+             ``sage``, whose scores are of INT8 codes and of smoothed keys, and of FlashAttention's variants.
     Order:   each from what comes before it, as the backend has it: dQ of the backend's own codes of dS.
     """
     ordered = variant.scores == "scaled" and variant.base == "e" and not variant.descending and not variant.threshold
-    if variant.fmt.bits != 8 or variant.granularity is None or not ordered or forward.capped:
+    if variant.fmt.bits != 8 or variant.granularity is None or not ordered:
         return None
+    cap, sinks = forward.capped.get("softcap"), forward.capped.get("sinks")
     q, k, v = (_values(role, forward, variant) for role in ("q", "k", "v"))
     group, features, scale = q.shape[1] // k.shape[1], q.shape[-1], float(np.float32(1 / np.sqrt(q.shape[-1])))
     wide_k, wide_v = (np.repeat(x, group, axis=1) for x in (k, v))
     sizes = scale * np.abs(q) @ np.abs(wide_k).swapaxes(-1, -2)  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
+    # A capped score differs by no more than its argument times the cap does, by the error of tanh, and by the roundings of t and of t cap (A-18).
+    of_scores = gamma(features + 8) * sizes + (0 if cap is None else cap * (TANH + 4 * U))
     if what == "s":
-        return Exact(scale * (q @ wide_k.swapaxes(-1, -2)), gamma(features + 8) * sizes)
+        products = scale * (q @ wide_k.swapaxes(-1, -2))
+        return Exact(products if cap is None else cap * np.tanh(products / cap), of_scores)
     s = np.asarray(forward.arrays["s/value"], np.float64)
     keys, length = s.shape[-1], variant.tile(features, MASK)
     maxima = np.maximum.accumulate([s[..., n : n + length].max(-1) for n in range(0, keys, length)])  # of each tile, and those before
     top = maxima[-1][..., None]
+    # E of A-18 without the distance of scores, which are equal here: a tile rounds its exponents and c. h is 2 units in the last place, 2 x 2^-23.
+    e = (1 + len(maxima)) * (6 * U * (2 * np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) + LARGEST) + 2.0**-22)
+    left: np.ndarray | float = 0.0
     sums = np.exp(s - top).sum(-1, keepdims=True)
-    # E of A-18 without the distance of scores, which are equal here: a tile rounds its exponents and c.
-    e = (1 + len(maxima)) * (6 * U * (2 * np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) + 16) + 2.0**-22)
+    if sinks is not None:
+        # u of A-23 is an exponential of d, which is rounded: from 0 to 64, since one below the maximum adds an error of at most u / e to
+        # l >= 1. gamma(3 Tk + 8) has room for its addition: l and O are Tk additions each, and a product a tile.
+        d = sinks[:, None, None] - top  # [B, H, Tq, 1]
+        e = e + 6 * U * (np.clip(d, 0, FAR) + LARGEST) + 2.0**-22
+        left = d > FAR - 1  # where a form may leave nothing of the keys: all of what they have is in the bound then
+        shifted = np.maximum(d, 0)
+        top, sums = top + shifted, sums * np.exp(-shifted) + np.exp(d - shifted)
     if what == "o":
-        behind = np.concatenate(
-            [np.repeat((m - maxima[-1])[..., None], min(length, keys - n * length), -1) for n, m in enumerate(maxima)], -1
-        )
+        behind = np.concatenate([np.repeat(m[..., None] - top, min(length, keys - n * length), -1) for n, m in enumerate(maxima)], -1)
         p = _decoded("p", forward.arrays["p/codes"], variant) * _scale_inv_p(forward) * np.exp(behind) / sums
-        near = (np.exp(2 * e) - 1 + gamma(3 * keys + 8)) * (p @ np.abs(wide_v))
+        near = (np.exp(2 * e) - 1 + gamma(3 * keys + 8) + left) * (p @ np.abs(wide_v))
         return Exact(p @ wide_v, near + _unit(forward, "o", variant))
     if backward is None or variant.granularity == "mx_1x32" or variant.backward == "bf16":
         return None
@@ -204,10 +226,16 @@ def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, var
         weights, dp, of_dp = np.exp(s - top) / sums, do @ wide_v.swapaxes(-1, -2), np.abs(do) @ np.abs(wide_v).swapaxes(-1, -2)
         rows, of_rows = (do * o).sum(-1, keepdims=True), np.abs(do * o).sum(-1, keepdims=True)
         of_p = 2 * e + gamma(3 * keys + 8) + 4 * U * np.abs(top + np.log(sums))
-        found = weights * (dp - rows) * scale
+        found, of_slope = weights * (dp - rows) * scale, 0.0
+        if cap is not None:
+            # The backward pass takes t again: it and the forward pass's differ by twice the error of t, as P by that of scores. What is shown is t cap,
+            # rounded. So t t differs by 2 (2 of_scores / cap + u), and two roundings follow, of numbers of at most 1.
+            of_p = of_p + 2 * of_scores
+            of_slope = (4 * of_scores / cap + 4 * U) * np.abs(found)
+            found = found * (1 - np.square(np.where(np.isfinite(s), s, 0) / cap))
         sizes = scale * (of_dp + of_rows)
         # A probability below float32's normal numbers may be flushed to zero, and so may the products with it.
-        return Exact(found, of_p * np.abs(found) + 2 * gamma(features + 8) * weights * sizes + 2.0**-125 * (sizes + 1))
+        return Exact(found, of_p * np.abs(found) + of_slope + 2 * gamma(features + 8) * weights * sizes + 2.0**-125 * (sizes + 1))
     p = _decoded("p", arrays["p/codes"], variant) * _scale_inv_p(backward)
     ds = _decoded("ds", arrays["ds/codes"], variant) / np.asarray(arrays["ds/scale"], np.float64)
     a, b = {"dv": (p.swapaxes(-1, -2), do), "dk": (ds.swapaxes(-1, -2), q), "dq": (ds, wide_k)}[what]

@@ -13,7 +13,7 @@ from fp8ref.attention import GRADIENT_ROLES, ROLES, Variant
 from fp8ref.conformance.compare import Report, compare_values
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.crosscheck import attention
-from fp8ref.crosscheck.attention import MASK, AttentionPass, U
+from fp8ref.crosscheck.attention import LARGEST, MASK, TANH, AttentionPass, U
 from fp8ref.formats import Format
 from fp8ref.sim import attention as simulator
 from fp8ref.sim import attention_gradients, cast, head_scaling
@@ -31,8 +31,7 @@ def check(report: Report, passes: Sequence[AttentionPass], variant: Variant | No
 
     scales    delayed ones by ``<layer>/<role>``.
     Checks:   ``<layer>/<p or ds>/<amax, count, saturated or lost>/<backend>``.
-    Returns:  how many tensors were compared. dS under a softcap or sinks has no bound here, and is left out.
-              Layers with several microbatches have P alone: their passes are not paired.
+    Returns:  how many tensors were compared. Layers with several microbatches have P alone: their passes are not paired.
     """
     compared = 0
     if variant is None or variant.fmt.bits != 8:
@@ -46,7 +45,7 @@ def check(report: Report, passes: Sequence[AttentionPass], variant: Variant | No
             result = _forward(one, variant, given)
             _compare(report, one, "p", result.amaxes["s"], (result.saturated, result.lost), *_probabilities(one, variant, result))
             compared += 1
-            if len(forwards) == len(backwards) == 1 and variant.backward == "cast" and variant.granularity != "mx_1x32" and not one.capped:
+            if len(forwards) == len(backwards) == 1 and variant.backward == "cast" and variant.granularity != "mx_1x32":
                 compared += _check_ds(report, one, backwards[0], result, variant, given)
     return compared
 
@@ -64,7 +63,7 @@ def _check_ds(
         return 0
     scales = {role: x for role, x in given.items() if role in ("s", *GRADIENT_ROLES)}
     q, k, v = _tensors(forward, "q", "k", "v")
-    found = attention_gradients.backward(do, q, k, v, result, variant=variant, mask=MASK, scales=scales, keep=True)
+    found = attention_gradients.backward(do, q, k, v, result, variant=variant, mask=MASK, scales=scales, keep=True, **forward.capped)
     exact = attention.exact("ds", forward, backward, variant)
     assert exact is not None
     values, bound = np.abs(exact.value), exact.bound
@@ -92,9 +91,19 @@ def _probabilities(one: AttentionPass, variant: Variant, result: Result) -> tupl
     q, k = (_magnitudes(role, one, variant) for role in ("q", "k"))
     sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
     of_rows = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) / np.sqrt(features)
-    h = 2.0**-23 * (2 + (2 * of_rows + 16) / 2)  # XLA's in base 2 is the largest of A-18's
-    cap = one.capped.get("softcap", 0)
-    e = 2 * cap * (2.0**-20 + 4 * U) + 2 * gamma(features + 8) * of_rows + (1 + len(tiles)) * (6 * U * (2 * of_rows + 16) + h)
+    # E of A-18, term by term. A is of_rows: a score is at most A, so s - m is within 2 A, and an offset or a threshold adds at most 16. A
+    # softcap only lowers scores.
+    exponents = 2 * of_rows + LARGEST
+    # h, for each tile's exponentials of x and of c: the largest of A-18's is XLA's in base 2, 2^-23 (2 + |x| / 2). x is 1.5 times the
+    # exponent at most, as log2 e < 1.5.
+    h = 2.0**-23 * (2 + 1.5 * exponents / 2)
+    # Both forms round an exponent twice: 4 u, and 1.5 times that in base 2.
+    of_tiles = (1 + len(tiles)) * (6 * U * exponents + h)
+    # The scores of both forms: D products and at most four factors each, A-18's gamma(D + 8) A, twice with the maximum's; under a softcap cap tanh, with h of a
+    # hyperbolic tangent, a rounding of it and one of its product with cap, and two of room: h + 4 u in each form.
+    of_scores = 2 * gamma(features + 8) * of_rows + 2 * one.capped.get("softcap", 0) * (TANH + 4 * U)
+    e = of_scores + of_tiles
+    # An exponent differs by at most E from that of real arithmetic, and the backend's from the simulator's by 2 E.
     return p, np.expm1(2 * e) * p, variant.fmt, float(one.arrays["p/scale"])
 
 

@@ -181,7 +181,7 @@ def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, 
 
     At the usual initial weights scores and gates are near zero: attention is then uniform, however
     it is rotated or scaled. Matrices here are N(0, 1 / K), query, key and gate N(0, 2 / K), the
-    embedding N(0, 1), norms 1 + N(0, 1/16).
+    embedding N(0, 1), norms and sinks 1 + N(0, 1/16).
     """
     rng = np.random.Generator(np.random.PCG64(seed))
 

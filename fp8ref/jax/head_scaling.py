@@ -39,7 +39,8 @@ class Heads(NamedTuple):
     scale, scale_inv  float32: () for ``tensor`` and in high precision; [B, Hkv, 1, 1] for ``head``;
                       [B, H, ceil(T / 128), 1] for ``rows_128``; [B, H, T, D / 32], or along the tokens
                       [B, H, ceil(T / 32), D], for ``mx_1x32``.
-    q and k in INT8, and v beside them, have those of ``int8_heads``; codes are int8.
+    int8_thread       scales of q are [B, H, 8 ceil(T / 16), 1], of k [B, Hkv, 4 ceil(T / 128), 1], of v [B, Hkv, 1, D];
+                      codes of q and k are int8, those of v of fmt (``int8_heads``).
     """
 
     codes: jax.Array

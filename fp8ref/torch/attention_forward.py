@@ -106,16 +106,17 @@ def run(
     largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
     lost = torch.zeros_like(saturated)
     kept = Kept(keep, (*rows, k.shape[2]), device)
+    of_pass = shifted_softmax.parts(tensors, spec, shape) if variant.int8 else None
     for tile in operands.tiles(spec, shape):
         s = scores(q, k, tile, variant)
-        if variant.int8:
-            s, of_keys = shifted_softmax.factors(s, tensors, tile, spec, shape)
+        if of_pass is not None:
+            s, of_keys = shifted_softmax.factors(s, of_pass, tile)
             factors: list[Tensor | float] = [of_keys]
         else:
             s, factors = operands.capped(s, operands.score_factors(tensors, tile, spec, shape), spec)
         old = online_softmax.Rows(state.maximum[:, :, tile.rows], state.sums[:, :, tile.rows])
         visible = operands.seen(tile, spec, shape, documents, device)
-        if variant.int8:
+        if of_pass is not None:
             p, c, new = shifted_softmax.step(s, of_keys, old, visible, variant.offset, spec.arithmetic)
         else:
             p, c, new = online_softmax.step(s, old, visible, variant, factors, spec.arithmetic)

@@ -2,6 +2,7 @@
 and each key has a factor of its own. The fast form is that of ``attention_fast``."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,17 +41,35 @@ def last_tiles(spec: Spec, shape: Shape) -> list[int]:
     return found
 
 
-def factors(s: Tensor, tensors: dict[str, Heads], tile: operands.Tile, spec: Spec, shape: Shape) -> tuple[Tensor, Tensor]:
+class Parts(NamedTuple):
+    """What ``factors`` takes of a pass, the same for all of its tiles.
+
+    of_q    float32 [B, Hkv, Tq, G, 1]: scale_inv of q.
+    of_k    float32 [B, Hkv, 1, 1, keys], padded as tiles of k are: scale_inv of k.
+    begins  int64 [Tq, 1, 1]: the first key of the last tile that a query's block of 64 sees.
+    scale   the softmax scale in base 2.
+    """
+
+    of_q: Tensor
+    of_k: Tensor
+    begins: Tensor
+    scale: float
+
+
+def parts(tensors: dict[str, Heads], spec: Spec, shape: Shape) -> Parts:
+    """The parts of a pass, of its quantized q and k."""
+    of_q = head_scaling.spread(tensors["q"].scale_inv, (shape.batch, shape.heads, shape.queries, 1), "int8_thread")
+    of_q = of_q.view(shape.batch, shape.key_heads, shape.group, -1).transpose(2, 3)[..., None]
+    of_k = head_scaling.spread(tensors["k"].scale_inv, (shape.batch, shape.key_heads, shape.keys, 1), "int8_thread")
+    begins = torch.tensor(last_tiles(spec, shape), device=of_q.device).repeat_interleave(BLOCK)[: shape.queries, None, None]
+    return Parts(of_q, operands.along_features(of_k)[..., 0][:, :, None, None], begins, scale_of(spec, shape))
+
+
+def factors(s: Tensor, of_pass: Parts, tile: operands.Tile) -> tuple[Tensor, Tensor]:
     """(scores, their factors in the exponent), float32 [B, Hkv, rows, G, keys]: in its last tile a row's scores have both scale_inv
     already."""
-    of_q = head_scaling.spread(tensors["q"].scale_inv, (shape.batch, shape.heads, shape.queries, 1), "int8_thread")
-    of_q = of_q.view(shape.batch, shape.key_heads, shape.group, -1)[..., tile.rows].transpose(2, 3)[..., None]
-    of_k = head_scaling.spread(tensors["k"].scale_inv, (shape.batch, shape.key_heads, shape.keys, 1), "int8_thread")
-    of_k = operands.along_features(of_k)[:, :, tile.keys, 0][:, :, None, None]
-    of_blocks = torch.tensor([begin == tile.begin for begin in last_tiles(spec, shape)], device=s.device)
-    last = of_blocks.repeat_interleave(BLOCK)[tile.rows, None, None]
-    both, scale = times(of_q, of_k), scale_of(spec, shape)
-    return torch.where(last, times(s, both), s), torch.where(last, scale, times(both, scale))
+    both, last = times(of_pass.of_q[:, :, tile.rows], of_pass.of_k[..., tile.keys]), of_pass.begins[tile.rows] == tile.begin
+    return torch.where(last, times(s, both), s), torch.where(last, of_pass.scale, times(both, of_pass.scale))
 
 
 def step(s: Tensor, factor: Tensor, rows: Rows, seen: Tensor | None, offset: float, how: Arithmetic) -> tuple[Tensor, Tensor, Rows]:

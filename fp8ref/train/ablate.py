@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fp8ref import attention_casts, attention_products
+from fp8ref import attention_casts, attention_products, stats
 from fp8ref import console as consoles
 from fp8ref.errors import ConfigError
 from fp8ref.result import Result
@@ -272,8 +272,8 @@ def _row(operand: Operand, losses: list, baseline: list, base: Base, measured: d
     products = [p for p, role in attention_products.RECORDED if role == operand.role] if operand.gemm == "attention" else [operand.gemm]
     of = [measured.get(f"{path}/{product}/{operand.role}", {}) for path in operand.linears for product in products]
 
-    def worst(key: str, by: Callable) -> float | None:
-        return by((one[key] for one in of if one.get(key) is not None), default=None)
+    def worst(of_record: Callable, by: Callable) -> float | None:
+        return by((found for one in of if (found := of_record(one)) is not None), default=None)
 
-    shares = {"underflow": worst("underflow_rate", max), "saturation": worst("saturation_rate", max)}
-    return Row(operand=operand, **numbers, sqnr=worst("sqnr", min), **shares)
+    shares = {"underflow": worst(lambda one: one.get("underflow_rate"), max), "saturation": worst(stats.clipped, max)}
+    return Row(operand=operand, **numbers, sqnr=worst(lambda one: one.get("sqnr"), min), **shares)

@@ -193,6 +193,12 @@ class Config:
             f"{what} are of attention by a whole variant, in tiles; got numerics.attention {self.numerics.attention!r}, attention_operands "
             f"{self.numerics.attention_operands} and parallel.attention {parallel.attention!r}. Name a variant, such as bf16, or leave them out.",
         )
+        variant = self.attention_variant
+        require(
+            variant is None or not variant.smoothed,
+            f"{what} are of attention whose k is not smoothed: smoothing moves all scores of a row (A-26); got numerics.attention "
+            f"{self.numerics.attention!r}. Name another variant, such as fa3, or leave them out.",
+        )
         require(
             parallel.context == 1 and (parallel.tensor == 1 or not keys.attention_sinks),
             f"{what} take devices that have whole sequences, and sinks all heads; got parallel.context {parallel.context} and tensor "

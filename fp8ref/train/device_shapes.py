@@ -92,19 +92,21 @@ def kinds(config: Config) -> dict[str, int]:
     """Number of parameters by kind, and in all."""
     found = dict.fromkeys(("embedding", "attention", "mlp", *(["experts"] if config.model.num_experts else []), "norms", "lm_head"), 0)
     for name, shape in llama.parameter_shapes(config.model).items():
-        parts = name.split(".")
-        kind = (
-            "embedding"
-            if name == llama.EMBEDDING
-            else "norms"
-            if len(shape) < 2 and "self_attn.sinks" not in name
-            else "lm_head"
-            if parts[0] == "lm_head"
-            else ""
-        )
-        of_layer = "attention" if "self_attn" in parts else "experts" if len(shape) > 2 else "mlp"
-        found[kind or of_layer] += math.prod(shape)
+        found[_kind(name, shape)] += math.prod(shape)
     return found | {"all": sum(found.values())}
+
+
+def _kind(name: str, shape: tuple[int, ...]) -> str:
+    parts = name.split(".")
+    if name == llama.EMBEDDING:
+        return "embedding"
+    if parts[0] == "lm_head":
+        return "lm_head"
+    if len(shape) < 2 and not llama.is_sinks(name):
+        return "norms"
+    if "self_attn" in parts:
+        return "attention"
+    return "experts" if len(shape) > 2 else "mlp"
 
 
 def active(config: Config) -> int:

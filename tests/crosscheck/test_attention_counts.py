@@ -16,20 +16,20 @@ from fp8ref.torch.attention_observer import observe_attention
 class Layer(torch.nn.Module):
     """Attention by a variant, observed as a layer's."""
 
-    def __init__(self, variant):
+    def __init__(self, variant, **capped):
         super().__init__()
-        self.variant = variant
+        self.how = {"variant": variant, "mask": attention.MASK} | capped
 
     def forward(self, q, k, v):
-        return attention_torch.apply(q, k, v, variant=self.variant, mask=attention.MASK)
+        return attention_torch.apply(q, k, v, **self.how)
 
 
-def passes(variant, tokens=150):
+def passes(variant, tokens=150, **capped):
     """One pass forward and backward whose probabilities range over many binades, of which some are lost."""
     generator, found = torch.Generator().manual_seed(0), []
     q, k, v = ((3 * torch.randn(2, h, tokens, 32, generator=generator)).bfloat16().requires_grad_() for h in (4, 2, 2))
     record = attention.recorder("torch", found)
-    layer = Layer(variant)
+    layer = Layer(variant, **capped)
 
     def watcher(name, phase, tensors):
         record(name, phase, {key: (x if x.dtype in (torch.uint8, torch.int64) else x.float()).numpy() for key, x in tensors.items()})
@@ -50,6 +50,14 @@ def test_counts_are_the_simulators(name):  # A-12, Q-13
     assert count == 2 * 4 * 150 * 151 // 2
     assert 0 < lost < count
     assert (saturated > 0) == (name == "fa4_threshold4")
+
+
+def test_counts_under_a_softcap_and_sinks():  # A-22, A-23, Q-13
+    found, report = passes(VARIANTS["cudnn"], softcap=4.0, sinks=torch.tensor([0.0, 3.0, -2.0, 90.0])), Report()
+    assert attention_counts.check(report, found, VARIANTS["cudnn"]) == 2
+    assert report.ok, [check.detail for check in report.failures]
+    assert report.checks["layer/ds/lost/torch"].compared
+    assert found[1].arrays["ds/counts"][2] > 0
 
 
 @pytest.mark.parametrize(("at", "what"), [(0, "p"), (1, "ds")])

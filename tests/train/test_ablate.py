@@ -111,7 +111,10 @@ class Fake:
         return self.loss + 0.01 * float(np.mean(tokens)) / 256 + 0.01 * self.steps
 
     def statistics(self, tokens):
-        return {"model.layers.1.mlp.up_proj/output/input": {"sqnr": 20.0, "underflow_rate": 0.25, "saturation_rate": 0.5}}
+        return {
+            "model.layers.1.mlp.up_proj/output/input": {"sqnr": 20.0, "underflow_rate": 0.25, "saturation_rate": 0.5},
+            "model.layers.1.self_attn/values/p": {"count": 4, "underflow_rate": 0.0, "overflow_rate": 0.75},
+        }
 
 
 @pytest.fixture
@@ -174,6 +177,7 @@ def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, 
         "model/states/v",
     ]
     assert sorted(row.operand.name for row in found.rows) == sorted(names)
+    assert {row.operand.name: row.saturation for row in found.rows if row.saturation} == {"layers.1/attention/p": 0.75}
     seen = [(config.numerics.attention_operands, config.optimizer.layout) for config in Fake.configs]
     assert ((), "te/none") in seen  # the baseline
     assert (("model.layers.1.self_attn/ds",), "te/none") in seen

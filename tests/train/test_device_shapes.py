@@ -19,6 +19,12 @@ def test_parameters_by_kind():
     }
 
 
+def test_sinks_are_parameters_of_attention():
+    keys = {"numerics": {"attention": "cudnn"}, "model": {"attention_sinks": True}}
+    plain, found = device_shapes.kinds(sizes.CONFIG), device_shapes.kinds(sizes.CONFIG.replace(**keys))
+    assert {kind: found[kind] - plain[kind] for kind in found if found[kind] != plain[kind]} == dict.fromkeys(("attention", "all"), 2 * 4)
+
+
 def test_tokens_of_a_device_are_those_of_a_part_of_its_share():
     assert device_shapes.tokens(sizes.config()) == 256
     assert device_shapes.tokens(sizes.config(parts=2, data=2, fsdp=2, tensor=2)) == 32

@@ -189,11 +189,17 @@ def require_attention(
 
 
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
-    """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error."""
+    """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error; of INT8 by error alone."""
     found = [one for variant in VARIANTS.values() if (one := answers.agreement(variant, cases=1)) is not None]
     departing = {one.variant.name: len(probed.departures(one.variant)) for one in found}
-    # Few decisions of INT8 are compared: such a variant is near by its outputs alone.
-    return sorted(found, key=lambda one: (not one.alike, one.variant.int8 and not one.alike, departing[one.variant.name], one.error))
+    # Few decisions of INT8 are compared: such a variant is near by its outputs alone. A function whose roundings are not its own is further from it than
+    # from real arithmetic, by the variant's roundings; so an error of less than half of all others' is by equal codes of q and k.
+    others = min((one.error for one in found if not one.variant.int8), default=0.0)
+
+    def rank(one: Agreement) -> int:
+        return 0 if one.alike else 1 if one.variant.int8 and one.error < others / 2 else 3 if one.variant.int8 else 2
+
+    return sorted(found, key=lambda one: (rank(one), departing[one.variant.name], one.error))
 
 
 def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:

@@ -1,6 +1,7 @@
 """Test vectors of attention: q, k and v in bfloat16, and the output of a variant with its log-sum-exp (spec A)."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
 from fp8ref.conformance.vectors.verdict import Verdict
+from fp8ref.formats import FLOAT32
 from fp8ref.sim import attention
 
 AXES = "B,H,Hkv,Tq,Tk,D"
@@ -33,6 +35,7 @@ NO_LSE = "-"
 """The answer of a program without a log-sum-exp."""
 
 _BFLOAT16, _FLOAT32 = dtypes.by_name("bfloat16"), dtypes.by_name("float32")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +214,16 @@ def _forward(question: Attention, q, k, v, **changes) -> attention.Result:
 
 
 def _numbers(text: str, name: str) -> np.ndarray | None:
-    """Numbers with commas; None for "none"."""
+    """Numbers with commas, in decimal, as float32; None for "none"."""
     if text == "none":
         return None
-    try:
-        return np.array([float(part) for part in text.split(",")], np.float32)
-    except ValueError:
-        raise ValueError(f"{name} are numbers with commas, or none; got {text!r}.") from None
+    parts = text.split(",")
+    if not all(_DECIMAL.fullmatch(part) for part in parts):
+        raise ValueError(f"{name} are numbers with commas, or none; got {text!r}. Write them like 0.5,2.")
+    numbers = np.array([float(part) for part in parts])
+    if (np.abs(numbers) > FLOAT32.max).any():
+        raise ValueError(f"{name} are numbers of float32's range, up to {float(FLOAT32.max):.9g}, or none; got {text!r}.")
+    return numbers.astype(np.float32)
 
 
 def _float32(vector: text.Vector, field: int, shape: tuple[int, ...], name: str) -> np.ndarray:

@@ -68,7 +68,8 @@ def explain(
     if found[0] is None or found[1] is None:
         return Reason(
             ("A-18",),
-            f"all before it is equal; {a.role} of variant {variant.name!r} has no bound here, since not all of its operands are shown",
+            f"all before it is equal; {a.role} of variant {variant.name!r} has no bound here: not all of its operands are shown, or its scores "
+            "are not those of base e",
         )
     distances = [attention.distance(np.asarray(v.value), right) for v, right in zip((a, b), found, strict=True) if right is not None]
     shown = " and ".join(f"{name} at {u:.2g}" for name, u in zip(names, distances, strict=True))

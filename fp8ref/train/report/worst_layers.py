@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fp8ref import stats
+
 COUNT = 10
 """Rows of the table of a report."""
 
@@ -14,7 +16,7 @@ class Worst:
     operand  <gemm>/<role> with the lowest SQNR of all steps; step: where it was.
     sqnr     in dB; -inf where numbers were not finite, inf where nothing was lost: of zeros, or of numbers that FP8 has. last: of the same
              operand at the last record; None where it has none.
-    lost     the largest share of any operand of the layer that became zero, of all steps; clipped: that was saturated.
+    lost     the largest share of any operand of the layer that became zero, of all steps; clipped: that was saturated (Q-13).
     """
 
     layer: str
@@ -37,7 +39,7 @@ def worst(statistics: Sequence[dict], count: int = COUNT) -> list[Worst]:
         for key, values in line["statistics"].items():
             layer, gemm, role = key.rsplit("/", 2)
             sqnr, before = _sqnr(values), found.get(layer)
-            lost, clipped = values.get("underflow_rate") or 0.0, values.get("saturation_rate") or 0.0
+            lost, clipped = values.get("underflow_rate") or 0.0, stats.clipped(values) or 0.0
             here = Worst(layer=layer, operand=f"{gemm}/{role}", step=line["step"], sqnr=sqnr, last=None, lost=lost, clipped=clipped)
             if before is not None:
                 worse = before if before.sqnr <= sqnr else here

@@ -38,6 +38,7 @@ def test_every_variant_is_identified(name):  # A-1, A-17
         ("fa4", {"finish": "divide"}, "finish=divide"),
         ("cudnn", {"p_scale": 64.0, "descending": True}, "p_scale=64.0, descending=True"),
         ("fa4_threshold4", {"threshold": 2.0}, "threshold=2.0"),
+        ("sage", {"promotion": 2}, "promotion=2"),
     ],
 )
 def test_a_variation_is_named_by_its_base(base, changes, said):

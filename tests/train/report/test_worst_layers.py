@@ -27,3 +27,12 @@ def test_what_is_not_finite_is_worst_and_others_are_left_out():
     assert (found[0].sqnr, found[0].last) == (float("-inf"), float("-inf"))
     assert worst_layers.worst(lines, count=20)[-1].layer == "zeros"  # which lost nothing
     assert worst_layers.worst([]) == []
+
+
+def test_clipped_probabilities_and_ds_show():
+    counted = {"amax": 1.0, "count": 8, "saturated": 4, "lost": 2, "underflow_rate": 0.25, "overflow_rate": 0.5}
+    statistics = {"a/values/v": {"sqnr": 30.0, "saturation_rate": 0.125, "overflow_rate": 0.0}, "a/values/p": counted}
+    (one,) = worst_layers.worst([{"step": 0, "statistics": statistics}])
+    assert (one.operand, one.lost, one.clipped) == ("values/v", 0.25, 0.5)
+    statistics["a/values/p"] = counted | {"overflow_rate": 0.0}
+    assert worst_layers.worst([{"step": 0, "statistics": statistics}])[0].clipped == 0.125
