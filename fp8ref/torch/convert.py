@@ -71,7 +71,7 @@ _OWN = {
     "states",
     "multiple",
     "_function",
-    "_function_of_copies",
+    "_function_under_autocast",
     "config",
     "linear_mm_config",
     reports.REASONS,

@@ -120,7 +120,7 @@ class Linear(nn.Linear):
                     state.observe(tensor)
         delayed_scales = [state.scale if state else None for state in states]
         seen = states[-1].seen if observes and states[-1] else None
-        function = self._function if w.dtype == self.weight.dtype else self._function_of_copies
+        function = self._function if w.dtype == self.weight.dtype else self._function_under_autocast
         y = function.apply(x, w, seen, *delayed_scales)
         bias: torch.Tensor | None = self.bias
         if self.cut is not None:
@@ -142,7 +142,7 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict:
         # Without the classes of _bind, which pickle cannot find.
-        return {key: value for key, value in vars(self).items() if key not in ("_function", "_function_of_copies")}
+        return {key: value for key, value in vars(self).items() if key not in ("_function", "_function_under_autocast")}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -151,7 +151,7 @@ class Linear(nn.Linear):
 
     def _bind(self) -> None:
         self._function = _bind(_Spec(self.recipe, self.groups))
-        self._function_of_copies = _bind(_Spec(self.recipe, self.groups, copied=True))
+        self._function_under_autocast = _bind(_Spec(self.recipe, self.groups, autocast=True))
 
     def state(self, role: Role) -> delayed.RoleState | None:
         """The state of a role with delayed scaling; None of any other."""
@@ -168,12 +168,12 @@ class Linear(nn.Linear):
 class _Spec:
     """The constants of a linear: its recipe, and the process groups that share amaxes.
 
-    copied    the weight is a copy in the autocast dtype, which nothing else keeps.
+    autocast  the weight was cast to torch.autocast's dtype for this pass, and nothing else keeps it.
     """
 
     recipe: Recipe
     groups: Groups
-    copied: bool = False
+    autocast: bool = False
 
     @functools.cached_property
     def cast_once(self) -> dict[Role, CastSpec | None]:
@@ -224,7 +224,7 @@ def _forward(
     # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
     # the backward pass. Others would be memory of their own: the weight is kept, which a model or
     # FSDP2 has anyway, and cast again by the same scale.
-    ctx.recasts = spec.cast_once["weight"] is not None and not spec.copied and not isinstance(w, Float8TrainingTensor)
+    ctx.recasts = spec.cast_once["weight"] is not None and not spec.autocast and not isinstance(w, Float8TrainingTensor)
     if ctx.recasts:
         saved_b = (w, *saved_b[1:])
     ctx.save_for_backward(*saved_a, *saved_b, *delayed_scales)

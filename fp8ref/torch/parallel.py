@@ -159,7 +159,7 @@ def parallelize(
     if apart is not None:
         assert mesh is not None
         experts = expert_parallel.cut(model, apart)
-        _share_groups(model, mesh, amax_scope)
+        share_groups(model, mesh, amax_scope)
     if by_tensor is not None:
         assert mesh is not None
         every = mesh._flatten("ranks").get_group() if group is not None else None
@@ -276,7 +276,7 @@ def _same_experts(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(axis for axis in ("data", "fsdp") if axis in (mesh.mesh_dim_names or ()))]
 
 
-def _share_groups(model: nn.Module, mesh: DeviceMesh, amax_scope: Scope) -> None:
+def share_groups(model: nn.Module, mesh: DeviceMesh, amax_scope: Scope) -> None:
     """Have grouped linears share amaxes of their groups' rows with the ranks that have the same experts (X-13): states of
     delayed scaling they share with all."""
     same = _same_experts(mesh)

@@ -12,6 +12,7 @@ from fp8ref import stats
 from fp8ref.errors import ConfigError
 from fp8ref.estimate import dry_run
 from fp8ref.llama import LlamaConfig
+from fp8ref.torch import grouped_linear
 from fp8ref.train import config as configs
 from fp8ref.train import device_shapes, loop
 from fp8ref.train.data import loader
@@ -122,13 +123,19 @@ MESHES = [
     ("delayed", APART),
     ("tensorwise", {"data": 2, "fsdp": 2}),
     ("rowwise", {"data": 2, "reduce_dtype": "bfloat16"}),
+    ("blockwise", {"expert": 2}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "parallel"), MESHES, ids=str)
 def test_meshes_train_as_one_device_does(recipe, parallel, mixture):  # X-13, P-10, M-8
-    many, one = (trained("jax", configs.to_dict(mixture(recipe, keys))) for keys in (parallel, {}))
+    # each device's piece of every matrix has whole blocks
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "shared_expert_intermediate_size"), 256) | {"num_key_value_heads": 2}
+    blocks = {"model": sizes, "data": {"sequence_length": 128}}
+    many, one = (
+        trained("jax", configs.to_dict(mixture(recipe, keys, **blocks if recipe == "blockwise" else {}))) for keys in (parallel, {})
+    )
     check(many, one, recipe)
 
 
@@ -146,6 +153,30 @@ def test_a_checkpoint_of_ranks_is_read_by_others(mixture, tmp_path):  # K-2, M-9
         for name, value in saved["weights"].items():
             np.testing.assert_array_equal(found["begins"][name], value, err_msg=name)
         check(found, one, "delayed")
+
+
+def switched(config):
+    """(the groups that share amaxes before and after the switch; gradients, losses of two steps) on this rank."""
+    config = configs.from_dict(config)
+    trainer, opened = loop.trainer("torch", config), loader.open_batches(config)
+    shared = []
+    for recipe in ("rowwise", "tensorwise"):
+        trainer.switch(recipe)
+        shared.append({linear.shared for linear in grouped_linear.found(trainer.model).values()})
+    return shared, trainer.gradients(opened.step(0))
+
+
+@pytest.mark.slow
+def test_experts_apart_share_no_amax_after_a_switch_either(mixture):  # X-3, T-9
+    """Ranks with different experts: a scale of theirs would be of another's rows too."""
+    of_orders = []
+    for first, second in (("rowwise", "tensorwise"), ("tensorwise", "rowwise")):  # of either recipe once the model's, and once a twin's
+        config = mixture(first, {"expert": 2, "gather": "compute"}).replace(numerics={"schedule": ((0, first), (2, second))})
+        of_orders.append(run(2, switched, configs.to_dict(config))[0])
+    (shared, gradients), (_, expected) = of_orders
+    assert shared == [{None}, {None}]
+    for name, value in expected.items():
+        np.testing.assert_array_equal(gradients[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,11 @@ class Vectors:
         return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, n), [0] * n))
 
     def constant(self, kind: ir.VectorType, value):
+        """A vector of this type, of one value."""
         return ir.Constant(kind, [value] * kind.count)
 
     def load(self, pointer, offset: int, kind: ir.VectorType):
+        """A vector of this type from memory, ``offset`` elements of the pointer's type after it; aligned to an element."""
         at = self.b.gep(pointer, [ir.Constant(I64, offset)])
         return self.b.load(self.b.bitcast(at, kind.as_pointer()), align=1 if kind.element is I8 else 4)
 

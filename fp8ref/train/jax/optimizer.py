@@ -118,7 +118,7 @@ class Optimizer:
             for name, recipe in recipes.items()
         }
 
-    def numbers(self, params) -> dict[str, Any]:
+    def float32_masters(self, params) -> dict[str, Any]:
         """The float32 numbers of masters by parameter name, stacks taken apart."""
         if self._keeps_masters:
             assert self._moments is not None

@@ -146,7 +146,7 @@ class Trainer:
 
     def weights(self) -> dict[str, np.ndarray]:
         """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
-        return {name: self._layout.fetch(value) for name, value in self._step.optimizer.numbers(self._params).items()}
+        return {name: self._layout.fetch(value) for name, value in self._step.optimizer.float32_masters(self._params).items()}
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter.

@@ -27,7 +27,7 @@ from fp8ref.torch import copies, delayed, hardware, health, states
 from fp8ref.torch.convert import convert
 from fp8ref.torch.fsdp import keep_reduced_dtype
 from fp8ref.torch.gradient_factors import Factors
-from fp8ref.torch.parallel import amax_group, check_copies, parallelize
+from fp8ref.torch.parallel import amax_group, check_copies, parallelize, share_groups
 from fp8ref.torch.switch import Switch
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
@@ -106,7 +106,7 @@ class Step:
         auto = keys.auto_scale
         if auto is not None:
             self.factors = Factors(self.model, auto)
-        self._uncast = False
+        self._casts_anew = False
         self._copied: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
 
     def _llama(self) -> Llama:
@@ -138,7 +138,7 @@ class Step:
         parts, losses = self.config.data.parts(tokens), []
         with self.computing():
             for part in parts:
-                loss = self.trained(self.own(part))
+                loss = self.training_loss(self.own(part))
                 loss.backward()  # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
                 losses.append(loss.detach())
         if len(parts) > 1:
@@ -237,13 +237,13 @@ class Step:
         return ((names[id(p)], w) for p, w in optimizer.masters(self.optimizer))
 
     @contextmanager
-    def uncast(self) -> Iterator[None]:
-        """In this context linears cast their weights, to the bits of the codes that they keep: for passes that are measured."""
-        self._uncast = True
+    def casting_anew(self) -> Iterator[None]:
+        """In this context linears ignore the codes that they keep and cast their weights again, to the same bits: for passes that are measured."""
+        self._casts_anew = True
         try:
             yield
         finally:
-            self._uncast = False
+            self._casts_anew = False
 
     def _kept_in_fp8(self) -> copies.Copies | None:
         """Keep the weights of linears in FP8 (O-16); ``params`` are then the FP8 tensors. Shards stay bfloat16, and codes of them are
@@ -258,9 +258,12 @@ class Step:
     def _twin(self, recipe: str) -> Llama:
         """The model in another recipe, on the meta device, whose linears the switch takes (T-9)."""
         with torch.device("meta"):
-            twin = self._llama()
+            model = self._llama()
         keys, group = self.config.numerics, amax_group(self.mesh, self.config.parallel.amax_scope)
-        return convert(twin, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)  # type: ignore[return-value]
+        twin = convert(model, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)
+        if self.mesh is not None and self.config.parallel.expert > 1:
+            share_groups(twin, self.mesh, self.config.parallel.amax_scope)
+        return twin  # type: ignore[return-value]
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
         """The mean loss of tokens [B, T + 1], in nats: a float32 scalar."""
@@ -283,7 +286,7 @@ class Step:
             for p, grad in held.items():
                 p.grad = grad
 
-    def trained(self, tokens: np.ndarray) -> torch.Tensor:
+    def training_loss(self, tokens: np.ndarray) -> torch.Tensor:
         """What a step differentiates: ``loss``, and that of unbalanced experts times its factor (M-8)."""
         loss = self.loss(tokens)
         if not self.config.model.num_experts:
@@ -301,7 +304,7 @@ class Step:
 
         That is in bfloat16, and under its simulated hardware, if any.
         """
-        wide = self.copies.uncast() if self.copies and self._uncast else nullcontext()
+        wide = self.copies.uncast() if self.copies and self._casts_anew else nullcontext()
         with hardware.simulating(self.multiply), self._rounded(), wide:
             yield
 

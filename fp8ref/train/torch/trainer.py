@@ -208,7 +208,7 @@ class Trainer:
             attention(name, phase, found)  # type: ignore[misc]
 
         with contextlib.ExitStack() as observing:
-            observing.enter_context(self._step.uncast())
+            observing.enter_context(self._step.casting_anew())
             observing.enter_context(observe_gemms(self.model, as_numpy, None if experts is None else of_experts))
             if attention is not None:
                 observing.enter_context(attention_observer.observe_attention(dict(self._attention()), None, shown))
@@ -248,7 +248,7 @@ class Trainer:
             return self._step.backward(tokens), {}
         found: stats.Parts = {}
         with contextlib.ExitStack() as measuring:
-            measuring.enter_context(self._step.uncast())
+            measuring.enter_context(self._step.casting_anew())
             measuring.enter_context(stats.measuring(self.model, of_linears, found))
             if variant is not None and of_attention:
                 layers = {name: module for name, module in self._attention() if name in self.config.attention_in_fp8}
