@@ -78,6 +78,29 @@ def prefer_wide_vectors(typing_context):
     return types.void(), generate
 
 
+AT_A_TIME, AHEAD = 256, 1024
+"""Numbers that a kernel takes before it calls ``fetch_ahead`` again, and how far that is ahead of them. A processor fetches lines ahead by
+itself, but not past a page of 1,024 numbers."""
+
+
+@intrinsic
+def fetch_ahead(typing_context, array, begin):
+    """Ask for the lines of a flat array of 32-bit numbers from begin + AHEAD on, AT_A_TIME numbers. Past its end that does nothing."""
+
+    def generate(context, builder, signature, arguments):
+        i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+        first = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
+        ask = builder.module.declare_intrinsic(
+            "llvm.prefetch", (i8.as_pointer(),), ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32])
+        )
+        for numbers in range(AHEAD, AHEAD + AT_A_TIME, 16):  # a line holds 16
+            line = builder.bitcast(builder.gep(first, [ir.Constant(i64, numbers)]), i8.as_pointer())
+            builder.call(ask, [line, *(ir.Constant(i32, v) for v in (0, 3, 1))])  # to read; to keep in all caches; data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
 @intrinsic
 def prefer_small_code(typing_context):
     """Do not let LLVM copy loops of this function for special cases, which takes longer to compile. For loops that are vectors already."""

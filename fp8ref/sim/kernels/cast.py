@@ -16,7 +16,7 @@ from numba import njit
 
 from fp8ref.formats import Format
 from fp8ref.sim import philox
-from fp8ref.sim.kernels.bits import as_bits, as_float, prefer_wide_vectors, shift_right
+from fp8ref.sim.kernels.bits import AT_A_TIME, as_bits, as_float, fetch_ahead, prefer_wide_vectors, shift_right
 from fp8ref.sim.kernels.compiled import compiled
 
 u32, u64 = np.uint32, np.uint64
@@ -74,8 +74,11 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
         @compiled
         def encode(bits, out, start, seed):
             prefer_wide_vectors()
-            for i in range(bits.size):
-                out[i] = np.uint8(nearest_even(bits[i], to))
+            for begin in range(0, bits.size, AT_A_TIME):
+                fetch_ahead(bits, begin)
+                part, coded = bits[begin : begin + AT_A_TIME], out[begin : begin + AT_A_TIME]
+                for i in range(part.size):
+                    coded[i] = np.uint8(nearest_even(part[i], to))
     else:
 
         @compiled
@@ -92,14 +95,16 @@ def nearest_even(bits, to):
     processor round to it."""
     u = u32(bits & u32(0x7FFFFFFF))
     u = u if u < to.limit else to.limit  # numba compiles min and max as functions, and takes longer
-    emin = u32(to.emin << u32(23))
-    exponent = u32(u & u32(0x7F800000))
-    steps = u32(exponent - emin) if exponent > emin else u32(0)  # (E - emin) << 23
+    emin, exponent = u32(to.emin << u32(23)), u32(u & u32(0x7F800000))
+    exponent = exponent if exponent > emin else emin
     # 2^(E + 23 - mantissa_bits): a float32 whose last place is the format's spacing at |x|.
-    adder = u32(steps + u32(emin + u32(to.spacing << u32(23))))
-    # The sum keeps the adder's exponent, so the bits above the adder's count spacings: they are n.
-    n = u32(as_bits(np.float32(as_float(u) + as_float(adder))) - adder)
-    return pack(bits, u32(n + shift_right(steps, to.spacing)), to)
+    field = u32(to.spacing << u32(23))
+    adder = u32(exponent + field)
+    # The sum keeps the adder's exponent, so the bits above the adder's count spacings: they are n. Then come the steps of the
+    # exponent, (exponent - emin) >> spacing, of which what no x changes is taken off at once.
+    total = as_bits(np.float32(as_float(u) + as_float(adder)))
+    code = u32(u32(total - u32(exponent - shift_right(exponent, to.spacing))) - u32(field + shift_right(emin, to.spacing)))
+    return pack(bits, code, to)
 
 
 @njit(inline="always")

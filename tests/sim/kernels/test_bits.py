@@ -31,3 +31,19 @@ def test_wide_vectors_are_asked_for():
 
     assert one_more(1) == 2
     assert '"prefer-vector-width"="512"' in "".join(one_more.inspect_llvm().values())
+
+
+def test_what_is_fetched_ahead_changes_nothing_and_may_lie_past_the_end(rng):
+    @njit
+    def summed(x):
+        total = u32(0)
+        for begin in range(0, x.size, bits.AT_A_TIME):
+            bits.fetch_ahead(x, begin)
+            for value in x[begin : begin + bits.AT_A_TIME]:
+                total += value
+        return total
+
+    for size in (0, 1, bits.AT_A_TIME, 5 * bits.AT_A_TIME + 3):
+        x = rng.integers(0, 1 << 20, size).astype(u32)
+        assert summed(x) == x.sum()
+    assert "llvm.prefetch" in "".join(summed.inspect_llvm().values())
