@@ -16,7 +16,7 @@ from fp8ref.jax.proof import verdict
 from fp8ref.llama import EMBEDDING, LlamaConfig
 from fp8ref.train import log, loop
 from fp8ref.train.config import Config, DataConfig, RunConfig
-from fp8ref.train.jax import llama
+from fp8ref.train.jax import elementwise
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.trainer import Trainer
 
@@ -251,7 +251,7 @@ def test_the_embedding_table_is_gathered_in_bfloat16_and_its_gradient_summed_in_
 
     def rows(whole):
         def loss(table, tokens):
-            found = llama.rounded(whole(table)[tokens], jnp.bfloat16).astype(jnp.float32)
+            found = elementwise.rounded(whole(table)[tokens], jnp.bfloat16).astype(jnp.float32)
             return layout.mean((found**3).mean())
 
         return jax.jit(jax.value_and_grad(layout.map(loss, (layout.parameter(EMBEDDING, table.shape), layout.tokens), P())))
