@@ -71,8 +71,11 @@ def _of_part(config: Config, backend: str) -> Iterator[Collective]:
     for name, shape in llama.parameter_shapes(config.model).items():
         yield from _of_parameter(name, shape, recipes.get(name), config, backend)
     if config.model.tie_word_embeddings and backend == "jax":
-        # The last linear gathers the rounded table again, and its gradient is summed by itself. PyTorch's root keeps one gathered table.
-        yield from _of_parameter("lm_head.weight", llama.parameter_shapes(config.model)[llama.EMBEDDING], None, config, backend)
+        # The last linear gathers the rounded table again, and its gradient is scattered by itself. PyTorch's root keeps one gathered table.
+        shape = llama.parameter_shapes(config.model)[llama.EMBEDDING]
+        yield from _of_parameter("lm_head.weight", shape, None, config, backend)
+        if config.parallel.through == "jit":  # as compiled: the partitioner gathers it twice in the forward pass
+            yield Collective("weights, gathered over fsdp", "all-gather", "bfloat16", config.parallel.shards, math.prod(shape))
     keys = config.parallel
     if keys.context > 1:
         yield from _context(config)
@@ -144,6 +147,8 @@ def _of_parameter(name: str, shape: tuple[int, ...], recipe: Recipe | None, conf
     # JAX reduces the table's gradient in the table's own dtype.
     wide = "bfloat16" if keys.reduce_dtype == "bfloat16" and not (table and backend == "jax") else "float32"
     yield Collective("gradients, reduced over fsdp", "reduce-scatter", wide, shards, whole)
+    if linear == "lm_head" and config.model.tie_word_embeddings and wide == "float32":
+        return  # XLA adds it to the table's gradient, before it sums both over the same devices
     if backend == "jax" and keys.sequence and (table or linear == "lm_head"):  # a device has other tokens along tensor
         yield Collective("gradients, summed over data and tensor", "all-reduce", wide, keys.data * keys.tensor, piece)
     else:

@@ -24,7 +24,7 @@ ROWS = [row for row in COMPILED["rows"] if not any("triton" in kernel for kernel
 
 def compiled(row: dict) -> Config:
     """The config that a row of the recorded compile is of."""
-    model = dict(COMPILED["model"])
+    model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
     return config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})
@@ -114,6 +114,17 @@ def test_heads_are_read_together_where_their_weights_are_joined():
     assert joined not in pieces  # gathered in bfloat16, they are not joined
     weights = 2 * 64 * (64 + 2 * 32)
     assert outside_linears.moved(sizes.config(recipe="bf16", fsdp=2, through="jit"), "jax")[joined] == (4 + 3 * 4 + 4) * weights
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_each_layer_counts_by_its_own_recipe(layer):
+    """One of two layers in bfloat16: half of the bytes of each recipe."""
+    configs = {name: sizes.config(recipe=name, tensor=2) for name in ("bf16", "tensorwise")}
+    configs["mixed"] = configs["tensorwise"].replace(numerics={"filter_fqns": ("lm_head", f"layers.{layer}")})
+    of = {name: outside_linears.moved(config, "jax") for name, config in configs.items()}
+    for what in ("norms, rotations, SwiGLU, sums", "weights of q, k and v, joined", "grad_inputs, added before their sum"):
+        half = (of["bf16"][what] + of["tensorwise"].get(what, 0)) / 2
+        assert of["mixed"][what] == half != of["tensorwise"].get(what, 0), what
 
 
 def test_grad_inputs_of_one_input_are_added_before_their_sum():
