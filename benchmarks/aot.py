@@ -70,7 +70,8 @@ EXPLANATION = """\
 # The training step compiled for an H200, ahead of time
 
 Written by `make aot`; kernels and bytes of compiled programs, per device, of which none has run. Two blocks of an 8-billion-parameter Llama,
-a vocabulary of 1024, four sequences of 1024 tokens a device, unless the mesh says other blocks or a tied last linear. Gradients are summed in float32 unless the mesh says bfloat16. Linears' GEMMs
+a vocabulary of 1024, four sequences of 1024 tokens a device, unless the mesh says other blocks or a tied last linear. Gradients are summed in
+float32 unless the mesh says bfloat16. Linears' GEMMs
 write their results in the dtypes listed, with their number. Bytes outside GEMMs are what all other kernels but collectives read and write.
 Bytes between devices are those of collectives, the larger of what goes in and what comes out of each; the ratio is to bf16 on the same mesh.
 Casts that transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose, copy or concatenate, a MiB
@@ -544,8 +545,9 @@ def _mesh(row: dict) -> str:
     sizes = " ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if axis in ("data", "fsdp", "tensor"))
     model = row.get("model", {})
     more = ["bfloat16 sums"] * ("reduce_dtype" in row["mesh"]) + ["plain jit"] * ("through" in row["mesh"])
-    more += ["chunked loss"] * ("loss" in row["mesh"]) 
-    more += ["tied" if "tie_word_embeddings" in model else f"{model['num_hidden_layers']} blocks of {model['hidden_size']}"] * bool(model)
+    more += ["chunked loss"] * ("loss" in row["mesh"])
+    if model:
+        more += ["tied" if "tie_word_embeddings" in model else f"{model['num_hidden_layers']} blocks of {model['hidden_size']}"]
     more += ["Triton's GEMMs"] * any("triton" in kernel for kernel in row["kernels"])
     return ", ".join([sizes, *more])
 

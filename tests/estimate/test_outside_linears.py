@@ -32,8 +32,10 @@ def compiled(row: dict) -> Config:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of all kernels but GEMMs and collectives: at most 2 % below and 1.5 % above; under tensor parallelism, where XLA also moves
-    pieces of heads that the estimate does not count, at most 3 % below."""
+    """Of all kernels but GEMMs and collectives: at most 2 % below and 1.5 % above, under plain jit too; under tensor parallelism, where XLA also
+    moves pieces of heads that the estimate does not count, at most 3 % below. No error is derived: these are the recorded rows' own, rounded up
+    (0.980 of rowwise_with_gw_hp, 1.014 of tensorwise with bfloat16 sums, 0.974 of rowwise with tensor 2). They hold a change of what is counted;
+    the rows of other blocks, to which no constant was fitted, hold the constants."""
     config = compiled(row)
     made = sum(outside_linears.moved(config, "jax").values())
     for decision in config.decisions():
