@@ -1,11 +1,14 @@
-"""Two kernels by Pallas that make both sets of codes of a bfloat16 matrix, by rows and by columns, and a linear that uses them under ``rowwise``.
+"""Kernels by Pallas that make codes of a matrix by rows and by columns, a linear that uses them under ``rowwise``, and an MLP whose kernels hold its GELU.
 
-Part of benchmarks/aot.py, which compiles the linear for an H200 beside XLA's own kernels. No GPU has run it; tests run both kernels by XLA, and
+Part of benchmarks/aot.py, which compiles both for an H200 beside XLA's own kernels. No GPU has run them; tests run the kernels by XLA, and
 compare every code and scale with ``scaling.quantize``.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,7 +23,9 @@ RECIPE = RECIPES["rowwise"]
 CAST = RECIPE.output.a
 FMT, POLICY = CAST.fmt, CAST.policy
 ROWS = 32  # of a program of the first kernel
-HELD = 2**16  # elements that a program holds in registers, two bytes each
+HELD = (
+    2**15
+)  # elements that a program holds in registers, two bytes each; ptxas then spills of the first kernel alone, which holds maxima too
 
 
 def rows_and_maxima(x: jax.Array, *, interpret: bool = False) -> tuple[Quantized, Quantized]:
@@ -58,6 +63,106 @@ def both(x: jax.Array, *, interpret: bool = False) -> tuple[Quantized, Quantized
     )(jnp.asarray(scales._steps(FMT, POLICY)), of_columns.scale.reshape(-1), x)
     columns = Quantized(codes=turned.T, scale=of_columns.scale, scale_inv=of_columns.scale_inv, fmt=FMT, granularity="rowwise", axis=0)
     return _quantized(codes, scale, scale_inv), columns
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["raw", "rows", "columns"], meta_fields=["together"])
+@dataclass(frozen=True)
+class Product:
+    """A GEMM's result before its epilogue: bfloat16 [M, N], with scale_inv of its rows [M] and columns [N]; together: their product first (G-14)."""
+
+    raw: jax.Array
+    rows: jax.Array
+    columns: jax.Array
+    together: bool
+
+    def value(self) -> jax.Array:
+        """[M, N] in bfloat16, as ``gemm.finish`` has it."""
+        a, b, acc = self.rows[:, None], self.columns[None, :], self.raw.astype(jnp.float32)
+        return rounded(acc * (a * b) if self.together else (acc * a) * b)
+
+
+def lines(of: Callable, *given: jax.Array | Product, axis: int, interpret: bool = False) -> Quantized:
+    """The codes of of(*given), a bfloat16 matrix that is never in memory, by a kernel that reads each given [M, N] once.
+
+    A program holds whole lines along ``axis``, 0 or -1, in registers: it knows their maxima before it writes their codes. Those of columns are
+    written as [N, M]. Of a Product, ``of`` takes the value.
+    """
+    together = [one.together if isinstance(one, Product) else None for one in given]
+    arrays = jax.tree.leaves(given)
+    m, n = arrays[0].shape
+    (count, length) = (m, n) if axis == -1 else (n, m)
+    held = _held((count, length * len(given)), count)
+    matrix = pl.BlockSpec((held, n), lambda i: (i, 0)) if axis == -1 else pl.BlockSpec((m, held), lambda i: (0, i))
+    line, whole = pl.BlockSpec((held,), lambda i: (i,)), pl.BlockSpec((length,), lambda i: (0,))
+    scaled = [matrix, line, whole] if axis == -1 else [matrix, whole, line]
+    codes, scale, scale_inv = pl.pallas_call(
+        functools.partial(_lines, of=of, axis=axis, together=together),
+        grid=(count // held,),
+        in_specs=[_TABLE, *(spec for one in together for spec in ([matrix] if one is None else scaled))],
+        out_specs=[pl.BlockSpec((held, length), lambda i: (i, 0)), line, line],
+        out_shape=_of_rows(count, length),
+        compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
+        interpret=interpret,
+        name="fp8ref_lines",
+    )(jnp.asarray(scales._steps(FMT, POLICY)), *arrays)
+    found = _quantized(codes, scale, scale_inv)
+    return found if axis == -1 else _transposed(found)
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """x in bfloat16: of a float32 master, as Flax's layers round it before their product."""
+    return x.astype(jnp.bfloat16)
+
+
+def gelu(h: jax.Array) -> jax.Array:
+    """GELU by tanh of a bfloat16 h, in float32, rounded once."""
+    return rounded(jax.nn.gelu(h.astype(jnp.float32)))
+
+
+def gelu_gradient(h: jax.Array, g: jax.Array) -> jax.Array:
+    """The gradient of h, of GELU's g, both in bfloat16: in float32, rounded once."""
+    return rounded(jax.vjp(jax.nn.gelu, h.astype(jnp.float32))[1](g.astype(jnp.float32))[0])
+
+
+class GeluMLP(nn.Module):
+    """Two dense layers without bias and the GELU between, of float32 masters. A model of its own: a layer's ``dot_general`` sees no GELU, and
+    no master either, as Flax rounds it first."""
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x):
+        up, down = (self.param(name, nn.initializers.lecun_normal(), shape) for name, shape in (
+            ("up", (x.shape[-1], self.hidden)), ("down", (self.hidden, x.shape[-1]))))  # fmt: skip
+        return _mlp(x.reshape(-1, x.shape[-1]), up, down).reshape(x.shape)
+
+
+@jax.custom_vjp
+def _mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return _mlp_forward(x, up, down)[0]
+
+
+def _mlp_forward(x, up, down):
+    """x [M, K] bfloat16, up [K, N], down [N, K]. GELU's output is in memory as codes alone; kept are GELU's input and codes."""
+    x_rows, x_columns = (lines(rounded, x, axis=axis) for axis in (-1, 0))
+    h = _product("output", x_rows, lines(rounded, up, axis=0))
+    rows, columns = (lines(gelu, h, axis=axis) for axis in (-1, 0))
+    of_n, of_k = both(rounded(down))
+    return _matmul("output", rows, of_k, x.dtype), (x_columns, h, columns, of_n, up)
+
+
+def _mlp_backward(residuals, g):
+    x_columns, h, columns, of_n, up = residuals
+    of_rows, of_columns = both(g)
+    grad_down = _matmul("grad_weight", of_columns, columns, g.dtype)
+    of_gelu = _product("grad_input", of_rows, of_n)
+    # What nobody asks for is not compiled: the kernel of rows, and one of up's rows, without x's gradient.
+    grad_x = _matmul("grad_input", lines(gelu_gradient, h, of_gelu, axis=-1), lines(rounded, up, axis=-1), g.dtype)
+    grad_up = _matmul("grad_weight", lines(gelu_gradient, h, of_gelu, axis=0), x_columns, g.dtype)
+    return grad_x, grad_up.astype(jnp.float32), grad_down.astype(jnp.float32)
+
+
+_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def dot_general(turned: bool):
@@ -107,6 +212,14 @@ def _matmul(which, a: Quantized, b: Quantized, dtype) -> jax.Array:
     how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": jnp.bfloat16}
     with jax.named_scope(f"line/{which}"):
         return gemm.matmul(a, b, **how, turned=which == "grad_weight", dequantized=which == "output").astype(dtype)
+
+
+def _product(which, a: Quantized, b: Quantized) -> Product:
+    """Of operands whose scales stay out of the GEMM, which on a GPU writes bfloat16 (G-22)."""
+    spec = RECIPE.gemms[which]
+    with jax.named_scope(f"line/{which}"):
+        raw = gemm.matmul(*map(gemm._unscaled, (a, b)), accumulate=spec.accumulate, out_dtype=jnp.bfloat16)
+    return Product(raw, a.scale_inv.reshape(-1), b.scale_inv.reshape(-1), spec.epilogue == "unit_round_scale_round")
 
 
 def _transposed(q: Quantized) -> Quantized:
@@ -184,4 +297,23 @@ def _second(table, scale_of_columns, x, codes, scale_of, scale_inv_of, turned):
         for chunk, part in zip(chunks, parts, strict=True):
             codes[:, chunk] = _codes(part, scale[:, None])
             turned[chunk, :] = _codes(part, scale_of_columns[chunk][None, :]).T
+        scale_of[:], scale_inv_of[:] = scale, scale_inv
+
+
+def _lines(table, *refs, of: Callable, axis: int, together: list[bool | None]):
+    *inputs, codes, scale_of, scale_inv_of = refs
+    inputs = iter(inputs)
+    given = [[next(inputs) for _ in range(1 if one is None else 3)] for one in together]
+    chunks = _chunks(codes.shape[1])
+
+    def value(refs, of_product, chunk):
+        rows, columns = (slice(None), chunk) if axis == -1 else (chunk, slice(None))
+        raw = refs[0][rows, columns]
+        return raw if of_product is None else Product(raw, refs[1][rows], refs[2][columns], of_product).value()
+
+    with division.in_kernel():
+        parts = [of(*(value(*one, chunk) for one in zip(given, together, strict=True))) for chunk in chunks]
+        scale, scale_inv = _scale_of(functools.reduce(jnp.maximum, [_magnitudes(part).max(axis=axis) for part in parts]), table)
+        for chunk, part in zip(chunks, parts, strict=True):
+            codes[:, chunk] = _codes(part, scale[:, None]) if axis == -1 else _codes(part, scale[None, :]).T
         scale_of[:], scale_inv_of[:] = scale, scale_inv

@@ -48,7 +48,8 @@ def dispatch(
 ) -> tuple[Moved, Codes]:
     """Send rows x [M, C], in groups of all E experts of these sizes, in FP8 to the devices that have the experts.
 
-    scale     of a delayed state.
+    scale     of a delayed state: that of input of every linear that takes the rows. So they have observed the same rows, at the
+              same steps; scales are traced, and none is compared here.
     over      mesh axes along which devices have the same experts, and share their scales (X-3).
     Returns:  as ``expert_parallel.dispatch``, with rows that only stand for them; and the rows in FP8.
     Gradient: as ``expert_parallel.dispatch``, in x's dtype.

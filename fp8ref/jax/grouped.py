@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8ref import grouped as recipes
-from fp8ref.granularity import by_name
 from fp8ref.grouped import GroupedRecipe
-from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, gemm_observer, grouped_arguments, grouped_reports, linear, stats
+from fp8ref.jax import attention_inputs, delayed, derivatives, gemm, gemm_observer, grouped_arguments, grouped_reports, stats
 from fp8ref.jax import grouped_operands as operands
 from fp8ref.jax.cast import DTYPES
 from fp8ref.jax.grouped_operands import Codes, Groups, Segmented, Slot
@@ -142,7 +140,7 @@ def _applied(
     slot: bool = False,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None, Slot | None]:
     """``apply_with_stats``, and the slot of ``apply_codes``."""
-    recipe = check_recipe(recipe, name)
+    recipe = grouped_arguments.check_recipe(recipe, name)
     grouped_arguments.check_arrays(x, w, group_sizes, recipe, name)
     delayed.check(state, seen, recipe.recipe, name)
     if not len(x) or not len(w):
@@ -155,23 +153,6 @@ def _applied(
     known = dict(delayed.scales(state or {}, recipe.recipe))
     y, after, tap, found = _grouped(x, w, group_sizes, known, dict(seen or {}), tap, codes, use)
     return y, None if seen is None else after, tap, found
-
-
-def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedRecipe:
-    """The grouped recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
-    try:
-        recipe = recipes.by_name(recipe)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    linear.check_recipe(recipe.recipe, name)
-    for which, spec in recipe.recipe.gemms.items():
-        for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
-            if cast is not None and role != "weight" and by_name(cast.granularity).other not in (None, 1):
-                raise ValueError(
-                    f"{name}: no block of a grouped {role} has several rows; got {cast.granularity!r} in {which} of recipe "
-                    f"{recipe.name!r}. Use 'blockwise_1x128'."
-                )
-    return recipe
 
 
 def quantize_operand(

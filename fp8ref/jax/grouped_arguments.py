@@ -1,10 +1,30 @@
-"""What a grouped linear takes: arrays that fit, and how shard_map cuts them (spec X)."""
+"""What a grouped linear takes: a recipe that this backend runs, arrays that fit, and how shard_map cuts them (spec X)."""
 
 import jax
 import jax.numpy as jnp
 
+from fp8ref import grouped as recipes
+from fp8ref.granularity import by_name
 from fp8ref.grouped import GroupedRecipe
-from fp8ref.jax import attention_inputs, sharding
+from fp8ref.jax import attention_inputs, linear, sharding
+from fp8ref.recipe import OPERANDS, Recipe
+
+
+def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedRecipe:
+    """The grouped recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
+    try:
+        recipe = recipes.by_name(recipe)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    linear.check_recipe(recipe.recipe, name)
+    for which, spec in recipe.recipe.gemms.items():
+        for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
+            if cast is not None and role != "weight" and by_name(cast.granularity).other not in (None, 1):
+                raise ValueError(
+                    f"{name}: no block of a grouped {role} has several rows; got {cast.granularity!r} in {which} of recipe "
+                    f"{recipe.name!r}. Use 'blockwise_1x128'."
+                )
+    return recipe
 
 
 def on_one_device(

@@ -27,11 +27,11 @@ from torch.nn.utils import parametrize
 from torchao.float8 import convert_to_float8_training, float8_linear
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
-from fp8ref import linear_rules, linear_selection
+from fp8ref import linear_rules, linear_selection, routers
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.recipe import ROLES, Recipe
-from fp8ref.torch import delayed, gemm, grouped_linear, torchao_linear
+from fp8ref.torch import delayed, experts_selection, gemm, grouped_arguments, grouped_linear, torchao_linear
 from fp8ref.torch import experts as experts_of
 from fp8ref.torch import report as reports
 from fp8ref.torch.linear import Linear, check_recipe
@@ -115,8 +115,8 @@ def convert(
               has no shape yet; a recipe that neither can run; a model that is compiled, sharded or FP8
               already; a chosen linear of which something would be lost or that its parent does not
               call (R-5), registered under two names, on a GPU without FP8, or on a CPU whose torch
-              lacks the recipe's GEMMs. With ``experts``: none that can be converted, or amax_group with
-              dynamic scaling, in which experts scale by their own rank's amaxes.
+              lacks the recipe's GEMMs. With ``experts``: none that can be converted; rules by which no grouped
+              linear can run; amax_group with dynamic scaling, in which experts scale by their own rank's amaxes.
     """
     recipe = recipes.by_name(recipe)
     _check_module(model)
@@ -130,19 +130,28 @@ def convert(
     }
     mixtures: dict[str, nn.Module] = {}
     if experts and recipe.fp8:
-        mixtures, filter_fqns = experts_of.choose(model, recipe, filter_fqns, shapes, shared=amax_group is not None)
-    selected = experts_of.without_routers(_decisions(model, shapes, recipe, filter_fqns, fp8_fqns), mixtures, fp8_fqns)
-    selected = [dataclasses.replace(d, recipe=grouped_linear.recipe_of(d.recipe)) if d.path in grouped else d for d in selected]
-    of_experts = experts_of.planned(mixtures, experts_of.by_name(recipe))
+        mixtures, filter_fqns = experts_selection.choose(model, recipe, filter_fqns, shapes)
+    selected = [
+        dataclasses.replace(d, recipe=grouped_linear.recipe_of(d.recipe), experts=len(grouped[d.path].weight)) if d.path in grouped else d
+        for d in _decisions(model, shapes, recipe, filter_fqns, fp8_fqns)
+    ]
+    sizes = {d.experts for d in selected if d.fp8 and d.experts} | {getattr(m, "num_experts", None) for m in mixtures.values()}
+    selected = routers.left_out(selected, sizes, fp8_fqns)
+    of_experts = experts_selection.planned(mixtures, experts_of.by_name(recipe))
     ruled = linear_rules.apply(rules, [*selected, *of_experts])
     decisions, of_experts = ruled[: len(selected)], ruled[len(selected) :]
-    in_groups = {d.path: d.recipe for d in decisions if d.fp8 and d.path in grouped}
+    in_groups = {d.path: grouped_arguments.check_recipe(d.recipe, d.path) for d in decisions if d.fp8 and d.path in grouped}
+    plans = experts_of.plan(mixtures, experts_of.by_name(recipe), of_experts)
+    if amax_group is not None:
+        experts_selection.check_shared(mixtures, recipe, of_experts, [d for d in decisions if d.path in in_groups])
     chosen = [d.path for d in decisions if d.fp8 and d.path not in grouped]
     if not chosen and not mixtures and not in_groups:
         reports.log(model, type(model).__name__, recipe)
         return model
     of_linears = {d.path: d.recipe for d in decisions if d.path in chosen}
-    used = {*of_linears.values(), *in_groups.values(), *([recipe] if mixtures else []), *(d.recipe for d in of_experts if d.fp8)}
+    of_groups = [one.recipe for one in in_groups.values()]
+    used = {*of_linears.values(), *of_groups, *([recipe] if mixtures else []), *(d.recipe for d in of_experts if d.fp8)}
+    of_reports = experts_selection.reasons(mixtures, of_experts, rules)
     taken = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
     for one in used - taken:
         check_recipe(one)
@@ -150,7 +159,7 @@ def convert(
     for name in chosen:
         check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
     for name, module in mixtures.items():
-        experts_of.check(name, module)
+        experts_selection.check(name, module)
     weights_of = [linears[name].weight for name in chosen] + [grouped[name].weight for name in in_groups]
     weights_of += [next(m.parameters(recurse=False)) for m in mixtures.values()]
     devices = {_device(weight).type for weight in weights_of}
@@ -190,13 +199,14 @@ def convert(
         made.recipe, made.fqn = of_linears[name], name
         _carry(linears[name], made)
         made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
-    experts_of.convert(mixtures, experts_of.by_name(recipe), group, of_experts)
+    experts_of.convert(mixtures, plans, group)
     for name, own in in_groups.items():
         grouped[name].fqn = name
         grouped[name].convert(own, group=group)
     kept = vars(model).get(reports.REASONS, {})
     # of a linear that was converted before, the reason of then
-    vars(model)[reports.REASONS] = {d.path: d.reason for d in decisions} | {key: why for key, why in kept.items() if key not in chosen}
+    why = {d.path: d.reason for d in decisions} | {key: reason for key, reason in kept.items() if key not in chosen}
+    vars(model)[reports.REASONS] = why | of_reports
     reports.log(model, kind, recipe)
     return model
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fp8ref.recipe import OPERANDS, CastSpec, Role
-from fp8ref.torch import expert_parallel, grouped, grouped_operands
+from fp8ref.torch import delayed, expert_parallel, grouped, grouped_operands
 from fp8ref.torch.expert_parallel import Moved
 from fp8ref.torch.grouped import Slot
 from fp8ref.torch.grouped_linear import GroupedLinear
@@ -48,13 +48,18 @@ def cast_of(linears: Sequence[GroupedLinear], role: Role) -> CastSpec | None:
 def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup, linears: Sequence[GroupedLinear]) -> tuple[Moved, Quantized | None]:
     """Send rows x [M, K], in groups of all E experts that end at ends, to the ranks that have the experts, whose linears take them.
 
+    linears   under delayed scaling have observed the same rows, at the same steps, since they were converted, loaded or switched:
+              the first one's scale is that of all. On a GPU this is not checked, as the host would wait.
     Returns:  as ``expert_parallel.dispatch``, and the rows in FP8; None where ``cast_of`` is None. Then rows are what moved.
     Order:    under delayed scaling the linears observe the rows before they move.
+    Raises:   ValueError: linears on a CPU whose states have other scales.
     Gradient: as ``expert_parallel.dispatch``, in x's dtype.
     """
     cast = cast_of(linears, "input")
     if cast is None:
         return expert_parallel.dispatch(x, ends, group), None
+    if cast.delayed is not None:
+        _check_alike(linears)
     groups = grouped_operands.groups_of(ends, len(x))
     rows = groups.only(x.detach())
     for linear in linears:
@@ -64,6 +69,17 @@ def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup, linears: 
     carrier, codes = _Sent.apply(x, q.codes.view(torch.uint8)[: sum(given)], order, (taken, given, group))
     moved = Moved(carrier, own, order, given, taken, len(x))
     return moved, _own(q, codes, group)
+
+
+def _check_alike(linears: Sequence[GroupedLinear]) -> None:
+    """ValueError where delayed states of input have other scales, and reading them takes no wait."""
+    scales = [linear.states["input"].scale for linear in linears if isinstance(linear.states["input"], delayed.RoleState)]
+    first = scales[0]
+    if type(first) is torch.Tensor and first.device.type == "cpu" and not all(torch.equal(first, other) for other in scales):
+        raise ValueError(
+            "linears that take the same rows have observed the same, so that their delayed scales of input are equal (X-14); got "
+            f"{[float(scale) for scale in scales]}. Send rows in their own dtype, by expert_parallel.dispatch."
+        )
 
 
 def combine(y: torch.Tensor, moved: Moved, ends: torch.Tensor, group: ProcessGroup, linear: GroupedLinear, slot: Slot) -> torch.Tensor:

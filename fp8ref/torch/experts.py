@@ -9,24 +9,20 @@ known here, and nothing else of it: its Parameters, hooks and keys stay. Known a
 Router, activation, weighting and sum over a token's experts stay as they were.
 """
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.nn.utils import parametrize
 
 from fp8ref import grouped as recipes
-from fp8ref import linear_selection
-from fp8ref.granularity import by_name as by_granularity
 from fp8ref.grouped import GroupedRecipe
 from fp8ref.linear_selection import Decision
-from fp8ref.recipe import RECIPES, Recipe
-from fp8ref.torch import delayed, grouped, grouped_gemm, linear_input
+from fp8ref.recipe import Recipe
+from fp8ref.torch import delayed, grouped, grouped_arguments, grouped_gemm, linear_input
 
 _METHODS_OF = "_fp8_experts_of"
 """The attribute of a class made here that holds the class of the module before."""
@@ -61,14 +57,26 @@ class Experts(nn.Module):
         return grouped.apply(x, w, ends, recipe=bound, states=states, observe=self.training, name=f"{self.fqn}.{key}")
 
     @property
+    def grouped_recipes(self) -> dict[str, GroupedRecipe]:
+        """By weight, its grouped recipe."""
+        return {key: self.of_weights.get(key, self.recipe) for key in weights_of(self)}
+
+    @property
     def in_fp8(self) -> int:
         """The number of parameters that are multiplied in FP8."""
-        return sum(p.numel() for key, p in _weights(self).items() if self.of_weights.get(key, self.recipe).recipe.fp8)
+        recipes_of = self.grouped_recipes
+        return sum(p.numel() for key, p in weights_of(self).items() if recipes_of[key].recipe.fp8)
+
+    @property
+    def recipes_in_fp8(self) -> str:
+        """Of the recipes that multiply in FP8, for reports."""
+        return ", ".join(dict.fromkeys(one.name for one in self.grouped_recipes.values() if one.recipe.fp8))
 
     def kernels(self) -> str:
-        """What multiplies, for reports."""
+        """What multiplies in FP8, for reports."""
         device = next(self.parameters(recurse=False)).device
-        return grouped_gemm.kernels(self.recipe.recipe, device)
+        used = (grouped_gemm.kernels(one.recipe, device) for one in self.grouped_recipes.values() if one.recipe.fp8)
+        return "; ".join(dict.fromkeys(used))
 
     def __reduce__(self) -> tuple:
         kept = {key: value for key, value in vars(self).items() if key != "_bound"}
@@ -80,9 +88,10 @@ class Experts(nn.Module):
         vars(self)["_bound"] = _bound(self.recipe, self.of_weights)
 
     def extra_repr(self) -> str:
-        """What the module prints, and the recipe's name."""
+        """What the module prints, and the recipe's name; of each weight, where rules changed one."""
+        named = {key: one.name for key, one in self.grouped_recipes.items()} if self.of_weights else {"recipe": self.recipe.name}
         said = super().extra_repr()
-        return f"{said}{', ' * bool(said)}recipe={self.recipe.name}"
+        return ", ".join([*([said] if said else []), *(f"{key}={name}" for key, name in named.items())])
 
 
 class OfTransformers(Experts):
@@ -165,9 +174,6 @@ class ByExpertsForward(ByWeights):
         return self._run(x, num_tokens_per_expert)
 
 
-ROUTER = "a router: it stays in high precision (X-11)"
-"""Why a router of experts has no FP8."""
-
 KINDS = (OfTransformers, ByMethod, ByForward, ByExpertsForward)
 """How modules of experts are converted."""
 
@@ -178,7 +184,7 @@ def kind_of(module: nn.Module) -> type[Experts] | None:
         return None
     if all(hasattr(module, key) for key in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "num_experts", "down_proj")):
         return OfTransformers
-    if not _weights(module) or not hasattr(module, "num_experts"):
+    if not weights_of(module) or not hasattr(module, "num_experts"):
         return None
     if callable(getattr(module, "_grouped_mm", None)):
         return ByMethod
@@ -187,7 +193,7 @@ def kind_of(module: nn.Module) -> type[Experts] | None:
     return None
 
 
-def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
+def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of a module of experts, by name: its parameters of 3 dims."""
     return {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
 
@@ -197,99 +203,39 @@ def found(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if kind_of(module) is not None}
 
 
-def choose(
-    model: nn.Module, recipe: Recipe, filter_fqns: Sequence[str], linears: Iterable[str], *, shared: bool
-) -> tuple[dict[str, nn.Module], list[str]]:
-    """The modules of experts to convert, and the patterns of filter_fqns that are not of experts alone.
+class Plan(NamedTuple):
+    """How one module of experts will multiply: its grouped recipe, those of weights that rules changed, and what ``grouped.apply`` takes."""
 
-    linears   names of the model's.
-    shared    whether ranks share amaxes.
-    Raises:   ValueError: none is converted; ranks share amaxes, and scaling is not delayed.
+    recipe: GroupedRecipe
+    of_weights: dict[str, GroupedRecipe]
+    bound: dict[str, grouped.Bound]
+
+
+def plan(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, decisions: Iterable[Decision] = ()) -> dict[str, Plan]:
+    """How modules of experts will multiply, by name; nothing of them changes.
+
+    decisions of their weights, after rules: recipes that are other ones.
+    Raises:   ValueError, naming the weight: a recipe that no grouped linear runs.
     """
-    if shared and not recipe.delayed:
-        raise ValueError(
-            f"experts scale by their own rank's amaxes, except under delayed scaling; got amax_group with recipe {recipe.name!r}. Leave "
-            "amax_group out, or use recipe 'delayed'."
-        )
-    known, matches = found(model), linear_selection.matches
-    filtered = {name for name in known for pattern in filter_fqns if matches(pattern, name)}
-    reasons = {name: "named by filter_fqns" if name in filtered else left_out(m, by_name(recipe)) for name, m in known.items()}
-    if all(reasons.values()):
-        said = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:4]) or "the model has none that is known"
-        raise ValueError(f"experts=True converts no experts ({said}). Leave it out, or call grouped.apply with their weights.")
-    others = [p for p in filter_fqns if any(matches(p, name) for name in linears) or not any(matches(p, name) for name in known)]
-    return {name: m for name, m in known.items() if not reasons[name]}, others
-
-
-def without_routers(decisions: list[Decision], mixtures: Mapping[str, nn.Module], fp8_fqns: Sequence[str]) -> list[Decision]:
-    """Decisions about linears; routers of experts are left out, unless fp8_fqns names them.
-
-    A router is a linear below a name "router" or "gate" with an output for each expert.
-    """
-    sizes = {getattr(module, "num_experts", None) for module in mixtures.values()}
-
-    def decided(linear: Decision) -> Decision:
-        router = linear.shape[0] in sizes and {"router", "gate"} & set(linear.path.split("."))
-        if not linear.fp8 or not router or any(linear_selection.matches(pattern, linear.path) for pattern in fp8_fqns):
-            return linear
-        return dataclasses.replace(linear, recipe=RECIPES["bf16"], reason=ROUTER)
-
-    return [decided(linear) for linear in decisions]
-
-
-def left_out(module: nn.Module, recipe: GroupedRecipe) -> str:
-    """Why a recipe does not convert a module of experts; "" if it does."""
-    output, grad_input = (
-        math.lcm(16, by_granularity(spec.b.granularity).reduced or 1) if spec.b is not None else 1
-        for spec in (recipe.recipe.output, recipe.recipe.grad_input)
-    )
-    turned = getattr(module, "is_transposed", False)
-    for key, p in _weights(module).items():
-        n, k = p.shape[1:][::-1] if turned else p.shape[1:]
-        if k % output or n % grad_input:
-            return f"{key} [{', '.join(map(str, p.shape))}] has no multiple of {output} inputs, or of {grad_input} outputs"
-    if recipe.recipe.delayed and kind_of(module) is ByMethod:
-        return "its weights share one method, and delayed scaling keeps a state for each"
-    return ""
-
-
-def check(name: str, module: nn.Module) -> None:
-    """ValueError unless the class of a module of experts can be changed."""
-    if parametrize.is_parametrized(module):
-        raise ValueError(f"{name} has parametrized weights, which would be lost. Name it in filter_fqns.")
-    if replaced := [key for key in ("forward", "_experts_forward", "_grouped_mm", *OWN) if key in vars(module)]:
-        raise ValueError(f"{name} has a {replaced[0]} of its own, which would be lost. Name it in filter_fqns.")
-    for key, p in module.named_parameters(recurse=False):
-        if isinstance(p, DTensor):
-            raise ValueError(f"{name} is sharded already (its {key} is a DTensor). Convert a model first, then parallelize it.")
-        if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name} has a {key} of {p.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast the model first.")
-
-
-def planned(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe) -> list[Decision]:
-    """A decision of each weight that is multiplied by itself, as rules take them; those of one method are none."""
-    found = []
+    changed = {d.path: grouped_arguments.check_recipe(d.recipe, d.path) for d in decisions if d.recipe != recipe.recipe}
+    plans = {}
     for name, module in chosen.items():
-        for key, p in _weights(module).items() if kind_of(module) is not ByMethod else ():
-            n, k = p.shape[1:][::-1] if getattr(module, "is_transposed", False) else p.shape[1:]
-            found.append(Decision(path=f"{name}.{key}", shape=(n, k), recipe=recipe.recipe, reason="converted", experts=len(p)))
-    return found
+        of_weights = {key: changed[f"{name}.{key}"] for key in weights_of(module) if f"{name}.{key}" in changed}
+        plans[name] = Plan(recipe, of_weights, _bound(recipe, of_weights))
+    return plans
 
 
-def convert(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, group: str | None = None, decisions: Iterable[Decision] = ()) -> None:
-    """Have modules of experts, which were checked, multiply by a grouped recipe.
+def convert(chosen: Mapping[str, nn.Module], plans: Mapping[str, Plan], group: str | None = None) -> None:
+    """Have modules of experts, which were checked, multiply as planned.
 
     group     name of the process group whose ranks share the states of delayed scaling.
-    decisions of their weights, after rules: recipes that are other ones.
     """
-    changed = {d.path: recipes.of_linears(d.recipe) for d in decisions if d.recipe != recipe.recipe}
-    bound = grouped.bind(recipe)
     for name, module in chosen.items():
+        recipe, of_weights, bound = plans[name]
         kind = kind_of(module)
         assert kind is not None
         device = next(module.parameters(recurse=False)).device
-        of_weights = {key: changed[f"{name}.{key}"] for key in _weights(module) if f"{name}.{key}" in changed}
-        casts = {key: delayed.casts(of_weights.get(key, recipe).recipe) for key in _weights(module)}
+        casts = {key: delayed.casts(of_weights.get(key, recipe).recipe) for key in weights_of(module)}
         module.grouped_states = nn.ModuleDict(
             {
                 key: nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in of_key.items()})
@@ -297,8 +243,7 @@ def convert(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, group: str |
                 if of_key
             }
         )
-        bounds = _bound(recipe, of_weights) if of_weights else {"": bound}
-        vars(module).update(recipe=recipe, fqn=name, of_weights=of_weights, _bound=bounds)
+        vars(module).update(recipe=recipe, fqn=name, of_weights=of_weights, _bound=bound)
         module.grouped_states.train(module.training)
         module.__class__ = _made(kind, type(module))  # type: ignore[arg-type]
 

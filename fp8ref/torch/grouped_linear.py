@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fp8ref import grouped as recipes
 from fp8ref.grouped import GroupedRecipe
 from fp8ref.recipe import RECIPES, Recipe, Role
-from fp8ref.torch import delayed, grouped, grouped_gemm
+from fp8ref.torch import delayed, grouped, grouped_arguments, grouped_gemm
 from fp8ref.torch.grouped_operands import Groups
 from fp8ref.torch.scaling import Quantized
 
@@ -60,9 +60,9 @@ class GroupedLinear(nn.Module):
         """Multiply by this recipe from now on, with new states of delayed scaling.
 
         group     name of the process group whose ranks share those states, and the amaxes of their groups' rows.
-        Raises:   ValueError: as ``grouped.check_recipe``.
+        Raises:   ValueError: as ``grouped_arguments.check_recipe``.
         """
-        made = grouped.check_recipe(recipe)
+        made = grouped_arguments.check_recipe(recipe)
         casts = delayed.casts(made.recipe).items()
         device = self.weight.device
         self.states = nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}).train(self.training)

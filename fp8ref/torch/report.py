@@ -24,8 +24,9 @@ from torchao.float8 import float8_linear
 from fp8ref import fp8_report
 from fp8ref.fp8_report import Row
 from fp8ref.recipe import Recipe
+from fp8ref.routers import ROUTER
 from fp8ref.torch import block_gemm, gemm, grouped_gemm, hardware
-from fp8ref.torch.experts import ROUTER, Experts
+from fp8ref.torch.experts import Experts
 from fp8ref.torch.grouped_linear import GroupedLinear
 from fp8ref.torch.linear import Linear
 from fp8ref.torch.torchao_linear import Float8Linear
@@ -202,7 +203,8 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
         if not linear and max(len(_without_ones(shape)) for shape in shapes.values()) < 2:
             vectors.append(sum(sizes.values()))
             continue
-        rows[name] = _row(name, module, shapes, sizes, reasons.get(name), counted)
+        taken = isinstance(module, nn.Linear | Experts | GroupedLinear)  # a switch may have undone it
+        rows[name] = _row(name, module, shapes, sizes, reasons.get(name) if taken else None, counted)
     found = [rows[name] for name, _ in modules if name in rows]
     if vectors:
         found.append(Row(path="", kind="vectors", shape=(), recipe=None, reason=f"of {len(vectors)} modules", parameters=sum(vectors)))
@@ -246,8 +248,9 @@ def _dims(linear: nn.Linear, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int
 
 def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
     """The recipe's name and the kernel of an FP8 linear or of experts; None of any other module."""
-    if isinstance(module, Experts) or (isinstance(module, GroupedLinear) and module.in_fp8):
-        return module.recipe.name, module.kernels()
+    if isinstance(module, Experts | GroupedLinear):
+        name = module.recipes_in_fp8 if isinstance(module, Experts) else module.recipe.name
+        return (name, module.kernels()) if module.in_fp8 else (None, None)
     if isinstance(module, Float8Linear | Linear):
         return module.recipe.name, gemm.kernel(module.recipe, module.weight.device, (module.out_features, module.in_features))
     if isinstance(module, float8_linear.Float8Linear):

@@ -116,16 +116,16 @@ def model_of(found: Mapping[str, Any]) -> LlamaConfig:
     experts = ["num_experts", "num_experts_per_tok"] if model_type in ("qwen3_moe", GRANITE) else []
     theta = found.get("rope_theta") or (found.get("rope_parameters") or {}).get("rope_theta")
     given = {key: value for key, value in found.items() if value is not None} | ({"rope_theta": theta} if theta else {})
-    if "num_local_experts" in given:  # as transformers 5 writes it
-        given.setdefault("num_experts", given["num_local_experts"])
-    if "shared_intermediate_size" in given:
-        given["shared_expert_intermediate_size"] = given["shared_intermediate_size"]
     further = {"qwen3_moe": ["norm_topk_prob"], GRANITE: ["shared_expert_intermediate_size"]}
     keys = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta"]
     keys += ["tie_word_embeddings", *experts, *further.get(str(model_type), [])]
     inner = "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
     try:
         every = missing(str(model_type), given) | given
+        if "num_local_experts" in every:  # as transformers 5 writes it
+            every.setdefault("num_experts", every["num_local_experts"])
+        if "shared_intermediate_size" in every:
+            every["shared_expert_intermediate_size"] = every["shared_intermediate_size"]
         head = every["head_dim"] if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"] else None
         sizes = {key: every[key] for key in keys}
         return LlamaConfig(**sizes, intermediate_size=every[inner], head_size=head, qk_norm=model_type in ("qwen3", "qwen3_moe"))
@@ -152,7 +152,10 @@ def apart(weights: Iterable[tuple[str, np.ndarray]], model_type: str) -> Iterato
 
 
 def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
-    """The trainer's names and weights, of those of files. ValueError: an expert is missing, or has another shape."""
+    """The trainer's names and weights, of those of files.
+
+    Raises:   ValueError: an expert is missing, or has another shape; gate and up in one tensor of no two halves.
+    """
     found: dict[str, Weight] = {}
     experts: dict[str, dict[int, Weight]] = {}
     ours: dict[str, list[str]] = {}
@@ -160,7 +163,9 @@ def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
         ours.setdefault(theirs, []).append(end)
     for name, value in weights.items():
         if theirs := next((end for end in ours if name.endswith(end)), ""):
-            n = value.shape[-2] // len(ours[theirs])
+            n, rest = divmod(value.shape[-2], len(ours[theirs]))
+            if rest:
+                raise ValueError(f"{name} has gate and up in two halves of its output features; got {list(value.shape)}. Save it whole.")
             for i, end in enumerate(ours[theirs]):
                 found[name.removesuffix(theirs) + end] = value if len(ours[theirs]) == 1 else HalfWeight(value, i * n, n)
         elif match := _OF_EXPERT.match(name):

@@ -126,3 +126,19 @@ def test_codes_move_where_one_scale_of_a_group_serves_both_gemms(role, monkeypat
     assert of("tensorwise", "delayed") is None
     monkeypatch.setattr(grouped, "observers", [print])  # what observes reads rows
     assert of("tensorwise") is None
+
+
+def test_linears_that_observed_other_rows_are_refused():  # X-14
+    """Before a rank sends anything: the scale of the first would be that of both."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        linears = [GroupedLinear(1, 16, 16) for _ in range(2)]
+        for linear in linears:
+            linear.convert("delayed")
+        x, ends = torch.ones(4, 16), torch.tensor([4], dtype=torch.int32)
+        expert_codes.dispatch(x, ends, distributed.group.WORLD, linears)
+        linears[1].states["input"].scale.fill_(2)
+        with pytest.raises(ValueError, match=r"their delayed scales of input are equal \(X-14\); got \[1\.0, 2\.0\]"):
+            expert_codes.dispatch(x, ends, distributed.group.WORLD, linears)
+    finally:
+        distributed.destroy_process_group()

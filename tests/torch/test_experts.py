@@ -98,7 +98,7 @@ def test_all_but_the_products_is_as_transformers_has_it(name, sizes, monkeypatch
         nn.init.normal_(p)
     module.config._experts_implementation = "eager"
     made = copy.deepcopy(module)
-    experts.convert({"experts": made}, experts.by_name("rowwise"))
+    experts.convert(only := {"experts": made}, experts.plan(only, experts.by_name("rowwise")))
     monkeypatch.setattr(grouped, "apply", in_high_precision)
     x, index = torch.randn(12, 32, dtype=torch.float64), torch.rand(12, module.num_experts).topk(2).indices
     weights = torch.rand(12, 2, dtype=torch.float64)
@@ -333,11 +333,6 @@ def test_under_fsdp2(recipe):
     for different, states in run(2, over_ranks, recipe):
         assert not different
         assert states == [True] * (36 if recipe == "delayed" else 0)
-
-
-def test_amaxes_of_ranks_are_shared_under_delayed_scaling_alone():
-    with pytest.raises(ValueError, match="experts scale by their own rank's amaxes, except under delayed scaling; got amax_group"):
-        experts.choose(model_of("Mixtral"), RECIPES["rowwise"], [], [], shared=True)
 
 
 def test_in_evaluation_nothing_is_observed():  # H-4

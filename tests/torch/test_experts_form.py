@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from torch import distributed, nn
+from experts_mixture import mixture
+from torch import distributed
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn import functional
 
 from fp8ref.linear_rules import Rule
-from fp8ref.torch import convert, delayed
+from fp8ref.torch import convert, delayed, grouped, grouped_operands
 from fp8ref.torch.switch import Switch
 
 
@@ -23,33 +23,6 @@ def step(model, optimizer, seed):
     delayed.update(model)
     optimizer.zero_grad()
     return loss.item()
-
-
-def mixture(device="cpu"):
-    """Two of torchtitan's GroupedExperts by name, with a linear before; experts take 4, 0, 9 and 3 of 16 rows."""
-
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.num_experts = 4
-            for name in ("w1", "w2", "w3"):
-                self.register_parameter(name, nn.Parameter(torch.randn(4, 32, 32) / 6))
-
-        def forward(self, x, counts):
-            rows = x[: int(counts.sum())].split(counts.tolist())
-            return torch.cat([functional.silu(r @ self.w1[e].mT) * (r @ self.w3[e].mT) @ self.w2[e].mT for e, r in enumerate(rows)])
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.first, self.second = nn.Linear(32, 32), Experts(), Experts()
-
-        def forward(self, x):
-            counts = torch.tensor([4, 0, 9, 3])
-            return self.second(self.first(self.up(x), counts), counts)
-
-    torch.manual_seed(1)
-    return Model().bfloat16().to(device)
 
 
 OF_EXPERTS = {"tensorwise": True, "delayed": True, "rowwise": False, "bf16": True}
@@ -86,6 +59,7 @@ def test_experts_switch_to_high_precision_and_back(first):  # T-9, X-16
     assert not list(delayed.states(model))  # tensorwise keeps none
 
 
+@pytest.mark.slow
 def test_experts_that_switch_are_compiled_once():  # T-9, X-16
     counter = CompileCounter()
     switch = Switch(mixture_in("tensorwise"), "tensorwise", {"delayed": mixture_in("delayed", "meta")})
@@ -159,3 +133,16 @@ def test_states_are_of_operands_that_are_cast():  # R-8, X-9
 def test_a_rule_that_names_no_weight_is_refused():
     with pytest.raises(ValueError, match=r"every pattern of a rule names a linear \(R-3\); rule 1 has 'w4'"):
         convert.convert(mixture(), "tensorwise", experts=True, rules=(Rule(layers=("w4",), recipe="bf16"),))
+
+
+def test_under_delayed_scaling_amaxes_are_of_all_experts():  # X-16, X-9
+    """An operand that a rule made tensorwise is scaled over all experts where another of its weight is delayed; else by its own group."""
+    one = Rule(layers=("first.w2",), roles=("weight",), recipe="tensorwise")
+    every = Rule(layers=("first.w1",), recipe="tensorwise")
+    model = convert.convert(mixture(), "delayed", experts=True, rules=(one, every))
+    assert {key: of.amax for key, of in model.first.of_weights.items()} == {"w1": "group", "w2": "all"}
+    groups = grouped_operands.groups_of(torch.tensor([4, 4, 13, 16], dtype=torch.int32), 16)
+    w = mixture().first.w2.detach()
+    for key, experts in (("w1", 4), ("w2", 1)):
+        q = grouped.quantize_operand("output", "weight", w, groups, model.first.of_weights[key])
+        assert q.scale.unique().numel() == experts

@@ -184,32 +184,3 @@ def test_a_second_derivative_is_refused(rng):  # L-8
     y = grouped.apply(x, w, ENDS, recipe="rowwise")
     with pytest.raises(ValueError, match="gradients of a grouped linear in FP8 are not differentiated again"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-SQUARES = Recipe(
-    name="squares",
-    output=GemmSpec(
-        a=CastSpec(fmt=E4M3FN, granularity="blockwise_128x128"), b=CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"), accumulate="fast"
-    ),
-)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.zeros(2, 75, 256)}, r"experts takes x \[M, K\] and w \[E, N, K\]"),
-        ({"x": torch.zeros(150, 256)}, "of one dtype"),
-        ({"offs": ENDS[:3]}, r"experts takes offs int32 \[E\]"),
-        ({"offs": ENDS.float()}, r"experts takes offs int32 \[E\]"),
-        ({"offs": ENDS.flip(0)}, "experts: offs ascend from 0 to at most M=150; got"),
-        ({"offs": ENDS + 14}, "experts: offs ascend from 0 to at most M=150; got"),
-        ({"offs": ENDS.to("meta")}, "on one device"),
-        ({"w": torch.zeros(4, 24, 256).bfloat16()}, "experts: FP8 needs N and K to be multiples of 16"),
-        ({"recipe": "delayed"}, "experts: recipe 'delayed' takes states of input, weight, grad_output; got none"),
-        ({"recipe": SQUARES}, "no block of a grouped input has several rows"),
-    ],
-)
-def test_what_is_refused(change, message, rng):
-    x, w, _ = (torch.from_numpy(v).bfloat16() for v in integers(rng))
-    with pytest.raises(ValueError, match=message):
-        grouped.apply(**({"x": x, "w": w, "offs": ENDS, "recipe": "rowwise", "name": "experts"} | change))

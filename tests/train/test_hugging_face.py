@@ -93,6 +93,28 @@ def test_another_number_of_experts_or_a_missing_one_is_an_error(tmp_path):
         hugging_face.together(weights)
 
 
+def test_gate_and_up_in_one_tensor_are_two_halves():  # M-10
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    with pytest.raises(ValueError, match=rf"{name} has gate and up in two halves of its output features; got \[4, 33, 32\]"):
+        hugging_face.together({name: np.zeros((4, 33, 32), np.float32)})
+    halves = hugging_face.together({name: np.zeros((4, 34, 32), np.float32)})
+    assert [w.shape for w in halves.values()] == [(4, 17, 32)] * 2
+
+
+@pytest.mark.parametrize("dropped", ["num_local_experts", "num_experts_per_tok", "shared_intermediate_size"])
+def test_defaults_of_transformers_stand_for_keys_that_a_file_lacks(dropped):  # M-10
+    """As its own class reads such a file, for every size that has a default there."""
+    found = {key: value for key, value in hugging_face.described(GRANITE).items() if key != dropped}
+    theirs = transformers.GraniteMoeSharedConfig(**found)
+    model = hugging_face.model_of(found)
+    sizes = {
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.num_experts_per_tok,
+        "shared_intermediate_size": model.shared_expert_intermediate_size,
+    }
+    assert sizes == {key: getattr(theirs, key) for key in sizes}
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -15,7 +15,7 @@ from flax import nnx
 from flax.core import Scope
 from jax import lax
 
-from fp8ref import grouped, linear_rules, linear_selection
+from fp8ref import grouped, linear_rules, linear_selection, routers
 from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
@@ -49,7 +49,8 @@ def convert(
 
     NNX:      every nnx.Linear, nnx.LinearGeneral and nnx.Einsum, stacks of them too, gets a hook;
               the model itself changes and is returned. A ``GroupedLinear`` gets one of the grouped
-              recipe that goes with the linears' (X-8).
+              recipe that goes with the linears' (X-8). A router of such a model stays in high precision (X-11): a linear below a
+              name "router" or "gate" with an output for each expert, unless fp8_fqns names it.
     linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral
     have hooks wherever they are
               called. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which
@@ -113,7 +114,9 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = _linears(model)
     selected = linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
-    plan = linear_rules.apply(rules, [_of_experts(decision, layers[decision.path]) for decision in selected])
+    selected = [_of_experts(decision, layers[decision.path]) for decision in selected]
+    selected = routers.left_out(selected, {d.experts for d in selected if d.fp8 and d.experts}, options["fp8_fqns"])
+    plan = linear_rules.apply(rules, selected)
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     for decision, layer in chosen:  # all of them, before the first one changes
         free = {nnx.Linear: lax.dot_general, nnx.LinearGeneral: None, nnx.Einsum: jnp.einsum, GroupedLinear: lax.ragged_dot}
@@ -121,16 +124,21 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
         taken = [hook for hook in hooks if hook not in (next(v for k, v in free.items() if isinstance(layer, k)), None)]
         _check_free(decision.path, taken, getattr(layer, "precision", None))
     of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
-    for decision, layer in chosen:
-        stack = layer.kernel.get_value().shape[: layer.kernel.get_value().ndim - _kernel_ndim(layer)]
-        attribute = _attribute(layer)
-        kind = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}.get(attribute, nnx_hooks.DotGeneral)
-        hook = kind(decision.recipe, decision.path, stack, **of_hooks[decision.path])
-        hook.replaces = (getattr(layer, attribute),)
-        setattr(layer, attribute, nnx.data(hook))
+    made = [_hook(decision, layer, of_hooks[decision.path]) for decision, layer in chosen]  # refuses what a hook does not take
+    for (_, layer), hook in zip(chosen, made, strict=True):
+        setattr(layer, _attribute(layer), nnx.data(hook))
     decisions = {decision.path: decision for decision in plan}
     _log(reports.of_nnx(model, None, {path: decision.shape for path, decision in decisions.items()}, decisions), type(model).__name__)
     return model
+
+
+def _hook(decision: linear_selection.Decision, layer, options: Mapping) -> nnx_hooks.Hook:
+    """What takes the place of a layer's own function, which it remembers."""
+    attribute, kernel = _attribute(layer), layer.kernel.get_value()
+    kind = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}.get(attribute, nnx_hooks.DotGeneral)
+    hook = kind(decision.recipe, decision.path, kernel.shape[: kernel.ndim - _kernel_ndim(layer)], **options)
+    hook.replaces = (getattr(layer, attribute),)
+    return hook
 
 
 def _of_experts(decision: linear_selection.Decision, layer) -> linear_selection.Decision:

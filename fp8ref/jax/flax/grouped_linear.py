@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8ref import grouped as recipes
 from fp8ref.hardware import Multiply
-from fp8ref.jax import grouped
+from fp8ref.jax import grouped, grouped_arguments
 from fp8ref.jax.flax.nnx import Hook
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Recipe
@@ -68,8 +67,8 @@ class RaggedDot(Hook):
         multiply: Multiply | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """recipe: of each group (X-8). Raises:   ValueError: as ``grouped.check_recipe``; simulated hardware, a placement."""
-        self.of_groups = grouped.check_recipe(recipes.by_name(recipe), name)
+        """recipe: of each group (X-8). Raises:   ValueError: as ``grouped_arguments.check_recipe``; simulated hardware, a placement."""
+        self.of_groups = grouped_arguments.check_recipe(recipe, name)
         if multiply is not None or placement is not None:
             what = "simulated hardware" if multiply is not None else "a placement"
             raise ValueError(

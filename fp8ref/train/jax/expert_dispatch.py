@@ -27,7 +27,11 @@ class Run(Protocol):
 
 def dispatched(run: Run, rows: jax.Array, sizes: jax.Array, of: Mapping[str, str | Recipe]) -> tuple[Moved, Codes | None]:
     """Rows of all experts at the devices that have them; and in FP8, where one cast serves the grouped linears ``of``, by name: these
-    observe them here. Where statistics are measured rows move as they are."""
+    observe them here. Where statistics are measured rows move as they are.
+
+    Their delayed scales are those of the first one: all observe the same rows from the same step on, as on several devices no rule
+    changes one of them alone.
+    """
     layout, axis = _apart(run)
     spec = expert_codes.cast_of([recipes.by_name(recipe) for recipe in of.values()], "input") if _moves_codes(run) else None
     if spec is None:
@@ -36,7 +40,6 @@ def dispatched(run: Run, rows: jax.Array, sizes: jax.Array, of: Mapping[str, str
         found = expert_codes.observed(rows, sizes)
         for name in of:
             run.seen[name] = {**run.seen[name], "input": delayed.larger(run.seen[name]["input"], found)}
-    # Linears with one input have observed the same: their states are the same.
     scale = _scale(run, next(iter(of)), "input", spec, of)
     return expert_codes.dispatch(rows, sizes, axis, spec, scale=scale, over=layout.sharing_groups)
 
