@@ -7,6 +7,7 @@ to try kernels on either: GEMMs are the library's unless a case says Triton, and
 
 import argparse
 import collections
+import dataclasses
 import functools
 import itertools
 import json
@@ -69,7 +70,8 @@ EXPLANATION = """\
 # The training step compiled for an H200, ahead of time
 
 Written by `make aot`; kernels and bytes of compiled programs, per device, of which none has run. Two blocks of an 8-billion-parameter Llama,
-a vocabulary of 1024, four sequences of 1024 tokens a device. Gradients are summed in float32 unless the mesh says bfloat16. Linears' GEMMs
+a vocabulary of 1024, four sequences of 1024 tokens a device, unless the mesh says other blocks or a tied last linear. Gradients are summed in
+float32 unless the mesh says bfloat16. Linears' GEMMs
 write their results in the dtypes listed, with their number. Bytes outside GEMMs are what all other kernels but collectives read and write.
 Bytes between devices are those of collectives, the larger of what goes in and what comes out of each; the ratio is to bf16 on the same mesh.
 Casts that transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose, copy or concatenate, a MiB
@@ -126,7 +128,9 @@ RAGGED = "`lax.ragged_dot`, bfloat16"
 BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # others, a byte
 FSDP, CUBE = {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
 NARROW = {"reduce_dtype": "bfloat16"}
-# recipe, mesh, GEMMs by Triton
+TIED = {"tie_word_embeddings": True}
+NARROWER = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_hidden_layers": 3}
+# recipe, mesh, GEMMs by Triton, and what else the model has
 CASES = [
     *((name, {}, False) for name, r in RECIPES.items() if not r.in_blocks),
     *((name, FSDP, False) for name, r in RECIPES.items() if not r.in_blocks),
@@ -135,6 +139,10 @@ CASES = [
     *((recipe, {"fsdp": 4, "tensor": 2, "sequence": True, **NARROW}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {**FSDP, "through": "jit"}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {}, True) for recipe in ("bf16", "tensorwise", "rowwise")),
+    ("bf16", {"data": 2, "fsdp": 2}, False, TIED),
+    ("bf16", {"data": 2, "fsdp": 2, "loss": "chunked"}, False, TIED),
+    ("bf16", {**FSDP, "through": "jit"}, False, TIED),
+    *((recipe, {}, False, NARROWER) for recipe in ("bf16", "tensorwise", "rowwise")),
 ]
 HOOKS = {"Flax, bfloat16": None, "Flax, FP8": fp8_ops.Fp8DirectDotGeneralOp} | {
     recipe: fj.flax.linen_dot_general(recipe) for recipe in ("bf16", "tensorwise", "rowwise", "delayed")
@@ -227,8 +235,13 @@ def kernels(text: str) -> Iterator[tuple[hlo.Instruction, list[hlo.Typed]]]:
             yield one, [typed for name in one.operands for typed in types.get(name, ())]
 
 
-def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
-    config = Config(model=MODEL, data=DataConfig(sequence_length=LENGTH)).replace(numerics={"recipe": recipe}, parallel=parallel)
+def measure(recipe: str, parallel: dict, triton: bool, *given) -> dict:
+    """given: what else the model has, if anything, and the target."""
+    *more, target = given
+    model = more[0] if more else {}
+    config = Config(model=dataclasses.replace(MODEL, **model), data=DataConfig(sequence_length=LENGTH)).replace(
+        numerics={"recipe": recipe}, parallel=parallel
+    )
     devices = config.parallel.devices
     batch = SEQUENCES * devices
     config = config.replace(data={"batch_size": batch})
@@ -242,6 +255,7 @@ def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
     return {
         "recipe": recipe,
         "mesh": parallel or {"data": 1},
+        **({"model": model} if model else {}),
         "kernels": proof.kernels(found),
         "planned_fp8_gemms": sum(s.fp8 for d in config.decisions() for s in d.recipe.gemms.values()),
         "fp8_dots": len(planned),
@@ -544,7 +558,11 @@ def _moved(row: dict) -> str:
 
 def _mesh(row: dict) -> str:
     sizes = " ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if axis in ("data", "fsdp", "tensor"))
+    model = row.get("model", {})
     more = ["bfloat16 sums"] * ("reduce_dtype" in row["mesh"]) + ["plain jit"] * ("through" in row["mesh"])
+    more += ["chunked loss"] * ("loss" in row["mesh"])
+    if model:
+        more += ["tied" if "tie_word_embeddings" in model else f"{model['num_hidden_layers']} blocks of {model['hidden_size']}"]
     more += ["Triton's GEMMs"] * any("triton" in kernel for kernel in row["kernels"])
     return ", ".join([sizes, *more])
 

@@ -131,13 +131,20 @@ def test_every_block_that_is_opened_is_closed(page):
     assert opened is None
 
 
+JAX_CLASSES = {"llama": "Llama", "mesh": "Layout", "forward_pass": "Pass"}
+"""{module of train/jax: the class whose methods the text names}; PyTorch's Llama.forward is in a table."""
+
+
 def test_the_files_and_names_of_a_step_are_there():
     """Of the tables of step-in-code.md: each file defines the functions and methods that a reader is sent to, and no path is longer than twelve."""
     text = (ROOT / "docs/concepts/step-in-code.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+)(?:, instead)? \| `([^`]+)` \| ([^|]+) \|", text, re.MULTILINE)
-    assert [int(n) for n, *_ in rows] == [*range(1, 13), *range(1, 13), *range(1, 6), 4]
+    assert [int(n) for n, *_ in rows] == [*range(1, 13), *range(1, 12), 11, 12, *range(1, 6), 4]
     for _, path, names in rows:
         assert set(re.findall(r"`([^`]+)`", names)) <= defined(ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))), path
+    methods = {f"train/jax/{name}.py": set(re.findall(rf"`({of}\.\w+)`", text)) for name, of in JAX_CLASSES.items()}
+    for path, names in methods.items():
+        assert names - {"Llama.forward"} <= defined(ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))), path
     others = set(re.findall(r"`([\w/]+\.py)`", text)) - {path for _, path, _ in rows} - {"float8_linear.py"}  # torchao's
     assert [path for path in others if not (ROOT / "fp8ref" / path).exists()] == []
 

@@ -22,7 +22,7 @@ from fp8ref.crosscheck.operands import Observation
 from fp8ref.crosscheck.sharded_experts import ExpertGemm
 from fp8ref.jax import attention_inputs, expert_parallel, grouped, grouped_operands, grouped_reports
 from fp8ref.recipe import OPERANDS, Gemm, Recipe, Role
-from fp8ref.train.jax.llama import Pass
+from fp8ref.train.jax.forward_pass import Pass
 from fp8ref.train.jax.mesh import Layout
 
 

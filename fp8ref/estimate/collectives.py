@@ -1,7 +1,8 @@
 """The collectives of a training step: what is moved, by which kind, in which dtype, and between how many devices.
 
 In JAX those of a program that is compiled for H200s (benchmarks/results/aot.json), to the byte: amaxes, scales of rows,
-bits beside codes, the loss and the norm of the gradients too. In PyTorch these few bytes are not counted.
+bits beside codes, the loss and the norm of the gradients too. Not counted: the few bytes of experts' amaxes, the sizes of their
+groups and their balance, and those of the scales of gradients in FP8. In PyTorch none of these few bytes is counted.
 """
 
 import math
@@ -69,6 +70,12 @@ def _of_part(config: Config, backend: str) -> Iterator[Collective]:
     recipes = {f"{d.path}.weight": d.recipe for d in config.decisions() if d.experts is None}
     for name, shape in llama.parameter_shapes(config.model).items():
         yield from _of_parameter(name, shape, recipes.get(name), config, backend)
+    if config.model.tie_word_embeddings and backend == "jax":
+        # The last linear gathers the rounded table again, and its gradient is scattered by itself. PyTorch's root keeps one gathered table.
+        shape = llama.parameter_shapes(config.model)[llama.EMBEDDING]
+        yield from _of_parameter("lm_head.weight", shape, None, config, backend)
+        if config.parallel.through == "jit":  # as compiled: the partitioner gathers it twice in the forward pass
+            yield Collective("weights, gathered over fsdp", "all-gather", "bfloat16", config.parallel.shards, math.prod(shape))
     keys = config.parallel
     if keys.context > 1:
         yield from _context(config)
@@ -92,15 +99,19 @@ def _of_tokens(config: Config) -> int:
 
 
 def _squares(config: Config) -> int:
-    """Sums of a parameter's squares that devices add for the norm of the gradients: of each that the mesh cuts. XLA adds what follows
-    on each other from the first, sorted by name, before it sums over the devices."""
+    """Sums of a parameter's squares that devices add for the norm of the gradients: of each that the mesh cuts, of which
+    ``parallel.scan`` has one of all layers. XLA adds what follows on each other from the first, sorted by name, before it sums over the
+    devices."""
     keys = config.parallel
 
     def cut(name: str, shape: tuple[int, ...]) -> bool:
         whole = len(shape) < 2 or llama.is_router(name)
         return not whole and (keys.shards > 1 or (keys.tensor > 1 and name.split(".")[-2] in llama.COLUMN + llama.ROW))
 
-    which = [cut(name, shape) for name, shape in sorted(llama.parameter_shapes(config.model).items())]
+    shapes = llama.parameter_shapes(config.model)
+    if keys.scan:
+        shapes = {llama.stack_of(name): shape for name, shape in shapes.items()}  # the mesh cuts a stack as it cuts a layer's own
+    which = [cut(name, shape) for name, shape in sorted(shapes.items())]
     joined = which.index(False) if False in which else len(which)
     return sum(which) - max(0, joined - 1)
 
@@ -136,6 +147,8 @@ def _of_parameter(name: str, shape: tuple[int, ...], recipe: Recipe | None, conf
     # JAX reduces the table's gradient in the table's own dtype.
     wide = "bfloat16" if keys.reduce_dtype == "bfloat16" and not (table and backend == "jax") else "float32"
     yield Collective("gradients, reduced over fsdp", "reduce-scatter", wide, shards, whole)
+    if linear == "lm_head" and config.model.tie_word_embeddings and wide == "float32":
+        return  # XLA adds it to the table's gradient, before it sums both over the same devices
     if backend == "jax" and keys.sequence and (table or linear == "lm_head"):  # a device has other tokens along tensor
         yield Collective("gradients, summed over data and tensor", "all-reduce", wide, keys.data * keys.tensor, piece)
     else:

@@ -27,7 +27,7 @@ WORDS = 8192
 
 SCORE, QUERIES = 10, 512
 """Bytes of an attention score, and the queries that chunked attention takes at a time
-(``train.jax.llama``)."""
+(``train.jax.forward_pass``)."""
 
 OBSERVATION = 3 * 4
 """Bytes that a role's observation takes until the step's update: amax and two flags, float32."""

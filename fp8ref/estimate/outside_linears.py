@@ -53,10 +53,11 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     master = 2 if config.optimizer.keeps_masters else 4
     own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)
     logits = own * model.vocab_size
+    firsts = [d.recipe for d in config.decisions() if d.path.endswith("q_proj")]  # of each layer
     found = {
         "attention": layers * _scores(config, backend),
-        "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config, backend),
-        "embedding and loss": (12 * count if backend == "torch" else _residual(config).once * own) * model.hidden_size
+        "norms, rotations, SwiGLU, sums": count * sum(_elementwise(config, backend, recipe) for recipe in firsts),
+        "embedding and loss": (12 * count if backend == "torch" else _residual(firsts[0]).once * own) * model.hidden_size
         + 2 * LOGITS[backend] * logits,
         # bytes an element: gradient read for the norm and again for the update; master and moments
         # read and written; bf16 copy made of the master
@@ -65,12 +66,12 @@ def moved(config: Config, backend: str) -> dict[str, float]:
         )
         + (master + 2) * copied,
     }
-    if backend == "jax" and (joined := parts * _joined_weights(config)):
+    if backend == "jax" and (joined := parts * sum(_joined_weights(config, recipe) for recipe in firsts)):
         found["weights of q, k and v, joined"] = joined
     if keys.loss == "chunked":  # each part's float32 gradient is added to the sum
         found["embedding and loss"] += 12 * -(-model.vocab_size // WORDS) * own * model.hidden_size
     if backend == "jax" and keys.tensor > 1 and keys.reduce == "rounded":
-        found["grad_inputs, added before their sum"] = count * layers * _added(config)
+        found["grad_inputs, added before their sum"] = count * sum(_added(config, recipe) for recipe in firsts)
     if arranged := parts * _arranged(config, backend):
         found["pieces of sequences, put in order"] = arranged
     if parts > 1:
@@ -120,7 +121,14 @@ class Residual:
     """What XLA's kernels of norms and residual sums read and write, in bytes an element of the hidden state, as compiled for an H200
     (benchmarks/results/aot.md): a layer's in both passes, and those of the last norm, of its gradient and of the embedding's.
 
-    Sums of two or three residuals are computed again by each kernel that needs them, until one writes them in float32.
+    Measured, not derived: fitted to the programs of two blocks of 4096 features in those tables, whose first layer reads rows of the
+    embedding where a later one reads a residual, and whose amaxes and casts read residuals in place of a bfloat16 input. For comparison,
+    the kernels of the second layer under tensorwise (2 is an array in bfloat16, 4 in float32; what is read, and written after the arrow):
+
+        forward   attention's norm: 2, 2 and the table -> 4; the MLP's: 4, 2 -> 4; both again by an amax, 4, and by casts
+        backward  the MLP's norm: 2, 4, 2; 4, 2, 2 -> 2, 4; 4. Attention's: 4, 2, 2, 2 -> 2; 2, 4, 2 -> 2, 4; 4
+
+    Rows of three blocks of 2048 features hold them to a program that they were not fitted to.
     """
 
     forward: float
@@ -136,40 +144,37 @@ RESIDUALS = {
     # Its bfloat16 result is written with the first amax, and the residual in float32 by each sum.
     "rowwise": Residual(20, 51, 44.5),
 }
-"""By what the first linears of a layer take."""
+"""By what q, k and v of a layer take."""
 
 
-def _residual(config: Config) -> Residual:
-    spec = _first(config).output
+def _residual(recipe: Recipe) -> Residual:
+    """recipe: of a layer's q_proj, here and below."""
+    spec = recipe.output
     if spec.a is None or not kernels.multiplies_fp8(spec, "jax"):
         return RESIDUALS["bf16"]
     return RESIDUALS["rowwise" if spec.a.granularity == "rowwise" else "tensorwise"]
 
 
-def _first(config: Config) -> Recipe:
-    """The recipe of the first layer's first linear."""
-    return next(d.recipe for d in config.decisions() if d.path.endswith("q_proj"))
-
-
-def joins_heads(config: Config) -> bool:
+def joins_heads(config: Config, recipe: Recipe) -> bool:
     """Whether XLA multiplies q, k and v's one input by their joined weights, so that what reads one of the results reads all three. A scale of
     a whole tensor, inside its GEMM, keeps them apart, and so do pieces of sequences that are gathered in bfloat16."""
-    spec = _first(config).output
+    spec = recipe.output
     if spec.a is None or not kernels.multiplies_fp8(spec, "jax"):
         return not (config.parallel.sequence and config.parallel.tensor > 1)
     return spec.rowwise
 
 
-def _heads(config: Config) -> tuple[float, float]:
+def _heads(config: Config, recipe: Recipe) -> tuple[float, float]:
     """Bytes a token and layer of XLA's kernels between q, k and v's linears, attention's products and o, in both passes: rotations, and
     the orders in which products want queries, keys, values and their gradients."""
     model, tensor = config.model, config.parallel.tensor
     a, kv = (n * model.head_dim / tensor for n in (model.num_attention_heads, model.num_key_value_heads))
     # queries rotated; keys rotated by two kernels, between them in float32; values
-    read = 2 * (a + 2 * kv) if joins_heads(config) else 0  # all three, by each of the four kernels and again by keys' in the backward pass
+    read = (
+        2 * (a + 2 * kv) if joins_heads(config, recipe) else 0
+    )  # all three, by each of the four kernels and again by keys' in the backward pass
     forward = 4 * read + (2 if read else 4) * a + (12 if read else 18) * kv
     backward = 18 * a + 6 * kv + (read + 6 * kv if read else 8 * kv)
-    recipe = _first(config)
     if not recipe.output.fp8:
         forward += 4 * a  # attention's output, in the order of tokens: else its cast writes that
     if not recipe.grad_weight.fp8:
@@ -177,27 +182,27 @@ def _heads(config: Config) -> tuple[float, float]:
     return forward, backward
 
 
-def _added(config: Config) -> float:
+def _added(config: Config, recipe: Recipe) -> float:
     """Bytes a token and layer of the kernels that add the grad_inputs of linears that share an input, before devices sum them over tensor:
     gate's and up's, and in FP8 those of q, k and v, which in bfloat16 are one product. The norm's kernel then reads one sum."""
     keys, h = config.parallel, config.model.hidden_size
     own = h / (keys.tensor if keys.sequence else 1)
-    several = (2, 3) if _first(config).grad_input.fp8 else (2,)
+    several = (2, 3) if recipe.grad_input.fp8 else (2,)
     return sum(2 * (n + 1) * h - 2 * (n - 1) * own for n in several)
 
 
-def _joined_weights(config: Config) -> float:
-    """Bytes of the kernel that joins the weights of q, k and v in bfloat16, for all layers; under plain jit, where devices sum the joined
+def _joined_weights(config: Config, recipe: Recipe) -> float:
+    """Bytes of the kernel that joins the weights of a layer's q, k and v in bfloat16; under plain jit, where devices sum the joined
     gradient in float32 (P-9), also of the three that part it, each of which reads all of it."""
-    if not joins_heads(config) or _first(config).output.fp8:
+    if not joins_heads(config, recipe) or recipe.output.fp8:
         return 0
     keys, model = config.parallel, config.model
     heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / keys.tensor
     parted = 3 * 4 + 4 if keys.through == "jit" and keys.sharing > 1 else 0
-    return (2 + 2 + parted) * model.hidden_size * heads * model.num_hidden_layers
+    return (2 + 2 + parted) * model.hidden_size * heads
 
 
-def _elementwise(config: Config, backend: str) -> float:
+def _elementwise(config: Config, backend: str, recipe: Recipe) -> float:
     """Bytes a token and layer of norms, rotations, residual sums and SwiGLU: in bfloat16, each fused
     to one kernel; by XLA as compiled for an H200 (benchmarks/results/aot.md), with residual sums in
     float32 and several kernels to a norm."""
@@ -210,7 +215,7 @@ def _elementwise(config: Config, backend: str) -> float:
     if model.num_experts:  # SwiGLU of a token's own experts, and of the shared one
         f = f * model.num_experts_per_tok + model.shared_expert_intermediate_size
     if backend == "jax":
-        residual, heads = _residual(config), _heads(config)
+        residual, heads = _residual(recipe), _heads(config, recipe)
         forward, backward = residual.forward * h + heads[0] + 6 * f, residual.backward * h + heads[1] + 10 * f
     else:
         forward, backward = 18 * h + 4 * a + 4 * kv + 6 * f, 38 * h + 4 * a + 4 * kv + 10 * f

@@ -1,4 +1,4 @@
-"""What JAX's linears share beside their tensors: amaxes, and scales of rows that are gathered with their codes (spec P-2, P-6).
+"""What JAX's linears share beside their tensors: amaxes, and scales of rows that are gathered with their codes (spec P-2, P-6). Experts' are not counted.
 
 An amax is reduced over the mesh axes that cut its group of elements. The scales of rows go with the rows. The two GEMMs that take one cast
 share its amax. Inside shard_map linears that read one input share its amaxes too. Under plain jit they do not, and the partitioner reduces

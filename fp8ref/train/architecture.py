@@ -156,6 +156,7 @@ def faults(config: Sections) -> list[str]:
         f"has layers that the trainer does not know; got parallel.compile {parallel.compile!r}": parallel.compile != "none",
         "has layers that the trainer does not know; got parallel.scan": parallel.scan,
         f"is for one device, which exchanges no gradients; got parallel.reduce_mu {parallel.reduce_mu!r}": parallel.reduce_mu != "one",
+        f"has a last linear that the trainer does not know; got parallel.loss {parallel.loss!r}": parallel.loss != "whole",
         f"has attention of its own; got parallel.attention {parallel.attention!r}": parallel.attention != "xla",
         f"has attention of its own; got numerics.attention {numerics.attention!r}": numerics.attention is not None,
         f"has float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower ones": config.optimizer.keeps_masters,

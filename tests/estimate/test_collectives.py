@@ -26,7 +26,7 @@ DTYPES = {
 
 def compiled(row: dict) -> Config:
     """The config that a row of the recorded compile is of."""
-    model = dict(COMPILED["model"])
+    model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
     return config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})
@@ -56,6 +56,35 @@ def test_squares_of_parameters_that_follow_on_each_other_are_added_first():
 
     linears = 2 * 7
     assert (squares(), squares(tie_word_embeddings=True)) == ([1 + linears], [1 + linears])
+
+
+def test_scanned_layers_have_one_square_of_each_parameter():
+    """Their parameters are one stack. Two layers of the recorded model under {"fsdp": 8, "scan": true}, compiled by ``aot.py``, sum 1 + 7, and the loss."""
+    config = sizes.config(fsdp=2, scan=True)
+    assert [one.elements for one, _ in collectives.of_step(config, "jax") if one.purpose.startswith("norm")] == [1 + 7]
+
+
+def test_a_tied_last_linear_gathers_and_scatters_by_itself():
+    """The table of 256 x 64: gathered once for its rows, and twice as lm_head, or once where the loss is in parts (P-29). Gradients are scattered
+    apart and added before their sum over data. PyTorch's root gathers the table once."""
+    table = sizes.TABLE
+
+    def of(backend="jax", **keys):
+        config = sizes.config("bf16", data=2, fsdp=2, **keys)
+        found: collections.Counter = collections.Counter()
+        for one, times in collectives.of_step(config.replace(model={"tie_word_embeddings": True}), backend):
+            found[one.kind, one.dtype] += times * one.elements
+        return found
+
+    linears = 2 * sizes.LAYER
+    assert of()["all-gather", "bfloat16"] == 2 * linears + 3 * table
+    assert of(loss="chunked")["all-gather", "bfloat16"] == 2 * linears + 2 * table
+    assert of()["reduce-scatter", "float32"] == linears + 2 * table
+    gradients = linears / 2 + table / 2 + sizes.NORMS
+    assert of()["all-reduce", "float32"] == gradients + 1 + 15  # the loss and the norm
+    # in bfloat16 of lm_head, and in float32 of the table: two sums
+    assert of(reduce_dtype="bfloat16")["all-reduce", "bfloat16"] == linears / 2 + table / 2
+    assert of("torch")["all-gather", "float32"] == table
 
 
 def test_microbatches_share_no_norm():

@@ -132,7 +132,7 @@ def test_kernels_are_those_that_xla_compiles_for_h200s(row):
     """Of a mebibyte and more, of two layers. The first norm reads a small embedding table instead of a residual, and XLA joins or splits a
     kernel here and there: 4.5 % of the bytes, a fifth of the kernels. Under tensor parallelism it also moves pieces of heads, and makes both sets of
     codes of a gradient of one (P-6): 14.5 %."""
-    model = dict(COMPILED["model"])
+    model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
     config = config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})

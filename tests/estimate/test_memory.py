@@ -170,7 +170,7 @@ def test_what_checkpointing_keeps_of_a_layer(how, recipe):
 @pytest.mark.parametrize("row", COMPILED["rows"], ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_an_estimate_is_near_what_xla_allots_for_an_h200(row):
     """Gradients are temporary there. Which of a block's results live at once is XLA's choice: 30 %, far below a layer kept too often."""
-    model = dict(COMPILED["model"])
+    model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
     config = config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})

@@ -24,7 +24,7 @@ ROWS = [row for row in COMPILED["rows"] if not any("triton" in kernel for kernel
 
 def compiled(row: dict) -> Config:
     """The config that a row of the recorded compile is of."""
-    model = dict(COMPILED["model"])
+    model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
     return config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})
@@ -32,8 +32,10 @@ def compiled(row: dict) -> Config:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of all kernels but GEMMs and collectives: at most 2 % below and 1.5 % above; under tensor parallelism, where XLA also moves
-    pieces of heads that the estimate does not count, at most 3 % below."""
+    """Of all kernels but GEMMs and collectives: at most 2 % below and 1.5 % above, under plain jit too; under tensor parallelism, where XLA also
+    moves pieces of heads that the estimate does not count, at most 3 % below. No error is derived: these are the recorded rows' own, rounded up
+    (0.980 of rowwise_with_gw_hp, 1.014 of tensorwise with bfloat16 sums, 0.974 of rowwise with tensor 2). They hold a change of what is counted;
+    the rows of other blocks, to which no constant was fitted, hold the constants."""
     config = compiled(row)
     made = sum(outside_linears.moved(config, "jax").values())
     for decision in config.decisions():
@@ -114,6 +116,17 @@ def test_heads_are_read_together_where_their_weights_are_joined():
     assert joined not in pieces  # gathered in bfloat16, they are not joined
     weights = 2 * 64 * (64 + 2 * 32)
     assert outside_linears.moved(sizes.config(recipe="bf16", fsdp=2, through="jit"), "jax")[joined] == (4 + 3 * 4 + 4) * weights
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_each_layer_counts_by_its_own_recipe(layer):
+    """One of two layers in bfloat16: half of the bytes of each recipe."""
+    configs = {name: sizes.config(recipe=name, tensor=2) for name in ("bf16", "tensorwise")}
+    configs["mixed"] = configs["tensorwise"].replace(numerics={"filter_fqns": ("lm_head", f"layers.{layer}")})
+    of = {name: outside_linears.moved(config, "jax") for name, config in configs.items()}
+    for what in ("norms, rotations, SwiGLU, sums", "weights of q, k and v, joined", "grad_inputs, added before their sum"):
+        half = (of["bf16"][what] + of["tensorwise"].get(what, 0)) / 2
+        assert of["mixed"][what] == half != of["tensorwise"].get(what, 0), what
 
 
 def test_grad_inputs_of_one_input_are_added_before_their_sum():

@@ -34,6 +34,7 @@ def test_the_trainer_s_own_model_is_known_without_a_framework():
         (TORCH, {"parallel": {"checkpointing": "full"}}, r"got parallel\.checkpointing 'full'"),
         (TORCH, {"parallel": {"compile": "model"}}, r"got parallel\.compile 'model'"),
         (NNX, {"parallel": {"scan": True}}, r"got parallel\.scan"),
+        (NNX, {"parallel": {"loss": "chunked"}}, r"has a last linear that the trainer does not know; got parallel\.loss 'chunked'"),
         (TORCH, {"parallel": {"reduce_dtype": "float8_e4m3fn", "reduce_mu": "automatic"}}, r"got parallel\.reduce_mu 'automatic'"),
         (TORCH, {"numerics": {"attention": "cudnn"}}, r"got numerics\.attention 'cudnn'"),
         (TORCH, {"optimizer": {"kind": "adamw_states", "layout": "msamp_o2"}}, r"optimizer\.layout 'msamp_o2' stores narrower ones"),

@@ -22,13 +22,15 @@ def losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int = WORDS) -
     Memory:   the backward pass keeps h, w and the logarithms of the sums, and computes the logits again.
     Gradient: of logits as ``cross_entropy``, in their dtype. Of h: a float32 GEMM of each part, added in order, then rounded to h's
               dtype. Of w: a GEMM of each part, in w's dtype.
-    Specials: as ``cross_entropy``: a NaN or infinite logit gives a loss that is not finite.
+    Specials: as ``cross_entropy``: a NaN or infinite logit gives a loss that is not finite. Targets from -V to -1 count from the end of the
+              vocabulary; any other outside of it gives NaN. Neither has a 1 in the gradient of its logits.
     """
     return _losses(h, w, targets, words)[0]
 
 
 def _losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int):
     rows, wanted = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
+    wanted = jnp.where(wanted < 0, wanted + len(w), wanted)  # as an index of all logits counts
 
     def add(carry, part):
         largest, total, of_target = carry
@@ -44,6 +46,7 @@ def _losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int):
     begin = tuple(_varying(value, h) for value in (jnp.full_like(none, -jnp.inf), none, none))
     largest, total, of_target = _over_parts(add, begin, w, words)[0]
     normalizer = jnp.log(total) + _finite(largest)
+    of_target = jnp.where((wanted >= 0) & (wanted < len(w)), of_target, jnp.nan)  # no part held it
     return (normalizer - of_target).reshape(targets.shape), (h, w, targets, normalizer)
 
 

@@ -17,7 +17,7 @@ from fp8ref.train.jax.mesh import Layout
 
 
 class Run(Protocol):
-    """What a pass of the model has (``llama.Pass``)."""
+    """What a pass of the model has (``forward_pass.Pass``)."""
 
     state: Mapping[str, delayed.State]
     seen: dict[str, delayed.Seen]

@@ -23,6 +23,7 @@ from fp8ref.jax import sharding
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Role
 from fp8ref.train.config import Config, ParallelConfig
+from fp8ref.train.jax import gathers
 
 
 class Layout:
@@ -200,7 +201,7 @@ class Layout:
         if not (self.mapped and self._fsdp):
             return table
         others = tuple(axis for axis in self.cutting_tokens if axis not in self._fsdp)
-        return _gathered_rounded(table, jnp.dtype(dtype), self._fsdp, others)
+        return gathers.rounded_table(table, jnp.dtype(dtype), self._fsdp, others)
 
     def own_context(self, value: jax.Array, axis: int = 1) -> jax.Array:
         """Under context parallelism, a device's part of tokens [B, T] along T, or of another array along another axis (A-24)."""
@@ -258,7 +259,7 @@ class Layout:
         over fsdp and data, in reduce_dtype, and rounded to it."""
         if not (self.mapped and (self._gathering or self._copying)):
             return w
-        return _gathered_weights(w, self._gathering, self._copying, self.config.reduce_dtype)
+        return gathers.weights(w, self._gathering, self._copying, self.config.reduce_dtype)
 
     def whole_head(self, w: jax.Array) -> jax.Array:
         """The last linear's weight [V, K], of this device's piece of it: all-gathered in its dtype, and its gradient summed over the devices
@@ -266,7 +267,7 @@ class Layout:
         others = tuple(axis for axis in self.cutting_tokens if axis not in self._fsdp)
         if not (self.mapped and (self._fsdp or others)):
             return w
-        return _gathered_weights(w, self._fsdp, others, self.config.reduce_dtype)
+        return gathers.weights(w, self._fsdp, others, self.config.reduce_dtype)
 
     def shared(self, w: jax.Array) -> jax.Array:
         """A weight that every device has, whose gradient is summed over the devices in float32."""
@@ -335,50 +336,3 @@ def _parts(reduce: str, dtype: str) -> sharding.Parts:
 def _of_gradients(config: ParallelConfig) -> sharding.GradParts:
     """What linears sum over devices to make a weight's gradient."""
     return config.reduce_dtype if config.reduce_dtype == "float8_e4m3fn" else _parts(config.reduce, config.reduce_dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered_weights(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> jax.Array:
-    """Pieces of weights that are cut along their first dim, of all devices along ``over``; as varying along copies too."""
-    w = lax.pcast(w, copies, to="varying") if copies else w
-    return lax.all_gather(w, over, axis=0, tiled=True) if over else w
-
-
-def _gathered_weights_forward(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> tuple[jax.Array, None]:
-    return _gathered_weights(w, over, copies, reduce_dtype), None
-
-
-def _gathered_weights_backward(
-    over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array
-) -> tuple[jax.Array]:
-    """P-9's sum of what devices have rounded: reduce-scatter over fsdp, then the sum over data; rounded."""
-    total = g.astype(reduce_dtype)
-    if over:
-        total = lax.psum_scatter(total, over, scatter_dimension=0, tiled=True)
-    return ((lax.psum(total, copies) if copies else total).astype(g.dtype),)
-
-
-_gathered_weights.defvjp(_gathered_weights_forward, _gathered_weights_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered_rounded(table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]) -> jax.Array:
-    """Rows of all devices along fsdp, rounded to dtype and gathered in it, as float32 that varies over others too."""
-    info = jnp.finfo(dtype)
-    return _gathered(lax.reduce_precision(table, info.nexp, info.nmant).astype(dtype), fsdp, others).astype(table.dtype)
-
-
-def _gathered(table: jax.Array, fsdp: tuple[str, ...], others: tuple[str, ...]) -> jax.Array:
-    return lax.all_gather(lax.pcast(table, others, to="varying") if others else table, fsdp, axis=0, tiled=True)
-
-
-def _forward(table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    return _gathered_rounded(table, dtype, fsdp, others), table
-
-
-def _backward(dtype, fsdp: tuple[str, ...], others: tuple[str, ...], table: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    """The gradient of a gather of the float32 table: sums of float32, which no rounding precedes."""
-    return jax.vjp(lambda table: _gathered(table, fsdp, others), table)[1](g)
-
-
-_gathered_rounded.defvjp(_forward, _backward)

@@ -32,9 +32,10 @@ from fp8ref.train.config import Config
 from fp8ref.train.jax import chunked_loss
 from fp8ref.train.jax.cross_entropy import cross_entropy
 from fp8ref.train.jax.experts import balancing_loss
+from fp8ref.train.jax.forward_pass import Pass
 from fp8ref.train.jax.gradient_sums import GradientSums
 from fp8ref.train.jax.layer_stacks import LayerStacks
-from fp8ref.train.jax.llama import Llama, Pass
+from fp8ref.train.jax.llama import Llama
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.optimizer import Optimizer, new_if
 from fp8ref.train.jax.parameter_names import name_of, named
@@ -48,7 +49,7 @@ def compiler_options(platform: str) -> dict[str, bool]:
 
     On a GPU XLA would round the scales of cuBLASLt's GEMMs under that option, and Triton's GEMMs
     would multiply dequantized operands, so both are off (spec G-22). The model's own roundings
-    (M-3) hold under either (``train.jax.llama.rounded``).
+    (M-3) hold under either (``train.jax.elementwise.rounded``).
     """
     return EVERY_ROUNDING if platform == "cpu" else {"xla_gpu_enable_triton_gemm": False}
 

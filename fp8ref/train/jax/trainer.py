@@ -22,7 +22,8 @@ from fp8ref.stats import Operand, merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax.checkpoint import Store, filled
-from fp8ref.train.jax.llama import Llama, Pass
+from fp8ref.train.jax.forward_pass import Pass
+from fp8ref.train.jax.llama import Llama
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.step import State, Step, compiler_options
 

@@ -93,6 +93,20 @@ def test_a_logit_that_is_not_finite_gives_what_all_of_them_give(given, value, wo
     np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
 
 
+def test_targets_outside_the_vocabulary_give_what_all_logits_give(rng):
+    """From the end of the vocabulary, or NaN. Sums of small integers: both have the same logits, of at most 64."""
+    targets = jnp.asarray([0, V - 1, V, V + 3, -1, -V, -V - 1], jnp.int32)
+    h, w = (jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in ((len(targets), K), (V, K)))
+    (mine, (of_h, _)), (theirs, (expected, _)) = (
+        run(f, h, w, targets, 1.0) for f in (in_parts(8), lambda h, w, targets: cross_entropy(h @ w.T, targets))
+    )
+    np.testing.assert_array_equal(np.isnan(mine), [False, False, True, True, False, False, True])
+    bound = (2 * V + 4 * 5 + 16 + 128) * U  # as above, of logits in bfloat16
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=bound)
+    # probabilities less a target are 2 in all, and weights at most 2: the relative error of each, and of a sum of V
+    np.testing.assert_allclose(of_h, expected, rtol=0, atol=2 * 2 * (bound + (V + 4) * U))
+
+
 def test_no_logits_are_whole_in_either_pass(given):
     h, w, targets, weights = map(jnp.asarray, given)
 

@@ -8,7 +8,8 @@ from flax import nnx
 
 from fp8ref import linear_selection, llama
 from fp8ref.sim import llama as sim
-from fp8ref.train.jax.llama import Llama, Pass
+from fp8ref.train.jax.forward_pass import Pass
+from fp8ref.train.jax.llama import Llama
 
 CONFIG = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 

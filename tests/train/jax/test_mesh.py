@@ -1,22 +1,16 @@
 """The trainer on eight devices against one: gradients, states, what is compiled, what is refused."""
 
-import functools
-import re
-
 import jax
-import jax.numpy as jnp
 import microbatches
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from fp8ref.errors import ConfigError
 from fp8ref.jax import gemm, proof, scaling
 from fp8ref.jax.proof import verdict
-from fp8ref.llama import EMBEDDING, LlamaConfig
+from fp8ref.llama import LlamaConfig
 from fp8ref.train import log, loop
 from fp8ref.train.config import Config, DataConfig, RunConfig
-from fp8ref.train.jax import llama
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.trainer import Trainer
 
@@ -242,26 +236,3 @@ def test_what_linears_sum_over_devices_is_as_the_config_says(keys, parts):  # P-
 def test_sums_that_contradict_each_other_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         CONFIG.replace(parallel=keys)
-
-
-def test_the_embedding_table_is_gathered_in_bfloat16_and_its_gradient_summed_in_float32():  # P-10, M-2
-    """The rows, and every bit of the gradient, are those of rows gathered in float32 and rounded then."""
-    layout = Layout(CONFIG.replace(parallel={"data": 2, "fsdp": 4}))
-    table = np.random.default_rng(1).standard_normal((64, 16)).astype(np.float32)
-
-    def rows(whole):
-        def loss(table, tokens):
-            found = llama.rounded(whole(table)[tokens], jnp.bfloat16).astype(jnp.float32)
-            return layout.mean((found**3).mean())
-
-        return jax.jit(jax.value_and_grad(layout.map(loss, (layout.parameter(EMBEDDING, table.shape), layout.tokens), P())))
-
-    def as_it_is(table):
-        return jax.lax.all_gather(jax.lax.pcast(table, "data", to="varying"), "fsdp", axis=0, tiled=True)
-
-    given = table, TOKENS[0, :, :8] % 64
-    step = rows(functools.partial(layout.whole, dtype=jnp.bfloat16))
-    for mine, other in zip(step(*given), rows(as_it_is)(*given), strict=True):
-        np.testing.assert_array_equal(mine, other)
-    collectives = re.findall(r'"stablehlo\.(all_gather|reduce_scatter)".*?-> tensor<\d+x16x(\w+)>', step.lower(*given).as_text(), re.DOTALL)
-    assert collectives == [("all_gather", "bf16"), ("reduce_scatter", "f32")]

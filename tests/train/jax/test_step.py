@@ -1,7 +1,6 @@
 import math
 
 import adamw
-import jax
 import jax.numpy as jnp
 import microbatches
 import numpy as np
@@ -11,7 +10,7 @@ from fp8ref import llama as llama_data
 from fp8ref.errors import ConfigError
 from fp8ref.llama import InitialWeight
 from fp8ref.sim import gradient_reduction, scaling
-from fp8ref.train.jax import llama, parameter_names, step
+from fp8ref.train.jax import parameter_names, step
 from fp8ref.train.jax.trainer import Trainer
 
 
@@ -95,13 +94,6 @@ def test_gradients_of_parts_are_summed_in_fp8_as_the_simulator_does(small, paral
 def test_options_keep_every_rounding_on_a_cpu_and_cublaslts_gemms_on_a_gpu():  # G-22, M-3
     assert step.compiler_options("cpu") == {"xla_allow_excess_precision": False}
     assert all(step.compiler_options(platform) == {"xla_gpu_enable_triton_gemm": False} for platform in ("gpu", "cuda"))
-
-
-def test_the_models_roundings_hold_where_xla_drops_conversions():  # M-3
-    """XLA removes a conversion to bfloat16 and back between fused operations, unless it is told to keep it; never reduce_precision."""
-    x = jnp.linspace(1, 2, 64, dtype=jnp.float32)
-    kept = jax.jit(lambda x: llama.rounded(x, jnp.bfloat16).astype(jnp.float32), compiler_options={"xla_allow_excess_precision": True})(x)
-    np.testing.assert_array_equal(np.asarray(kept), np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)))
 
 
 def trained(config, steps=2):
@@ -212,17 +204,6 @@ def test_a_scan_with_checkpointing_on_a_mesh_is_without(deep):  # T-8
     )
     assert mine == first
     assert then == pytest.approx(second, rel=2.0**-9)
-
-
-@pytest.mark.slow
-def test_chunked_attention_is_xlas(small, monkeypatch):  # B-11
-    """Chunks of 5 queries of 16, so that the last is padded; a query's own sums are in one order."""
-    monkeypatch.setattr(llama, "QUERIES", 5)
-    (one, losses, _), (other, found, _) = trained(small), trained(small.replace(parallel={"attention": "chunked"}))
-    # gradients of keys are summed over chunks in float32, and rounded to bfloat16 once more
-    np.testing.assert_allclose(found, losses, rtol=2.0**-8)
-    for name, value in one.weights().items():
-        assert np.linalg.norm(other.weights()[name] - value) <= 2.0**-6 * np.linalg.norm(value), name
 
 
 def test_each_shard_of_the_initial_weights_is_read_once(small, monkeypatch):  # M-6
