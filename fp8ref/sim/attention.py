@@ -27,6 +27,9 @@ from fp8ref.sim.probability_value import Product
 
 _LN2 = np.float32(math.log(2))
 
+_ROWS = 256
+"""Queries that meet the tiles together: a tile's operands are laid out once for them. Not those of two scales (``ROWS``)."""
+
 
 class Result(NamedTuple):
     """What a forward pass gives.
@@ -111,7 +114,8 @@ def forward(
     out, lse = np.zeros((b, h, tq, d), np.float32), np.empty((b, h, tq), np.float32)
     codes = np.zeros((b, h, tq, tk), np.uint8) if keep_p else None
     kept_scores = np.full((b, h, tq, tk), -np.inf, np.float32) if keep_s else None
-    jobs = [(i, j, r) for i in range(b) for j in range(h) for r in range(0, tq, ROWS)]
+    block = ROWS if variant.granularity == "rows_128" else _ROWS
+    jobs = [(i, j, r) for i in range(b) for j in range(h) for r in range(0, tq, block)]
     largest, clipped, lost = np.zeros(len(jobs), np.float32), np.zeros(len(jobs), np.int64), np.zeros(len(jobs), np.int64)
     parts = Parts(problem, tensors)
 
@@ -119,7 +123,7 @@ def forward(
         with threads.using(1):  # the jobs are the threads' work
             for n in range(begin, end):
                 i, j, r = jobs[n]
-                rows = slice(r, min(r + ROWS, tq))
+                rows = slice(r, min(r + block, tq))
                 kept = None if codes is None else codes[i, j, rows]
                 out[i, j, rows], lse[i, j, rows], *counts = _rows(parts, i, j, rows, p_scale, p_scale_inv, kept)
                 largest[n], clipped[n], lost[n] = counts
@@ -158,14 +162,14 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
             factors, factor = parts.factors(i, j, rows.start, begin)
             p, c = online_softmax.step(s, state, s_seen, variant, factors, factor)
         largest = max(largest, p.max())
-        values, lost = round_probabilities(p, p_scale, variant.fmt)
-        clipped += lost
-        zeros += count_lost(p, values, variant.fmt)
+        values, of_tile, lost = round_probabilities(p, p_scale, variant.fmt)
+        clipped += of_tile
+        zeros += lost
         if kept is not None:
             kept[:, begin:end] = cast.encode(values[:, : end - begin], variant.fmt)
         o.rescale(c, place)
         v, of_v = parts.values(i, j, begin, end)
-        o.add(values, v, of_v)
+        o.add(values, v, of_v, parts.codes_of_values(i, j, begin, end))
     total, maximum, of_keys = online_softmax.total(state, variant.sum_order), state.maximum, o.end()
     if parts.problem.sinks is not None:
         factor = parts.factors(i, j, rows.start, 0)[1]
@@ -199,13 +203,13 @@ def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
     return np.where(inputs.allowed(parts.problem, i)[rows], found, np.float32(-np.inf))
 
 
-def round_probabilities(p: np.ndarray, scale: np.float32, fmt: Format) -> tuple[np.ndarray, int]:
-    """(p * scale rounded to fmt, saturated; how many left its range): values, p not negative (A-8)."""
+def round_probabilities(p: np.ndarray, scale: np.float32, fmt: Format) -> tuple[np.ndarray, int, int]:
+    """(p * scale rounded to fmt, saturated; how many left its range; how many of ``count_lost``): values, p not negative (A-8)."""
     if fmt.bits != 8:
-        return cast.round_to(p, fmt), 0
+        return cast.round_to(p, fmt), 0, 0
     values = np.empty_like(p)
-    lost = kernels.round_values(p.reshape(-1), scale, fmt.mantissa_bits, fmt.emin, np.float32(fmt.max), values.reshape(-1))
-    return values, int(lost)
+    counts = kernels.round_values(p.reshape(-1), scale, fmt.mantissa_bits, fmt.emin, np.float32(fmt.max), values.reshape(-1))
+    return values, int(counts[0]), int(counts[1])
 
 
 def count_lost(x: np.ndarray, values: np.ndarray, fmt: Format) -> int:

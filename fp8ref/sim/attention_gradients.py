@@ -167,7 +167,7 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep
         of_v = parts.inverse_v[i, g, 0, 0]
         of_rows[i, j] = d = sums_of_rows(values_do, o.values[i, j]) * of_do * o.scale_inv
         p, slope = _probabilities(parts, i, j, result.lse[i, j])
-        p8, clipped[i, j] = attention.round_probabilities(p, p_scale, fmt)
+        p8, clipped[i, j], _ = attention.round_probabilities(p, p_scale, fmt)
         if keep:
             p_codes[i, j] = cast.encode(p8, fmt)
         dv_of_heads[i, j] = product(p8.T, values_do.T, fmt, of_gradients, plan) * inverse_p * of_do

@@ -67,7 +67,7 @@ def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse
     def of_head(i: int, j: int, g: int) -> None:
         of_rows[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
         p, of_cap = _probabilities(parts, i, j, lse[i, j])
-        p8, clipped[i, j] = attention.round_probabilities(p, P_SCALE, variant.fmt)
+        p8, clipped[i, j], _ = attention.round_probabilities(p, P_SCALE, variant.fmt)
         ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
         dv[i, j] = blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
         ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * of_cap * problem.scale

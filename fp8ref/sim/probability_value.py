@@ -9,10 +9,11 @@ import numpy as np
 from fp8ref.attention import Variant
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import tensor_core
+from fp8ref.sim import cast, tensor_core
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.head_scaling import MX
 from fp8ref.sim.kernels import attention as kernels
+from fp8ref.sim.kernels import chains_from
 
 
 class Product:
@@ -35,18 +36,19 @@ class Product:
             self._promote()
         self.place = place
         if (c != 1).any():
-            self.total *= c[:, None]
+            if every is not None:
+                self.total *= c[:, None]
             self.chain *= c[:, None]
 
-    def add(self, p: np.ndarray, v: np.ndarray, scale_inv: np.ndarray) -> None:
+    def add(self, p: np.ndarray, v: np.ndarray, scale_inv: np.ndarray, codes: np.ndarray | None = None) -> None:
         """Add a tile: p [rows, keys] and v [keys, D], values of the variant's format; scale_inv is of v, inside
-        the tile: () or, for MX, [keys / 32, D]."""
+        the tile: () or, for MX, [keys / 32, D]; ``codes`` as of ``accumulate``."""
         variant = self.variant
         plan = sums.by_name(variant.plan)
         if plan == "exact":
             self.total += self._scaled_sum(p, v, scale_inv)
             return
-        self.chain = accumulate(self.chain, p, v, variant.fmt, plan)
+        self.chain = accumulate(self.chain, p, v, variant.fmt, plan, codes)
         if variant.promotion == 1:
             self._promote(scale_inv)
 
@@ -81,8 +83,11 @@ class Product:
         return found if self.p_scale_inv == 1 else found * self.p_scale_inv
 
 
-def accumulate(acc: np.ndarray, a: np.ndarray, b: np.ndarray, fmt: Format, plan: str | Accumulation) -> np.ndarray:
-    """acc [M, N] and the products of a [M, K] and b [K, N] of fmt: one chain (G-10), or in order (G-3)."""
+def accumulate(
+    acc: np.ndarray, a: np.ndarray, b: np.ndarray, fmt: Format, plan: str | Accumulation, codes: np.ndarray | None = None
+) -> np.ndarray:
+    """acc [M, N] and the products of a [M, K] and b [K, N] of fmt: one chain (G-10), or in order (G-3). ``codes`` [N, K] are those of
+    b.T, if they are at hand."""
     if not isinstance(plan, Accumulation):
         out = acc.copy()
         kernels.in_order(np.ascontiguousarray(a), np.ascontiguousarray(b), out)
@@ -92,6 +97,6 @@ def accumulate(acc: np.ndarray, a: np.ndarray, b: np.ndarray, fmt: Format, plan:
     if not unit.compiled:
         return tensor_core.chain_plain(a, b.T, out, fmt, fmt, unit)
     out = out.copy() if out is acc else out
-    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
-    kernels.chain(a, fmt.emin, b, fmt.emin, out, unit.fused_width, unit.fraction_bits, unit.output_bits)
+    codes = cast.encode(np.ascontiguousarray(b.T), fmt) if codes is None else np.ascontiguousarray(codes)
+    chains_from.go_on(out, chains_from.pack(a, fmt, unit.fused_width, unit.fraction_bits, unit.output_bits), codes, fmt)
     return out

@@ -8,7 +8,7 @@ import pytest
 from fp8ref.attention import VARIANTS
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim import cast, online_softmax
-from fp8ref.sim.attention import round_probabilities
+from fp8ref.sim.attention import count_lost, round_probabilities
 from fp8ref.sim.online_softmax import Seen
 
 F = np.float32
@@ -70,9 +70,10 @@ def test_probabilities_are_cast_as_everything_is(fmt):  # A-8, C-3
     numbers = np.concatenate([cast.decode(np.arange(127, dtype=np.uint8), fmt)[: fmt.max_code + 1], [fmt.max * 1.05, fmt.max * 4]])
     middles = (numbers[1:] + numbers[:-1]) / 2
     p = np.concatenate([numbers, middles, np.nextafter(middles, F(0)), np.nextafter(middles, F(np.inf))]).astype(F)
-    values, lost = round_probabilities(p, F(1), fmt)
+    values, clipped, _ = round_probabilities(p, F(1), fmt)
     np.testing.assert_array_equal(cast.encode(values, fmt), cast.encode(p, fmt))
     unsaturated = cast.round_to(p, fmt)
-    assert lost == (~np.isfinite(unsaturated)).sum() > 0
-    scaled, _ = round_probabilities(p, F(0.3), fmt)
+    assert clipped == (~np.isfinite(unsaturated)).sum() > 0
+    scaled, _, lost = round_probabilities(p, F(0.3), fmt)
     np.testing.assert_array_equal(scaled, cast.decode(cast.encode(p * F(0.3), fmt), fmt))
+    assert lost == count_lost(p, scaled, fmt) > 0

@@ -1,7 +1,7 @@
 """Attention kernels: exponentials rounded correctly, the online softmax of a tile (spec A-5 to A-8), and
-tensor-core chains and float32 sums that go on from an accumulator (A-9).
+float32 sums that go on from an accumulator (A-9).
 
-The twins of ``elementary``, ``online_softmax.step_plain`` and ``probability_value.chain_plain``.
+The twins of ``elementary`` and ``online_softmax.step_plain``. Chains that go on are in ``chains_from``.
 """
 
 import math
@@ -11,8 +11,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fp8ref.sim.kernels.aligned_step import GROUP, exponents, narrow_step, wide_step
-from fp8ref.sim.kernels.bits import as_bits, as_bits64, as_float, as_float64
+from fp8ref.sim.kernels.bits import as_bits, as_bits64, as_float, as_float64, prefer_wide_vectors
 from fp8ref.sim.kernels.compiled import compiled
 
 u32, i32, i8, f32, f64 = np.uint32, np.int32, np.int8, np.float32, np.float64
@@ -22,9 +21,6 @@ TILE_ORDER, QUAD, PACKED = 0, 1, 2
 
 STEPS = 32
 """2^(i / STEPS) has a table."""
-
-_SMALLEST_PRODUCT = -28  # the smallest exponent of a product of two FP8 numbers; a zero factor gives less
-_NO_PRODUCT = -64  # the exponent of an accumulator that is smaller, or zero
 
 
 def _root(i: int) -> tuple[float, float]:
@@ -126,6 +122,7 @@ def step(s, factors, raw, factor, offset, fused, two, threshold, order, low, hig
     *_documents int64 [rows] and [keys]: a query sees keys of its own document, if there are ``documents``.
     sums        float32 [rows, 4]: the lanes of QUAD; the other orders use the first.
     """
+    prefer_wide_vectors()
     keys = s.shape[1]
     lanes = np.zeros(8, np.float32)
     for i in range(s.shape[0]):
@@ -210,8 +207,10 @@ def _add(p, c, order, sums, lanes):
 
 @compiled
 def round_values(p, scale, mantissa_bits, emin, largest, out):
-    """out = p * scale rounded to a format, saturated; p is not negative. Returns how many left its range."""
-    clipped = 0
+    """out = p * scale rounded to a format, saturated; p is not negative. Returns how many left its range, and how many of at least
+    2^-126 became 0."""
+    prefer_wide_vectors()
+    clipped, lost = 0, 0
     places = u32(23 - mantissa_bits)
     keep, half = u32(u32(0xFFFFFFFF) << places), u32((u32(1) << u32(places - u32(1))) - u32(1))
     smallest, shift = f32(2.0**emin), f32(1.5 * 2.0 ** (23 + emin - mantissa_bits))
@@ -221,63 +220,9 @@ def round_values(p, scale, mantissa_bits, emin, largest, out):
         normal = as_float(u32(u32(bits + half + u32(u32(bits >> places) & u32(1))) & keep))
         y = normal if x >= smallest else f32(f32(x + shift) - shift)
         clipped += y > largest
+        lost += (y == f32(0)) & (p[i] >= f32(2.0**-126))
         out[i] = min(y, largest)
-    return clipped
-
-
-@compiled
-def chain(a, emin_a, b, emin_b, acc, width, fraction_bits, output_bits):
-    """Steps over all of K, each from the result of the one before, from acc [M, N] to acc: a [M, K], b [K, N].
-
-    acc is any finite float32, so that a step without a product may have an accumulator below every unit of
-    ``chains``: it is cut off by itself.
-    """
-    m, n = acc.shape
-    ea, eb = np.empty(width, np.int8), np.empty((width, n), np.int8)
-    exponent, unit, kept = np.empty(n, np.int8), np.empty(n, np.float32), np.empty(n, np.float32)
-    sums, wide = np.empty(n, np.int32), np.empty(n, np.float64)
-    narrow = (width << (fraction_bits + 2)) + (1 << (fraction_bits + 1)) <= 1 << 24
-    mask = u32(u32(0xFFFFFFFF) << u32(23 - min(fraction_bits, output_bits)))
-    for k in range(0, a.shape[1], width):
-        bk = b[k : k + width]
-        exponents(bk.reshape(-1), emin_b, eb.reshape(-1))
-        for i in range(m):
-            row, line = a[i, k : k + width], acc[i]
-            exponents(row, emin_a, ea)
-            alone = _largest(ea, eb, line, exponent) == i8(_NO_PRODUCT)
-            if alone:
-                for j in range(n):
-                    kept[j] = f32(as_float(u32(as_bits(line[j]) & mask)) + f32(0))
-            if narrow:
-                narrow_step(row, bk, line, exponent, unit, sums, fraction_bits, output_bits)
-            else:
-                wide_step(row, bk, line, exponent, unit, sums, wide, fraction_bits, output_bits)
-            if alone:
-                for j in range(n):
-                    line[j] = kept[j] if exponent[j] == i8(_NO_PRODUCT) else line[j]
-
-
-@njit(nogil=True, inline="always", error_model="numpy")
-def _largest(ea, eb, acc, exponent):
-    """exponent[j] = the largest of the products ea + eb[:, j] and of acc[j]; _NO_PRODUCT where there is no
-    product and acc[j] is below 2^_NO_PRODUCT. Returns the smallest of them."""
-    n = acc.size
-    for j in range(n):
-        exponent[j] = i8(-128)
-    for k in range(0, ea.size, GROUP):
-        e0, e1, e2, e3 = ea[k], ea[k + 1], ea[k + 2], ea[k + 3]
-        b0, b1, b2, b3 = eb[k], eb[k + 1], eb[k + 2], eb[k + 3]
-        for j in range(n):
-            first = max(i8(e0 + b0[j]), i8(e1 + b1[j]))
-            last = max(i8(e2 + b2[j]), i8(e3 + b3[j]))
-            exponent[j] = max(exponent[j], max(first, last))
-    lowest = i8(127)
-    for j in range(n):
-        product = exponent[j] if exponent[j] >= i8(_SMALLEST_PRODUCT) else i8(_NO_PRODUCT)
-        of_acc = i8(max(i32(i32(as_bits(acc[j]) >> u32(23) & u32(0xFF)) - i32(127)), i32(_NO_PRODUCT)))
-        exponent[j] = max(product, of_acc)
-        lowest = min(lowest, exponent[j])
-    return lowest
+    return clipped, lost
 
 
 @compiled

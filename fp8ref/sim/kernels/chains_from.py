@@ -1,0 +1,126 @@
+"""Chains of steps of a tensor core that go on from an accumulator (spec A-9, G-10): the twin of ``tensor_core.chain_plain``.
+
+As ``chains``, with the accumulators of a tile of columns taken from the result first. A step (``chain_steps``) holds for accumulators that
+such a chain from 0 can have, and for those that no product can be next to: ``apart`` says which the others are, and ``go_on`` sees to them.
+"""
+
+import numpy as np
+
+from fp8ref.formats import Format
+from fp8ref.sim.kernels.bits import as_bits, as_float, prefer_small_code
+from fp8ref.sim.kernels.chain_steps import MOST_UNITS, TO_NEAREST, TOWARD_ZERO, set_rounding, step, zero_and_bias
+from fp8ref.sim.kernels.chain_tiles import lay_out
+from fp8ref.sim.kernels.chain_vectors import LANES
+from fp8ref.sim.kernels.chains import ROWS, STEPS, Rows, aligned, padded
+from fp8ref.sim.kernels.compiled import compiled
+
+u32, i32, u8, f32 = np.uint32, np.int32, np.uint8, np.float32
+
+SMALLEST_PRODUCT = -28
+"""The exponent of the smallest product of two FP8 numbers."""
+
+LARGEST = f32(2.0**64)
+"""From it on an accumulator is cut off as if there were no products: those are below 2^32, and its unit 2^(64 - 25) at least."""
+
+
+def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits: int) -> Rows:
+    """``chains.pack`` of finite values a [M, K] of a format."""
+    double = (width << (fraction_bits + 2)) + (1 << (fraction_bits + 1)) >= MOST_UNITS
+    m, steps = len(a), a.shape[1] // width
+    numbers = np.empty((steps, m, width), np.float64 if double else f32)
+    exponents, signs = np.empty(numbers.shape, u8), np.empty((steps, m), u32)
+    lay_out_rows(np.ascontiguousarray(a, f32), i32(fmt.emin), i32(zero_and_bias(double)[0]), numbers, exponents, signs)
+    return Rows(numbers, exponents, signs, (width, fraction_bits, output_bits))
+
+
+def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
+    """acc [M, N], any finite float32, becomes the chain from it of a [M, K] and b [N, K], codes of finite numbers of a format.
+
+    An accumulator below every unit of a chain from 0 stays, cut off by itself, while steps have no product; the first that has one cuts
+    it off to 0. One above ``LARGEST`` is cut off by itself in every step.
+    """
+    (steps, m, width), n, kind = a.numbers.shape, acc.shape[1], a.numbers.dtype
+    if acc.size == 0 or steps == 0:
+        return
+    _, fraction_bits, output_bits = a.unit
+    smallest = f32(2.0 ** (SMALLEST_PRODUCT - fraction_bits))
+    alone = None
+    if apart(acc.reshape(-1), smallest, LARGEST):
+        magnitudes = np.abs(acc)
+        others = (magnitudes >= LARGEST) | ((magnitudes < smallest) & (magnitudes > 0))
+        # Exact, as sums of ones: how many products a result has.
+        left = (a.numbers != 0).swapaxes(0, 1).reshape(m, -1).astype(f32)
+        has_product = left @ ((b & u8(0x7F)) != 0).T.astype(f32) > 0  # [M, K] x [N, K] -> [M, N]
+        mask = u32((0xFFFFFFFF << (23 - min(fraction_bits, output_bits))) & 0xFFFFFFFF)
+        # Subnormal numbers have the exponent -126: they are cut off at a multiple of its unit, as the bits are.
+        cut = (acc.view(u32) & mask).view(f32) + f32(0)  # -0 becomes +0
+        alone = others & ((magnitudes >= LARGEST) | ~has_product)
+        kept = cut[alone]
+        acc[others] = 0
+    most = max(1, min(STEPS * f32().itemsize // kind.itemsize, steps))
+    room, parts = aligned((1 + most) * (width // 4) * LANES, u32), aligned(most * 2 * width * LANES, kind)
+    zero, of_one = zero_and_bias(kind == np.float64)
+    sizes = np.array([steps, m, n, most, *a.unit, fmt.mantissa_bits, fmt.bias, of_one + zero, of_one], np.int64)
+    flat = (x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, padded(b).view(u32)))
+    chains_from(*flat, room, parts, aligned(m * LANES, f32), acc.reshape(-1), sizes)
+    if alone is not None:
+        acc[alone] = kept
+
+
+@compiled
+def apart(acc, smallest, largest):
+    """How many accumulators are from ``largest`` on, or below ``smallest`` and not 0."""
+    count = 0
+    for x in acc:
+        magnitude = abs(x)
+        count += (magnitude >= largest) | ((magnitude < smallest) & (magnitude > f32(0)))
+    return count
+
+
+@compiled
+def lay_out_rows(values, emin, zero, numbers, exponents, signs):
+    """Fill ``Rows`` from values [M, K]: exponents are max(floor(log2|v|), emin), and ``zero`` of a zero."""
+    steps, m, width = numbers.shape
+    for s in range(steps):
+        for i in range(m):
+            row, of_row, out = values[i, s * width : (s + 1) * width], exponents[s, i], numbers[s, i]
+            negative = u32(0)
+            for k in range(width):
+                bits = as_bits(row[k])
+                out[k] = row[k]
+                exponent = max(i32(i32(u32(bits & u32(0x7FFFFFFF)) >> u32(23)) - i32(127)), emin)
+                of_row[k] = u8(exponent if u32(bits & u32(0x7FFFFFFF)) > u32(0) else zero)
+                negative |= u32(u32(bits >> u32(31)) << u32(k))
+            signs[s, i] = negative
+
+
+@compiled
+def chains_from(a, of_a, signs, b, room, parts, acc, out, sizes):
+    """``go_on``, of flat arrays, as ``chains.chains`` takes them; acc is room for the accumulators of a tile, [M, LANES]."""
+    prefer_small_code()
+    steps, m, n, most, width, fraction_bits, output_bits = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]
+    mantissa_bits, bias, zero, of_one = sizes[7], sizes[8], sizes[9], sizes[10]
+    of_step = width // 4
+    k = steps * of_step
+    for first in range(0, n, LANES):
+        lanes = min(LANES, n - first)
+        for i in range(m):
+            for j in range(LANES):
+                acc[i * LANES + j] = out[i * n + first + j] if j < lanes else f32(0)
+        for start in range(0, steps, most):
+            stop = min(start + most, steps)
+            for s in range(start, stop):
+                for j in range(LANES):
+                    at = (first + j) * k + s * of_step
+                    for x in range(of_step):
+                        room[x * LANES + j] = b[at + x]
+                lay_out(room, parts, s - start, width, i32(mantissa_bits), i32(bias), i32(zero), i32(of_one))
+            for row in range(0, m, ROWS):
+                rows = min(ROWS, m - row)
+                set_rounding(i32(TOWARD_ZERO))
+                for s in range(start, stop):
+                    step(a, of_a, signs, parts, room, acc, s * m + row, s - start, row, rows, width, i32(fraction_bits), i32(output_bits))
+                set_rounding(i32(TO_NEAREST))
+        for i in range(m):
+            for j in range(lanes):
+                out[i * n + first + j] = acc[i * LANES + j]
