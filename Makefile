@@ -1,4 +1,4 @@
-# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-data | bench-recording | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
+# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-attention-rate | bench-data | bench-recording | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-data bench-recording bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-attention-rate bench-data bench-recording bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -113,6 +113,9 @@ bench-attention-first-steps: setup
 
 bench-attention-speed: setup
 	$(BIN)/python benchmarks/attention_speed.py --json benchmarks/results/attention_speed.json
+
+bench-attention-rate: setup
+	$(BIN)/python benchmarks/attention_rate.py --repetitions 9 --json benchmarks/results/attention_rate.json
 
 bench-data: setup
 	$(BIN)/python benchmarks/data.py

@@ -84,6 +84,24 @@ def test_the_page_shows_the_table_of_attention():
 
 
 @pytest.mark.slow
+def test_the_table_of_attentions_rate(tmp_path):
+    written = tmp_path / "attention_rate.json"
+    script = [sys.executable, BENCHMARKS / "attention_rate.py", "--tokens", "64", "--repetitions", "1", "--json", written]
+    subprocess.run(script, check=True, capture_output=True)
+    quick, kept = (json.loads(p.read_text())["rows"] for p in (written, BENCHMARKS / "results" / "attention_rate.json"))
+    assert [(r["variant"], r["plan"], r["asked"]) for r in quick] == [(r["variant"], r["plan"], r["asked"]) for r in kept[: len(quick)]]
+    assert all(r["ratio"] > 0 for r in quick)
+
+
+def test_the_page_shows_the_table_of_attentions_rate():
+    page = PAGE.read_text(encoding="utf-8")
+    for r in json.loads((BENCHMARKS / "results" / "attention_rate.json").read_text())["rows"]:
+        times = " | ".join(f"{1e3 * r[key]:.0f} ms" for key in ("seconds", "seconds_of_products"))
+        assert f"| `{r['variant']}` | {r['plan']} | {r['tokens']:,} | {times} | {r['ratio']:.2f}x |" in page
+        assert r["ratio"] >= r["asked"]
+
+
+@pytest.mark.slow
 def test_the_optimizers_table(tmp_path):
     written = tmp_path / "optimizer_step.json"
     script = [sys.executable, BENCHMARKS / "optimizer_step.py", "--quick", "--layouts", "float32", "sqrt_e4m3", "--json", written]

@@ -59,13 +59,11 @@ class Parts:
         self.q = np.pad(tensors["q"].values, ((0, 0), (0, 0), (0, 0), features))
         self.k = np.pad(tensors["k"].values, ((0, 0), (0, 0), tokens, features))
         self.v = np.pad(tensors["v"].values, ((0, 0), (0, 0), tokens, (0, 0)))
-        # Codes, for chains: those of v with the keys last.
-        self.of_codes = isinstance(self.plan, Accumulation) and not self.variant.int8 and self.variant.granularity != "mx_1x32"
-        if self.of_codes:
-            self.q_codes = np.pad(tensors["q"].codes, ((0, 0), (0, 0), (0, 0), features))
-            self.k_codes = np.pad(tensors["k"].codes, ((0, 0), (0, 0), tokens, features))
-        if isinstance(self.plan, Accumulation):
-            self.v_codes = np.pad(tensors["v"].codes, ((0, 0), (0, 0), tokens, (0, 0))).swapaxes(2, 3).copy()
+        self.codes: dict[str, np.ndarray] = {}
+        if isinstance(self.plan, Accumulation):  # whose chains take codes; of v with the keys last
+            pads = {"q": ((0, 0), features), "k": (tokens, features), "v": (tokens, (0, 0))}
+            self.codes = {role: np.pad(np.asarray(tensors[role].codes), ((0, 0), (0, 0), *pad)) for role, pad in pads.items()}
+            self.codes["v"] = np.ascontiguousarray(self.codes["v"].swapaxes(2, 3))
         self.k_documents = np.pad(problem.k_documents, ((0, 0), tokens), constant_values=-1)
         # scale_inv of q and k, spread over heads: of v too, but for MX, whose blocks are the tile's own
         shape_q, shape_k = problem.q.shape, problem.k.shape
@@ -98,15 +96,15 @@ class Parts:
 
     def _sums(self, i: int, j: int, rows: slice, begin: int, end: int) -> np.ndarray:
         g = j // self.problem.group
-        if self.of_codes:
-            codes = self.q_codes[i, j, rows], self.k_codes[i, g, begin : begin + width(begin, end)]
-            return np.ascontiguousarray(sums.chains_of_codes(*codes, self.variant.fmt, self.variant.fmt, self.plan))
         a = self.q[i, j, rows]
         b = self.k[i, g, begin : begin + width(begin, end)]
         if self.variant.granularity == "mx_1x32":
             return self._mx_scores(a, b, i, j, rows, g, begin, end)
         if self.variant.int8:
             return a @ b.T  # integers below 2^24: exact in any order
+        if isinstance(self.plan, Accumulation):
+            codes = self.codes["q"][i, j, rows], self.codes["k"][i, g, begin : begin + width(begin, end)]
+            return np.ascontiguousarray(sums.chains_of_codes(*codes, self.variant.fmt, self.variant.fmt, self.plan))
         return product(a, b, self.variant.fmt, self.plan)
 
     def shifted(self, i: int, j: int, rows: slice, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +149,7 @@ class Parts:
 
     def codes_of_values(self, i: int, j: int, begin: int, end: int) -> np.ndarray | None:
         """Codes of v of a tile, [D, keys padded]; None of a plan that takes none."""
-        return self.v_codes[i, j // self.problem.group, :, begin : begin + width(begin, end)] if isinstance(self.plan, Accumulation) else None
+        return self.codes["v"][i, j // self.problem.group, :, begin : begin + width(begin, end)] if self.codes else None
 
     def seen(self, i: int, rows: slice, begin: int, end: int) -> Seen:
         """Which keys of a tile the rows see."""

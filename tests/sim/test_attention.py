@@ -60,7 +60,7 @@ def test_variants_are_near_real_arithmetic(name, mask):
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa4 with promotion 2", "fa4", "cudnn", "mxfp8", "fa3_paper", "bf16"])
-def test_rows_and_threads_do_not_affect_each_other(name):  # tiles that a block of rows skips change no bit
+def test_rows_and_threads_do_not_affect_each_other(name, monkeypatch):  # tiles that a block of rows skips change no bit
     q, k, v = inputs(tq=140, tk=300, h=2)
     mask = Mask(causal=True)
     variant = dataclasses.replace(VARIANTS["fa4"], promotion=2) if name == "fa4 with promotion 2" else VARIANTS[name]
@@ -75,7 +75,8 @@ def test_rows_and_threads_do_not_affect_each_other(name):  # A-6: tiles that a b
             np.testing.assert_array_equal(part.o, whole.o[:, :, -100:])
         if name != "bf16":
             np.testing.assert_array_equal(part.p_codes, whole.p_codes[:, :, -100:])
-    for count in (1, 3):
+    for count, rows in ((1, 64), (3, 128)):
+        monkeypatch.setattr(attention, "_ROWS", rows)
         with threads.using(count):
             again = attention.forward(q, k, v, **kwargs)
         np.testing.assert_array_equal(again.o, whole.o)

@@ -7,7 +7,7 @@ such a chain from 0 can have, and for those that no product can be next to: ``ap
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_bits, as_float, prefer_small_code
+from fp8ref.sim.kernels.bits import as_bits, prefer_small_code
 from fp8ref.sim.kernels.chain_steps import MOST_UNITS, TO_NEAREST, TOWARD_ZERO, set_rounding, step, zero_and_bias
 from fp8ref.sim.kernels.chain_tiles import lay_out
 from fp8ref.sim.kernels.chain_vectors import LANES
