@@ -31,10 +31,10 @@ def seconds(function) -> float:
     return time.process_time() - begun
 
 
-def measure(name: str, tokens: int, repetitions: int) -> dict:
+def measure(name: str, tokens: int, features: int, repetitions: int) -> dict:
     """Medians of seconds, and of their ratio."""
     variant, rng = VARIANTS[name], np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 1, tokens, FEATURES)).astype(np.float32) for _ in range(3))
+    q, k, v = (rng.standard_normal((1, 1, tokens, features)).astype(np.float32) for _ in range(3))
     p = np.exp(rng.standard_normal((tokens, tokens))).astype(np.float32)
     operands = [scaling.quantize(x, variant.fmt) for x in (q[0, 0], k[0, 0], p, np.ascontiguousarray(v[0, 0].T))]
 
@@ -63,11 +63,12 @@ def measure(name: str, tokens: int, repetitions: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048], help="multiples of 32")
+    parser.add_argument("--features", type=int, default=FEATURES, help="of the head, a multiple of 32")
     parser.add_argument("--variants", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--json", type=Path, help="write the table to this file")
     known = parser.parse_args()
-    rows = [measure(name, tokens, known.repetitions) for tokens in known.tokens for name in known.variants]
+    rows = [measure(name, tokens, known.features, known.repetitions) for tokens in known.tokens for name in known.variants]
     table = Table("variant", "plan", "tokens", "attention, ms", "its products, ms", "ratio", f"asked: {ASKED}")
     for r in rows:
         times = (f"{1e3 * r[key]:.0f}" for key in ("seconds", "seconds_of_products"))
@@ -77,7 +78,7 @@ def main() -> None:
     Console(width=110).print(table)
     if known.json:
         versions = {"processor": platform.processor() or platform.machine(), "python": platform.python_version(), "numpy": np.__version__}
-        known.json.write_text(json.dumps({"machine": versions, "features": FEATURES, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        known.json.write_text(json.dumps({"machine": versions, "features": known.features, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
