@@ -78,7 +78,9 @@ def main() -> None:
     Console(width=110).print(table)
     if known.json:
         versions = {"processor": platform.processor() or platform.machine(), "python": platform.python_version(), "numpy": np.__version__}
-        known.json.write_text(json.dumps({"machine": versions, "features": known.features, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        known.json.write_text(
+            json.dumps({"machine": versions, "features": known.features, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -11,9 +11,12 @@ from fp8ref.sim import elementary, hadamard, head_scaling, int8_heads, shifted_s
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.attention_inputs import Problem
 from fp8ref.sim.head_scaling import MX, Heads
+from fp8ref.sim.kernels import chains_from
+from fp8ref.sim.kernels.chain_vectors import LANES
+from fp8ref.sim.kernels.chains import Rows
 from fp8ref.sim.online_softmax import Seen
 from fp8ref.sim.scales import scale_inv_from_scale, scales_from_amax
-from fp8ref.sim.tensor_core import K_STEP
+from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
 _LOG2E = np.float64(math.log2(math.e))
 
@@ -60,10 +63,11 @@ class Parts:
         self.k = np.pad(tensors["k"].values, ((0, 0), (0, 0), tokens, features))
         self.v = np.pad(tensors["v"].values, ((0, 0), (0, 0), tokens, (0, 0)))
         self.codes: dict[str, np.ndarray] = {}
-        if isinstance(self.plan, Accumulation):  # whose chains take codes; of v with the keys last
-            pads = {"q": ((0, 0), features), "k": (tokens, features), "v": (tokens, (0, 0))}
-            self.codes = {role: np.pad(np.asarray(tensors[role].codes), ((0, 0), (0, 0), *pad)) for role, pad in pads.items()}
-            self.codes["v"] = np.ascontiguousarray(self.codes["v"].swapaxes(2, 3))
+        if isinstance(self.plan, Accumulation):  # whose chains take codes: of k, and of v with the keys last
+            lanes = (0, tokens[1] + LANES)
+            self.codes["k"] = np.pad(np.asarray(tensors["k"].codes), ((0, 0), (0, 0), lanes, features))
+            self.codes["v"] = np.pad(np.asarray(tensors["v"].codes), ((0, 0), (0, 0), tokens, (0, 0))).swapaxes(2, 3).copy()
+        self.rows: dict[tuple[int, int, int, int], Rows] = {}  # of q, as chains take them
         self.k_documents = np.pad(problem.k_documents, ((0, 0), tokens), constant_values=-1)
         # scale_inv of q and k, spread over heads: of v too, but for MX, whose blocks are the tile's own
         shape_q, shape_k = problem.q.shape, problem.k.shape
@@ -102,10 +106,18 @@ class Parts:
             return self._mx_scores(a, b, i, j, rows, g, begin, end)
         if self.variant.int8:
             return a @ b.T  # integers below 2^24: exact in any order
-        if isinstance(self.plan, Accumulation):
-            codes = self.codes["q"][i, j, rows], self.codes["k"][i, g, begin : begin + width(begin, end)]
-            return np.ascontiguousarray(sums.chains_of_codes(*codes, self.variant.fmt, self.variant.fmt, self.plan))
+        if isinstance(self.plan, Accumulation) and self.plan.unit.compiled and _is_one_chain(self.plan, a.shape[1]):
+            s = np.zeros((len(a), len(b)), np.float32)
+            codes = self.codes["k"][i, g, begin : begin + -(-len(b) // LANES) * LANES]  # those after the tile's are left out
+            chains_from.go_on(s, self._packed(i, j, rows, self.plan.unit), codes, self.variant.fmt)
+            return s
         return product(a, b, self.variant.fmt, self.plan)
+
+    def _packed(self, i: int, j: int, rows: slice, unit: TensorCore) -> Rows:
+        key = i, j, rows.start, rows.stop
+        if key not in self.rows:
+            self.rows[key] = chains_from.pack(self.q[i, j, rows], self.variant.fmt, unit.fused_width, unit.fraction_bits, unit.output_bits)
+        return self.rows[key]
 
     def shifted(self, i: int, j: int, rows: slice, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """(scores, their factors in the exponent) of shifted scores, each [rows, keys padded] (A-26)."""
@@ -156,6 +168,11 @@ class Parts:
         p = self.problem
         documents = self.k_documents[i, begin : begin + width(begin, end)]
         return Seen(p.low[rows] - begin, np.minimum(p.high[rows], end) - begin, p.q_documents[i, rows], documents)
+
+
+def _is_one_chain(plan: Accumulation, k: int) -> bool:
+    """Whether the plan's sum over k is one chain of steps."""
+    return plan.split_k == 1 and (plan.promotion is None or plan.promotion >= k)
 
 
 def width(begin: int, end: int) -> int:

@@ -4,7 +4,7 @@ off and sums a few products.
 Order of a step: the largest exponent E of its products and the accumulator; each term cut off below
 2^(E - fraction_bits); an exact sum; the sum cut off after output_bits. UNITS holds the units of
 GPUs, MODELED those that rest on one simulator alone. ``accumulate`` strings steps together. ``step_plain`` and ``chain_plain`` are the definitions;
-``kernels.chains`` computes the same for units that are ``compiled``, and
+``kernels.chains`` and, from an accumulator, ``kernels.chains_from`` compute the same for units that are ``compiled``, and
 ``chain`` for others, by ``kernels.modeled``.
 """
 

@@ -1,10 +1,13 @@
 """Heads and tiles of quantized operands (spec A-2, A-4)."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from fp8ref.attention import Mask
-from fp8ref.sim import attention
+from fp8ref.attention import VARIANTS, Mask
+from fp8ref.formats import E4M3FN
+from fp8ref.sim import accumulate, attention
 from fp8ref.sim.attention_inputs import prepare
 from fp8ref.sim.attention_operands import Parts, quantize
 
@@ -42,6 +45,21 @@ def test_scores_of_tiles_are_products_of_dequantized_rows(name):  # A-2, A-4, A-
         values, _ = parts.values(0, 3, begin, end)
         np.testing.assert_array_equal(values[: end - begin], tensors["v"].values[0, 1, begin:end])
         assert not values[end - begin :].any() or end < 300
+
+
+@pytest.mark.parametrize("plan", ["hopper_fast", "hopper_slow", "blackwell"])
+def test_scores_are_the_plans_sums(plan):  # A-4, G-12: hopper_slow promotes within 256 features
+    q, k, v = inputs(tq=9, tk=200, d=256)
+    problem = prepare(q, k, v, dataclasses.replace(VARIANTS["fa3"], plan=plan), Mask(), None, None)
+    tensors = quantize(problem, {}, 0)
+    parts = Parts(problem, tensors)
+    for begin, end in parts.tiles:
+        for rows in (slice(0, 4), slice(4, 9)):
+            a, b = tensors["q"].values[0, 3, rows], tensors["k"].values[0, 1, begin:end]
+            expected = accumulate.chains_plain(a, b, E4M3FN, E4M3FN, accumulate.ACCUMULATIONS[plan])
+            s = parts.scores(0, 3, rows, begin, end)
+            np.testing.assert_array_equal(s[:, : end - begin], expected)
+            assert not s[:, end - begin :].any() or end < 200
 
 
 def deq(t, head: int, x: np.ndarray, name: str) -> np.ndarray:

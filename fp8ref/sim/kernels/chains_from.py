@@ -7,7 +7,7 @@ such a chain from 0 can have, and for those that no product can be next to: ``ap
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_bits, prefer_small_code
+from fp8ref.sim.kernels.bits import as_bits, prefer_small_code, prefer_wide_vectors
 from fp8ref.sim.kernels.chain_steps import MOST_UNITS, TO_NEAREST, TOWARD_ZERO, set_rounding, step, zero_and_bias
 from fp8ref.sim.kernels.chain_tiles import lay_out
 from fp8ref.sim.kernels.chain_vectors import LANES
@@ -34,7 +34,8 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
 
 
 def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
-    """acc [M, N], any finite float32, becomes the chain from it of a [M, K] and b [N, K], codes of finite numbers of a format.
+    """acc [M, N], any finite float32, becomes the chain from it of a [M, K] and b [N, K], codes of finite numbers of a format. b may have
+    more rows, which are left out; with a multiple of LANES it is not copied.
 
     An accumulator below every unit of a chain from 0 stays, cut off by itself, while steps have no product; the first that has one cuts
     it off to 0. One above ``LARGEST`` is cut off by itself in every step.
@@ -50,7 +51,7 @@ def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
         others = (magnitudes >= LARGEST) | ((magnitudes < smallest) & (magnitudes > 0))
         # Exact, as sums of ones: how many products a result has.
         left = (a.numbers != 0).swapaxes(0, 1).reshape(m, -1).astype(f32)
-        has_product = left @ ((b & u8(0x7F)) != 0).T.astype(f32) > 0  # [M, K] x [N, K] -> [M, N]
+        has_product = left @ ((b[:n] & u8(0x7F)) != 0).T.astype(f32) > 0  # [M, K] x [N, K] -> [M, N]
         mask = u32((0xFFFFFFFF << (23 - min(fraction_bits, output_bits))) & 0xFFFFFFFF)
         # Subnormal numbers have the exponent -126: they are cut off at a multiple of its unit, as the bits are.
         cut = (acc.view(u32) & mask).view(f32) + f32(0)  # -0 becomes +0
@@ -69,12 +70,14 @@ def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
 
 @compiled
 def apart(acc, smallest, largest):
-    """How many accumulators are from ``largest`` on, or below ``smallest`` and not 0."""
-    count = 0
-    for x in acc:
-        magnitude = abs(x)
-        count += (magnitude >= largest) | ((magnitude < smallest) & (magnitude > f32(0)))
-    return count
+    """Whether any accumulator is from ``largest`` on, or below ``smallest`` and not 0."""
+    prefer_wide_vectors()
+    first, last, found = u32(as_bits(smallest) - u32(1)), as_bits(largest), u32(0)
+    for i in range(acc.size):
+        magnitude = u32(as_bits(acc[i]) & u32(0x7FFFFFFF))
+        # As integers, which have lanes; 0 - 1 is the largest.
+        found |= u32(u32(u32(magnitude - u32(1)) < first) | u32(magnitude >= last))
+    return found > u32(0)
 
 
 @compiled

@@ -88,6 +88,25 @@ def test_several_tiles_of_columns_and_rows(unit, rng):
     agree(codes(rng, (m, 64), E4M3FN, 0.5), codes(rng, (n, 64), E4M3FN, 0.5), accumulators(rng, (m, n)), E4M3FN, E4M3FN, unit)
 
 
+@pytest.mark.parametrize("sign", [F(1), F(-1)])
+def test_accumulators_that_are_apart(sign):
+    smallest, largest, ordinary = F(2.0**-41), chains_from.LARGEST, np.ones(100, F)
+    within = (F(0), smallest, np.nextafter(largest, F(0)))
+    beyond = (F(2.0**-149), np.nextafter(smallest, F(0)), largest, np.finfo(F).max)
+    for x in (*within, *beyond):
+        acc = ordinary.copy()
+        acc[77] = sign * x
+        assert chains_from.apart(acc, smallest, largest) == (x in beyond)
+
+
+def test_more_rows_of_b_are_left_out(rng):
+    a, b, acc = codes(rng, (3, 64), E4M3FN, 0.5), codes(rng, (LANES, 64), E4M3FN, 0.5), accumulators(rng, (3, 7))
+    found, expected, left = acc.copy(), acc.copy(), chains_from.pack(cast.decode(a, E4M3FN), E4M3FN, 32, 13, 13)
+    chains_from.go_on(found, left, b, E4M3FN)
+    chains_from.go_on(expected, left, b[:7], E4M3FN)
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 0), (0, 3, 32), (2, 0, 32)])
 def test_no_step_changes_nothing(shape):
     m, n, k = shape
