@@ -34,8 +34,8 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
 
 
 def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
-    """acc [M, N], any finite float32, becomes the chain from it of a [M, K] and b [N, K], codes of finite numbers of a format. b may have
-    more rows, which are left out; with a multiple of LANES it is not copied.
+    """acc [M, N], contiguous, any finite float32, becomes the chain from it of a [M, K] and b [N, K], codes of finite numbers of a format. b may
+    have more rows, which are left out; with a multiple of LANES it is not copied.
 
     An accumulator below every unit of a chain from 0 stays, cut off by itself, while steps have no product; the first that has one cuts
     it off to 0. One above ``LARGEST`` is cut off by itself in every step.
