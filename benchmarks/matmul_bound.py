@@ -10,14 +10,15 @@ import time
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 from rich.console import Console
 from rich.table import Table
 
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import accumulate, cast, gemm, scaling, threads
 from fp8ref.sim.accumulate import ACCUMULATIONS
-from fp8ref.sim.kernels.bits import truncate
 from fp8ref.sim.kernels.chain_steps import TO_NEAREST, TOWARD_ZERO, set_rounding, step
 from fp8ref.sim.kernels.chain_vectors import LANES
 from fp8ref.sim.kernels.chains import aligned
@@ -25,6 +26,16 @@ from fp8ref.sim.kernels.chains import aligned
 f32, i32 = np.float32, np.int32
 REPETITIONS = 15
 ROWS = 256  # of a tile in cache
+
+
+@intrinsic
+def truncate(typing_context, value):
+    """The integer part of a float32 as int32; |value| < 2^31, or the result is undefined."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fptosi(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
 
 
 @njit(nogil=True, error_model="numpy")

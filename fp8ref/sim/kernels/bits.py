@@ -1,4 +1,4 @@
-"""32-bit operations for kernels: bit casts, shifts and truncation that numba would widen to 64
+"""32-bit operations for kernels: bit casts and shifts that numba would widen to 64
 bits, halving a vector's lanes."""
 
 from llvmlite import ir
@@ -34,16 +34,6 @@ def shift_right(typing_context, value, places):
         return builder.lshr(arguments[0], arguments[1])
 
     return types.uint32(types.uint32, types.uint32), generate
-
-
-@intrinsic
-def truncate(typing_context, value):
-    """The integer part of a float32 as int32; |value| < 2^31, or the result is undefined."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.fptosi(arguments[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
 
 
 @intrinsic
