@@ -116,7 +116,8 @@ def matmul(
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # Inf * 0 and overflow are results here
         if block is None:
             acc = _accumulate(a.codes, b.codes, a.fmt, b.fmt, accumulate)
-            return finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
+            out = finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
+            return np.ascontiguousarray(out)  # ``chains`` may give a transposed view
         return _add_bias(_by_blocks(a, b, block, accumulate, epilogue), epilogue, out_dtype, bias)
 
 

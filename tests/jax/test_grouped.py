@@ -131,7 +131,7 @@ def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", TENSORS_OF_ALL], ids=["delayed", "all"])
+@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.slow), TENSORS_OF_ALL], ids=["delayed", "all"])
 def test_amaxes_of_all_groups_are_of_one_device(recipe, small):
     """Scales of a state are every device's."""
     x, w, sizes = small

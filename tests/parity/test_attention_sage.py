@@ -108,6 +108,7 @@ def test_hardware_multiplies_p_and_v_in_the_fast_form(mask):  # A-18, A-26, B-12
         assert ((to_numpy(native.o) == wanted.o)[same].mean() < 0.97) == (plan == "hopper")
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16():  # A-25, A-26
     """The backward pass has the log-sum-exp of the smoothed pass, and scores of k itself."""
     q, k, v, do = cases.normal(seed=5)

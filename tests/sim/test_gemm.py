@@ -30,6 +30,15 @@ def test_exact_is_the_exact_sum_rounded_once(pair, rng):  # G-1, G-2
     np.testing.assert_array_equal(gemm.matmul(a, b), expected)
 
 
+@pytest.mark.parametrize("out_dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("plan", ["exact", "f32", "hopper_fast", "blackwell"])
+@pytest.mark.parametrize("m", [16, 64])
+def test_a_result_is_laid_out_by_rows(m, plan, out_dtype, rng):
+    """Whichever operand the kernel of a plan takes first: a framework's next product may sum in another order for another layout."""
+    a, b = (quantized(random_codes(rng, (rows, 64), E4M3FN), E4M3FN) for rows in (m, 32))
+    assert gemm.matmul(a, b, accumulate=plan, out_dtype=out_dtype).flags.c_contiguous
+
+
 def test_exact_resolves_ties_that_float64_cannot():
     """e5m2 products span 2^-32 to 2^32: the last one decides a tie 60 bits away, and a float64 sum loses it."""
     a = quantized([[0x7B, 0x7B, 0x3C, 0x01], [0x7B, 0x7B, 0x3C, 0x81]], E5M2)  # 57344, 57344, 1, +-2^-16

@@ -31,7 +31,7 @@ def test_every_variant_is_identified(name):  # A-1, A-17
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("base", "changes", "said"),
     [

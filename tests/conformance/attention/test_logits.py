@@ -201,6 +201,7 @@ def test_both_arguments_of_the_simulator_are_right(name):  # A-22, A-23
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_nearest_variant_departs_by_them():
     def mine(q, k, v, softcap=None):
         return attention.forward(

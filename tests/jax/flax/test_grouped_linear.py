@@ -51,6 +51,7 @@ def test_a_converted_layer_multiplies_by_the_grouped_recipe():  # X-8
     assert of_kernel[2].any()
 
 
+@pytest.mark.slow
 def test_high_precision_and_back():  # X-16
     """Without hooks the bits of a model that was never converted; with them again those of before."""
     changed = model()

@@ -121,8 +121,8 @@ def test_no_logits_are_whole_in_either_pass(given):
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"fsdp": 2, "tensor": 2, "sequence": True},
+        {},
+        pytest.param({"fsdp": 2, "tensor": 2, "sequence": True}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "fsdp": 2, "reduce_dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],
     ids=str,
