@@ -79,7 +79,12 @@ def test_fa3_trains(backend, config):  # A-25
     config = config.replace(numerics={"attention": "fa3", "attention_backward": "bf16"})
     trainer, tokens = loop.trainer(backend, config), loader.open_batches(config).step(0)
     found = trainer.statistics(tokens)
-    assert {name.partition("self_attn/")[2] for name in found} == {"scores/q", "scores/k", "values/v", "values/p"}  # dO and dS are not in FP8
+    assert {name.partition("self_attn/")[2] for name in found} == {
+        "scores/q",
+        "scores/k",
+        "values/v",
+        "values/p",
+    }  # dO and dS are not in FP8
     losses = [trainer.step(tokens)["loss"] for _ in range(4)]
     assert losses[-1] < losses[0] - 0.02
 
