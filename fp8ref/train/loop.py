@@ -14,7 +14,20 @@ import numpy as np
 from fp8ref import console, gradient_reduction, health, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.linear_selection import Decision
-from fp8ref.train import architecture, coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
+from fp8ref.train import (
+    architecture,
+    config_checks,
+    coverage,
+    export,
+    failed_step,
+    hardware,
+    log,
+    profiling,
+    run_dir,
+    signals,
+    trackers,
+    train_state,
+)
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
@@ -141,7 +154,7 @@ def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | 
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
     architecture.check_backend(config, backend)
     parallel, optimizer = config.parallel, config.optimizer
-    if refused := optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + config.unswitched(backend):
+    if refused := optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + config_checks.unswitched(config, backend):
         raise ConfigError(refused[0])
     multiply = hardware.of(config, backend)
     kind = "trainer" if config.architecture.kind == "llama" else "custom_trainer"
