@@ -58,8 +58,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        """Raises:   ValueError: a vocabulary below 256 or above int32's range. ``load`` and
-        ``from_dict`` raise it, and those of the sections, as a ConfigError."""
+        """Raises:   ValueError: what ``config_checks`` refuses. ``load`` and ``from_dict`` raise it, and
+        what the sections raise, as a ConfigError."""
         config_checks.check(self)
 
     @property
@@ -193,20 +193,7 @@ class Config:
         return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
 
 
-for _section in (
-    LlamaConfig,
-    ArchitectureConfig,
-    DataConfig,
-    NumericsConfig,
-    Rule,
-    OptimizerConfig,
-    ParallelConfig,
-    StatisticsConfig,
-    RunConfig,
-    CheckpointConfig,
-    LogConfig,
-    Config,
-):
+for _section in (*(section.default_factory for section in dataclasses.fields(Config)), Rule, Config):
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 
@@ -218,7 +205,6 @@ INSTEAD = {
     "graph contains. Use 'model', which gives the same bits, or fp8ref.torch.compiled_fsdp.shard in your own training loop."
 }
 """Values that a key does not take, and what to use instead."""
-
 
 TABLES = ("numerics.rules",)
 """Keys that are tables of a file, and no options."""

@@ -46,59 +46,59 @@ class Checked(Sections, Protocol):
         ...
 
 
-def check(self: Checked) -> None:
+def check(config: Checked) -> None:
     """ValueError for sections of a config that no backend trains together."""
     require(
-        self.parallel.accumulate_dtype == "float32" or self.data.microbatches > 1,
+        config.parallel.accumulate_dtype == "float32" or config.data.microbatches > 1,
         "parallel.accumulate_dtype is of the gradients of data.microbatches, of which there is 1. Leave it out, or use more.",
     )
     require(
-        self.numerics.rules is None or self.parallel.devices == 1,
-        f"numerics.rules are for one device; parallel has {self.parallel.devices}. Leave one of them out.",
+        config.numerics.rules is None or config.parallel.devices == 1,
+        f"numerics.rules are for one device; parallel has {config.parallel.devices}. Leave one of them out.",
     )
-    if faults := architectures.faults(self) + self.numerics.unattended(self.model.head_dim) + _without_experts(self):
+    if faults := architectures.faults(config) + config.numerics.unattended(config.model.head_dim) + _without_experts(config):
         require(False, faults[0])
     require(
-        self.numerics.attention is None or self.parallel.attention in ("xla", "tiles", "kernel"),
-        f"parallel.attention chooses among JAX's own attentions; numerics.attention {self.numerics.attention!r} is none of them; got "
-        f"{self.parallel.attention!r}. Leave one of them out.",
+        config.numerics.attention is None or config.parallel.attention in ("xla", "tiles", "kernel"),
+        f"parallel.attention chooses among JAX's own attentions; numerics.attention {config.numerics.attention!r} is none of them; got "
+        f"{config.parallel.attention!r}. Leave one of them out.",
     )
     require(
-        self.numerics.attention is not None or self.parallel.attention not in ("tiles", "kernel"),
-        f"parallel.attention {self.parallel.attention!r} is of numerics.attention, which is left out. Name a variant, or leave it out.",
+        config.numerics.attention is not None or config.parallel.attention not in ("tiles", "kernel"),
+        f"parallel.attention {config.parallel.attention!r} is of numerics.attention, which is left out. Name a variant, or leave it out.",
     )
-    if self.parallel.attention == "kernel":
-        _check_kernel(self)
-    if self.numerics.attention_operands is not None:
-        _check_attention_operands(self, self.numerics.attention_operands)
-    if self.parallel.context > 1:
-        _check_context(self)
-    if self.model.attention_softcap is not None or self.model.attention_sinks:
-        _check_softcap_and_sinks(self)
+    if config.parallel.attention == "kernel":
+        _check_kernel(config)
+    if config.numerics.attention_operands is not None:
+        _check_attention_operands(config, config.numerics.attention_operands)
+    if config.parallel.context > 1:
+        _check_context(config)
+    if config.model.attention_softcap is not None or config.model.attention_sinks:
+        _check_softcap_and_sinks(config)
     require(
-        self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
+        config.numerics.attention_arithmetic == "fast" or config.parallel.compile == "none",
         "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
-        f"{self.parallel.compile!r}. Set it to none, or the arithmetic to fast.",
+        f"{config.parallel.compile!r}. Set it to none, or the arithmetic to fast.",
     )
-    size = self.model.vocab_size
+    size = config.model.vocab_size
     require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
-    schedules.starts(self.phases, self.optimizer, self.run.steps)
+    schedules.starts(config.phases, config.optimizer, config.run.steps)
     require(
-        self.statistics.every > 0 or not schedules.is_measured(self.numerics.schedule),
+        config.statistics.every > 0 or not schedules.is_measured(config.numerics.schedule),
         "measurements in numerics.schedule, 'sqnr' and 'update_error', are of the steps that statistics.every records; got 0. Set it to 1 or "
         "more.",
     )
-    layout = self.optimizer.moment_layout
+    layout = config.optimizer.moment_layout
     require(
-        all(phase.update_error is None for phase in self.phases) or (layout is not None and layout.m.fmt.bits < 32),
+        all(phase.update_error is None for phase in config.phases) or (layout is not None and layout.m.fmt.bits < 32),
         "'update_error' in numerics.schedule is of states narrower than float32, by optimizer.kind 'adamw_states'; got kind "
-        f"{self.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name such a layout, or begin at a step.",
+        f"{config.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name such a layout, or begin at a step.",
     )
 
 
-def _without_experts(self: Checked) -> list[str]:
+def _without_experts(config: Checked) -> list[str]:
     """The error messages for keys that a model with experts does not take (M-8)."""
-    keys, experts = self.parallel, self.model.num_experts
+    keys, experts = config.parallel, config.model.num_experts
     if not experts:
         return [] if keys.expert == 1 else [f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, or use fsdp."]
     return [
@@ -136,13 +136,13 @@ def _without_experts(self: Checked) -> list[str]:
                 "Set it to none.",
             ),
             (
-                self.numerics.accumulate in (None, "native"),
-                f"the framework's own GEMMs; got numerics.accumulate {self.numerics.accumulate!r}",
+                config.numerics.accumulate in (None, "native"),
+                f"the framework's own GEMMs; got numerics.accumulate {config.numerics.accumulate!r}",
                 "Leave it out.",
             ),
             (
-                not self.optimizer.keeps_masters,
-                f"float32 masters; optimizer.layout {self.optimizer.layout!r} stores narrower ones",
+                not config.optimizer.keeps_masters,
+                f"float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower ones",
                 "Name a layout of moments alone, such as sqrt_e4m3.",
             ),
         )
@@ -150,22 +150,22 @@ def _without_experts(self: Checked) -> list[str]:
     ]
 
 
-def uncut_sequences(self: Checked) -> list[str]:
+def uncut_sequences(config: Checked) -> list[str]:
     """The error messages for a length of sequences that context and sequence parallelism do not divide (P-10, A-24)."""
-    keys, length = self.parallel, self.data.sequence_length
+    keys, length = config.parallel, config.data.sequence_length
     parts = keys.context * (keys.tensor if keys.sequence else 1)
     what = "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence if keys.context > 1 else "tensor"
     under = "under parallel.sequence " * (keys.context == 1)
     return [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."] if length % parts else []
 
 
-def _check_context(self: Checked) -> None:
+def _check_context(config: Checked) -> None:
     """ValueError for attention that parts of the tokens do not compute (A-21, A-24)."""
-    variant, keys = self.attention_variant, self.parallel
+    variant, keys = config.attention_variant, config.parallel
     require(
         variant is not None and not variant.real and variant.granularity in ("tensor", None),
         "parallel.context cuts sequences, and takes attention with one scale for a tensor, or none; got numerics.attention "
-        f"{self.numerics.attention!r}. Use cudnn or bf16, or leave parallel.context out.",
+        f"{config.numerics.attention!r}. Use cudnn or bf16, or leave parallel.context out.",
     )
     require(
         keys.compile == "none",
@@ -174,21 +174,21 @@ def _check_context(self: Checked) -> None:
     )
 
 
-def _check_softcap_and_sinks(self: Checked) -> None:
+def _check_softcap_and_sinks(config: Checked) -> None:
     """ValueError for attention that has neither softcap nor sinks (A-28)."""
-    keys, parallel = self.model, self.parallel
+    keys, parallel = config.model, config.parallel
     names = [f"model.attention_{name}" for name in ("softcap", "sinks") if getattr(keys, f"attention_{name}")]
     what = " and ".join(names)
     require(
-        self.numerics.attention is not None and self.numerics.attention_operands is None and parallel.attention != "kernel",
-        f"{what} are of attention by a whole variant, in tiles; got numerics.attention {self.numerics.attention!r}, attention_operands "
-        f"{self.numerics.attention_operands} and parallel.attention {parallel.attention!r}. Name a variant, such as bf16, or leave them out.",
+        config.numerics.attention is not None and config.numerics.attention_operands is None and parallel.attention != "kernel",
+        f"{what} are of attention by a whole variant, in tiles; got numerics.attention {config.numerics.attention!r}, attention_operands "
+        f"{config.numerics.attention_operands} and parallel.attention {parallel.attention!r}. Name a variant, such as bf16, or leave them out.",
     )
-    variant = self.attention_variant
+    variant = config.attention_variant
     require(
         variant is None or not variant.smoothed,
         f"{what} are of attention whose k is not smoothed: smoothing moves all scores of a row (A-26); got numerics.attention "
-        f"{self.numerics.attention!r}. Name another variant, such as fa3, or leave them out.",
+        f"{config.numerics.attention!r}. Name another variant, such as fa3, or leave them out.",
     )
     require(
         parallel.context == 1 and (parallel.tensor == 1 or not keys.attention_sinks),
@@ -197,9 +197,9 @@ def _check_softcap_and_sinks(self: Checked) -> None:
     )
 
 
-def _check_kernel(self: Checked) -> None:
+def _check_kernel(config: Checked) -> None:
     """ValueError for a config that no library's FP8 kernel trains."""
-    keys, tiles = self.numerics, "Use parallel.attention 'tiles'."
+    keys, tiles = config.numerics, "Use parallel.attention 'tiles'."
     by_flash = keys.attention in ("fa3", "fa3_promoted")  # which has gradients by attention_backward 'bf16' alone
     require(
         by_flash or (keys.attention == "cudnn" and keys.attention_scaling == "delayed" and keys.attention_backward == "own"),
@@ -209,28 +209,28 @@ def _check_kernel(self: Checked) -> None:
     )
     if by_flash:
         require(
-            self.model.head_dim % 16 == 0 and self.parallel.compile == "none" and not keys.simulates and not self.statistics.every,
+            config.model.head_dim % 16 == 0 and config.parallel.compile == "none" and not keys.simulates and not config.statistics.every,
             "parallel.attention 'kernel' of FlashAttention-3 takes heads of multiples of 16, in eager mode, without numerics.accumulate and "
-            f"statistics.every, which look into the tiles; got {self.model.head_dim}, {self.parallel.compile!r}, {keys.accumulate!r} and "
-            f"{self.statistics.every}. {tiles}",
+            f"statistics.every, which look into the tiles; got {config.model.head_dim}, {config.parallel.compile!r}, {keys.accumulate!r} and "
+            f"{config.statistics.every}. {tiles}",
         )
         return
-    length = self.data.sequence_length
+    length = config.data.sequence_length
     require(
-        self.model.head_dim == 128 and length % 128 == 0,
-        f"parallel.attention 'kernel' takes heads of 128 features, and data.sequence_length in multiples of 128; got {self.model.head_dim} and "
+        config.model.head_dim == 128 and length % 128 == 0,
+        f"parallel.attention 'kernel' takes heads of 128 features, and data.sequence_length in multiples of 128; got {config.model.head_dim} and "
         f"{length}. {tiles}",
     )
     require(
-        self.parallel.devices == 1 and not keys.simulates and not self.statistics.every,
+        config.parallel.devices == 1 and not keys.simulates and not config.statistics.every,
         "parallel.attention 'kernel' is of one device, without numerics.accumulate and statistics.every, which look into the tiles; got "
-        f"{self.parallel.devices} devices, {keys.accumulate!r} and {self.statistics.every}. {tiles}",
+        f"{config.parallel.devices} devices, {keys.accumulate!r} and {config.statistics.every}. {tiles}",
     )
 
 
-def _check_attention_operands(self: Checked, operands: Sequence[str]) -> None:
+def _check_attention_operands(config: Checked, operands: Sequence[str]) -> None:
     """ValueError for a config whose attention has no single casts, and for a pattern that names no layer (E-9)."""
-    keys = self.parallel
+    keys = config.parallel
     require(
         keys.devices == 1 and not keys.scan and keys.compile == "none" and keys.attention == "xla",
         f"numerics.attention_operands are of one device, eager or without a scan over layers; got {keys.devices} devices, parallel.scan "
@@ -238,24 +238,24 @@ def _check_attention_operands(self: Checked, operands: Sequence[str]) -> None:
     )
     for operand in operands:
         pattern, slash, _ = operand.rpartition("/")
-        if slash and not any(linear_selection.matches(pattern, layer) for layer in self.attention_layers):
+        if slash and not any(linear_selection.matches(pattern, layer) for layer in config.attention_layers):
             raise ValueError(
                 f"every pattern of numerics.attention_operands names a layer's attention (R-3); got {operand!r} for "
-                f"{', '.join(self.attention_layers)}. Write layers.0/q, or q for all."
+                f"{', '.join(config.attention_layers)}. Write layers.0/q, or q for all."
             )
 
 
-def unswitched(self: Checked, backend: str) -> list[str]:
+def unswitched(config: Checked, backend: str) -> list[str]:
     """The error messages for a mesh on which this backend switches no recipe (T-9)."""
-    keys = self.parallel
-    if self.numerics.schedule is None or backend == "jax" or keys.devices == 1:
+    keys = config.parallel
+    if config.numerics.schedule is None or backend == "jax" or keys.devices == 1:
         return []
     if keys.tensor > 1:
         return [f"in PyTorch numerics.schedule takes parallel.tensor 1, whose hooks are of one recipe; got {keys.tensor}. Set it to 1."]
-    delayed = [name for name in self.recipes if RECIPES[name].delayed]
+    delayed = [name for name in config.recipes if RECIPES[name].delayed]
     if keys.amax_scope == "local" and delayed:
         return [f"recipe {delayed[0]!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global."]
-    gathered = [name for name in self.recipes if RECIPES[name].fp8 and RECIPES[name].serves_both("weight")]
+    gathered = [name for name in config.recipes if RECIPES[name].fp8 and RECIPES[name].serves_both("weight")]
     if keys.gather == "fp8" and gathered:
         return [
             f"in PyTorch FSDP gathers weights in one way for all phases of numerics.schedule, and {gathered[0]!r} gathers in FP8. Set "
