@@ -30,7 +30,7 @@ from fp8ref.recipe import Recipe
 from fp8ref.torch import delayed, experts_selection, gemm, grouped_arguments, grouped_linear, torchao_linear
 from fp8ref.torch import experts as experts_of
 from fp8ref.torch import report as reports
-from fp8ref.torch.convert_checks import _METHODS_OF, FP8_LINEARS, _device, _unusual_parameter, _what_is_lost, added_attributes, check_linear
+from fp8ref.torch.convert_checks import FP8_LINEARS, METHODS_OF, added_attributes, check_linear, device_of, unusual_parameter, what_is_lost
 from fp8ref.torch.linear import Linear, check_recipe
 from fp8ref.torch.model_checks import check_model
 from fp8ref.torch.report import report
@@ -123,7 +123,7 @@ def convert(
         experts_selection.check(name, module)
     weights_of = [linears[name].weight for name in chosen] + [grouped[name].weight for name in in_groups]
     weights_of += [next(m.parameters(recurse=False)) for m in mixtures.values()]
-    devices = {_device(weight).type for weight in weights_of}
+    devices = {device_of(weight).type for weight in weights_of}
     if "cpu" in devices:
         for one in used:
             gemm.check_cpu(one)
@@ -205,9 +205,9 @@ def deconvert(model: nn.Module) -> nn.Module:
         check_model(model, "Deconvert a model before you {} it, or save weights(model)")
     for name, linear in fp8.items():
         what = name or "the model"
-        if lost := _what_is_lost(linear, FP8_LINEARS):
+        if lost := what_is_lost(linear, FP8_LINEARS):
             raise ValueError(f"{what} {lost}. Undo that first.")
-        if unusual := _unusual_parameter(linear):
+        if unusual := unusual_parameter(linear):
             raise ValueError(f"{what} {unusual}. Deconvert a model before you shard it.")
     for module in model.modules():
         vars(module).pop(reports.REASONS, None)
@@ -240,7 +240,7 @@ def _plain(linear: nn.Linear) -> nn.Linear:
     plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     plain.weight, plain.bias = linear.weight, linear.bias
     _carry(linear, plain)
-    plain.__class__ = getattr(type(linear), _METHODS_OF, nn.Linear)
+    plain.__class__ = getattr(type(linear), METHODS_OF, nn.Linear)
     return plain
 
 
@@ -261,4 +261,4 @@ def _with_methods(fp8: type[nn.Linear], kind: type[nn.Linear]) -> type[nn.Linear
 
     torchtitan's Linear, for one, initialises itself.
     """
-    return fp8 if kind is nn.Linear else type(fp8.__name__, (fp8, kind), {"__module__": fp8.__module__, _METHODS_OF: kind})
+    return fp8 if kind is nn.Linear else type(fp8.__name__, (fp8, kind), {"__module__": fp8.__module__, METHODS_OF: kind})

@@ -18,8 +18,8 @@ from fp8ref.torch.torchao_linear import Float8Linear
 FP8_LINEARS = (Float8Linear, float8_linear.Float8Linear, Linear)
 """The classes of FP8 linears: torchao's, fp8ref's subclass of it, and fp8ref's own."""
 
-_METHODS_OF = "_fp8ref_methods_of"
-"""The attribute of a class made by ``_with_methods`` that holds the subclass of nn.Linear."""
+METHODS_OF = "_fp8ref_methods_of"
+"""The attribute of a class made by ``convert`` that holds the subclass of nn.Linear."""
 
 # Hooks of a module. Its replacement would not have them.
 _HOOKS = (
@@ -66,7 +66,7 @@ def _changes(kind: type[nn.Linear]) -> list[str]:
     return sorted(key for key in names if getattr(kind, key, None) is not getattr(nn.Linear, key, None))
 
 
-def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
+def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
     """Say what a replacement would lose of a linear, or nothing ("").
 
     kinds     the classes that may be replaced: their own forward is the part that a swap is meant
@@ -75,8 +75,8 @@ def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
     kind = type(linear).__name__
     if parametrize.is_parametrized(linear):
         return f"has a parametrized {', '.join(linear.parametrizations)}, which would be lost"  # type: ignore[arg-type]
-    # a class that this module made, of an FP8 linear and a subclass, may be undone
-    known = type(linear) in kinds or hasattr(type(linear), _METHODS_OF)
+    # a class that ``convert`` made, of an FP8 linear and a subclass, may be undone
+    known = type(linear) in kinds or hasattr(type(linear), METHODS_OF)
     if not known and (nn.Linear not in kinds or _changes(type(linear))):
         return f"is a {kind}, and its forward would be lost"
     given = added_attributes(linear)
@@ -94,7 +94,7 @@ def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
     return f"holds {', '.join(more)} next to weight and bias, which would be lost" if more else ""
 
 
-def _unusual_parameter(linear: nn.Linear) -> str:
+def unusual_parameter(linear: nn.Linear) -> str:
     """Say which of a linear's tensors is not a plain nn.Parameter, or nothing ("")."""
     for key in ("weight", "bias"):
         value = getattr(linear, key, None)
@@ -112,11 +112,11 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
     _check_called(name, parent)
     if isinstance(linear.weight, DTensor):
         raise ValueError(f"{what} is sharded already (its weight is a DTensor). Convert a model first, then parallelize it.")
-    if type(linear) is nn.Linear and (found := _unusual_parameter(linear)):
+    if type(linear) is nn.Linear and (found := unusual_parameter(linear)):
         raise ValueError(
             f"{what} {found}, but convert takes an nn.Parameter. Convert before you shard, quantize or prune, or name it in filter_fqns."
         )
-    if found := _what_is_lost(linear, (nn.Linear,)):
+    if found := what_is_lost(linear, (nn.Linear,)):
         raise ValueError(f"{what} {found}. Name it in filter_fqns, or change it after the conversion.")
     others = [other for other, m in linears.items() if m is linear and other != name]
     if others:
@@ -124,7 +124,7 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
     weight = linear.weight
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{what} has a weight of {weight.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast the model first.")
-    device = _device(weight)
+    device = device_of(weight)
     if device.type == "cuda" and torch.version.cuda and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise ValueError(
             f"{what} lies on {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}; FP8 GEMMs need "
@@ -132,7 +132,7 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
         )
 
 
-def _device(weight: torch.Tensor) -> torch.device:
+def device_of(weight: torch.Tensor) -> torch.device:
     """Where a weight's linear multiplies: of one on the meta device the accelerator, if there is
     one."""
     if not weight.is_meta:
