@@ -23,21 +23,10 @@ from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.recipe import Recipe, Style
 from fp8ref.torch import checkpointing as checkpoints
-from fp8ref.torch import convert, expert_parallel, fsdp, gradient_reduction, grouped_linear, tensor_parallel
+from fp8ref.torch import convert, expert_parallel, fsdp, gradient_reduction, grouped_linear, parallel_checks, tensor_parallel
 from fp8ref.torch.checkpointing import Checkpointing, Operation
 from fp8ref.torch.model_checks import check_model, check_no_optimizer
-from fp8ref.torch.parallel_checks import (
-    _check_batch,
-    _check_blocks,
-    _check_fp8_gradients,
-    _check_modules,
-    _check_no_cache,
-    _check_one_graph,
-    _check_tensor_dim,
-    _check_values,
-    _refuse_tracing,
-    check_copies,
-)
+from fp8ref.torch.parallel_checks import check_copies
 
 Compile = Literal["none", "block", "model"]
 """What torch.compile takes: nothing, each block's forward, or the whole model's."""
@@ -128,23 +117,23 @@ def parallelize(
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
     if reduce_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         raise ValueError(f"reduce_dtype is torch.float32, torch.bfloat16 or torch.float8_e4m3fn; got {reduce_dtype}.")
-    _check_values(
+    parallel_checks.check_values(
         amax_scope=(amax_scope, Scope),
         checkpointing=(checkpointing, Checkpointing),
         compile=(compile, Compile),
         fp8_from=(fp8_from, Source),
     )
-    _check_modules(model, blocks, keep_dtype)
-    _check_blocks(blocks, checkpointing, compile)
+    parallel_checks.check_modules(model, blocks, keep_dtype)
+    parallel_checks.check_blocks(blocks, checkpointing, compile)
     keep = checkpoints.check(checkpointing, keep)
     if checkpointing != "none":
-        _check_no_cache(model)
+        parallel_checks.check_no_cache(model)
     batch, by_tensor = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
-        _check_one_graph(model, keep_dtype if batch is not None else [])
+        parallel_checks.check_one_graph(model, keep_dtype if batch is not None else [])
     check_model(model, "Parallelize a model once, and before you {} it")
     if sequence or tensor_plan is not None:
-        _check_tensor_dim(mesh)
+        parallel_checks.check_tensor_dim(mesh)
     if by_tensor is not None and compile != "none" and checkpointing == "full":
         # AOTAutograd of torch 2.13 keeps the DeviceMesh among saved tensors: an AssertionError
         raise ValueError(
@@ -157,9 +146,9 @@ def parallelize(
         check_no_optimizer(model)
     apart = _apart(mesh)
     if batch is not None:
-        _check_batch(recipe, batch, amax_scope, ordered_reduction)
+        parallel_checks.check_batch(recipe, batch, amax_scope, ordered_reduction)
     if reduce_dtype == torch.float8_e4m3fn:
-        _check_fp8_gradients(batch)
+        parallel_checks.check_fp8_gradients(batch)
 
     # 1 convert
     group = amax_group(mesh, amax_scope) if recipe.fp8 else None
@@ -199,7 +188,7 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Before all other hooks, some of which dynamo leaves out.
-            module.register_forward_pre_hook(_refuse_tracing, prepend=True)
+            module.register_forward_pre_hook(parallel_checks.refuse_tracing, prepend=True)
     return model
 
 

@@ -15,14 +15,14 @@ from fp8ref.recipe import Recipe
 from fp8ref.torch.checkpointing import Checkpointing
 
 
-def _check_values(**given: tuple[object, Any]) -> None:
+def check_values(**given: tuple[object, Any]) -> None:
     """ValueError for an option whose value is not one of its Literal's."""
     for name, (value, allowed) in given.items():
         if value not in get_args(allowed):
             raise ValueError(f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Use one of them.")
 
 
-def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
+def check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
     """ValueError unless blocks and keep_dtype are modules within the model, each named once."""
     named = [*blocks, *keep_dtype]
     if not set(model.modules()).difference([model]).issuperset(named):
@@ -33,7 +33,7 @@ def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[n
         raise ValueError(f"a module is named once in blocks and keep_dtype; {twice[0]} is named twice. Leave one out.")
 
 
-def _check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, compile: str) -> None:
+def check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, compile: str) -> None:
     """ValueError for options of blocks without any block."""
     if not blocks and (checkpointing != "none" or compile == "block"):
         raise ValueError(
@@ -41,7 +41,7 @@ def _check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, com
         )
 
 
-def _check_no_cache(model: nn.Module) -> None:
+def check_no_cache(model: nn.Module) -> None:
     """ValueError for a model of transformers that caches keys and values: a block that runs again
     would append to them again."""
     caching = [name for name, module in model.named_modules() if getattr(getattr(module, "config", None), "use_cache", None) is True]
@@ -53,7 +53,7 @@ def _check_no_cache(model: nn.Module) -> None:
         )
 
 
-def _check_tensor_dim(mesh: DeviceMesh | None) -> None:
+def check_tensor_dim(mesh: DeviceMesh | None) -> None:
     """ValueError for options of tensor parallelism without a mesh that has it."""
     if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
         raise ValueError(
@@ -61,7 +61,7 @@ def _check_tensor_dim(mesh: DeviceMesh | None) -> None:
         )
 
 
-def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: str, ordered_reduction: bool) -> None:
+def check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: str, ordered_reduction: bool) -> None:
     """ValueError for a recipe or a reduction that the ranks of a batch cannot have."""
     if ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
         raise ValueError(
@@ -73,7 +73,7 @@ def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: str, ordered_red
         )
 
 
-def _check_fp8_gradients(batch: DeviceMesh | None) -> None:
+def check_fp8_gradients(batch: DeviceMesh | None) -> None:
     """ValueError for gradients in FP8 where no reduce-scatter over all ranks sums them (P-25)."""
     if batch is None or (batch.ndim == 2 and batch.size(0) > 1):
         raise ValueError(
@@ -82,7 +82,7 @@ def _check_fp8_gradients(batch: DeviceMesh | None) -> None:
         )
 
 
-def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
+def check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
     """ValueError if a graph of the whole forward would contain FSDP units, without their hooks."""
     nested = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
@@ -94,7 +94,7 @@ def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
         )
 
 
-def _refuse_tracing(unit: nn.Module, args: tuple) -> None:
+def refuse_tracing(unit: nn.Module, args: tuple) -> None:
     """Forward pre-hook: ValueError if dynamo traces a unit's call, without FSDP2's hooks."""
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(
