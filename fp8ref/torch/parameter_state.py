@@ -16,47 +16,47 @@ from fp8ref.torch.moments import MomentState, Part
 
 def keeps_apart(layout: Layout) -> bool:
     """Whether masters are in the optimizer's state, beside the parameters."""
-    return layout.keeps_master and not _of_parameter(layout)
+    return layout.keeps_master and not of_parameter(layout)
 
 
-def _in_state(layout: Layout, p: Tensor) -> bool:
+def in_state(layout: Layout, p: Tensor) -> bool:
     """Whether the state of a parameter has its master: always that of codes (``copies``)."""
     return keeps_apart(layout) or isinstance(p, Float8TrainingTensor)
 
 
-def _of_parameter(layout: Layout) -> bool:
+def of_parameter(layout: Layout) -> bool:
     """Whether a parameter that is not float32 is its own master."""
     return layout.master.fmt == BFLOAT16
 
 
-def _dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
+def dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
     """The dtypes of parameters."""
     if not layout.keeps_master:
         return (torch.float32,)
-    return (torch.bfloat16,) if _of_parameter(layout) else (torch.float32, torch.bfloat16)
+    return (torch.bfloat16,) if of_parameter(layout) else (torch.float32, torch.bfloat16)
 
 
-def _master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
+def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
     """The master of a parameter before the first step (O-14), of its weight w, from all ranks that have parts of it."""
-    moment, (start, ranks), x = layout.master, _place(p), cast.to_f32(_flat(w))
+    moment, (start, ranks), x = layout.master, place(p), cast.to_f32(flat(w))
     part = Part(p.numel(), start)
     amax = moments.amax_of(x, moment, part)
-    _reduce([(ranks, [amax])])
+    reduce_amaxes([(ranks, [amax])])
     made = moments.master(x, amax, moment, part)
     codes = torch.zeros_like(p, dtype=made.codes.dtype, memory_format=torch.contiguous_format)
-    _local(codes).view(-1).copy_(made.codes)
+    local(codes).view(-1).copy_(made.codes)
     return made._replace(codes=codes)
 
 
-def _kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[MomentState, ...]:
+def kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[MomentState, ...]:
     """m, v and, where one is kept, the master, which may be the flat parameter."""
-    both = (_moment_state(state, "m"), _moment_state(state, "v"))
+    both = (moment_state(state, "m"), moment_state(state, "v"))
     if not layout.keeps_master:
         return both
-    return (*both, MomentState(flat) if _of_parameter(layout) else _moment_state(state, "master"))
+    return (*both, MomentState(flat) if of_parameter(layout) else moment_state(state, "master"))
 
 
-def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
+def keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
     """The seeds of what is kept of a tensor at a step, None where it is rounded to nearest (O-8, O-15)."""
     halves = (seed & 0xFFFFFFFF, seed >> 32)
 
@@ -67,23 +67,25 @@ def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key
     return tuple(of(which) if moment.rounding == "stochastic" else None for which, moment in enumerate(layout.kept))
 
 
-def _moment_state(state: dict[str, Tensor], key: str) -> MomentState:
+def moment_state(state: dict[str, Tensor], key: str) -> MomentState:
+    """This rank's part of m, v or the master in a parameter's state, flat. key: "m", "v" or "master"."""
     found = [state.get(f"{key}_{field}") for field in MomentState._fields]
-    codes, *rest = (None if x is None else _local(x) for x in found)
+    codes, *rest = (None if x is None else local(x) for x in found)
     assert codes is not None
     return MomentState(codes.view(-1), *rest)
 
 
-def _local(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """This rank's elements in C order."""
-    return _local(x.detach()).reshape(-1)
+    return local(x.detach()).reshape(-1)
 
 
-def _place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
+def place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
     """The flat index of this rank's first element of a parameter, and the groups of ranks that have
     the others."""
     if not isinstance(p, DTensor):
@@ -95,7 +97,16 @@ def _place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
     return start, tuple(p.device_mesh.get_group(i) for i in cut)
 
 
-def _check_cut(p: Tensor, layout: Layout) -> None:
+def check(p: Tensor, layout: Layout) -> None:
+    """ValueError for a parameter that a layout does not take."""
+    if p.dtype not in (taken := dtypes(layout)) or p.numel() == 0:
+        raise ValueError(
+            f"fp8ref.torch.states takes {' or '.join(str(d).removeprefix('torch.') for d in taken)} parameters with at least one "
+            f"element under layout {layout.name!r}; got {p.dtype} {tuple(p.shape)}. Cast the parameter, or use another layout."
+        )
+
+
+def check_cut(p: Tensor, layout: Layout) -> None:
     """ValueError unless a rank's part is a range of flat indices where the layout has blocks."""
     if not isinstance(p, DTensor):
         return
@@ -107,7 +118,7 @@ def _check_cut(p: Tensor, layout: Layout) -> None:
         )
 
 
-def _reduce(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
+def reduce_amaxes(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
     """Replace each tensor by its maximum over the ranks of its groups, in one all-reduce a group."""
     of_groups: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}
     for groups, tensors in found:
@@ -125,13 +136,13 @@ def _reduce(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]
             x.copy_(value.view(x.shape))
 
 
-def _check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
+def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
     """ValueError unless a saved state of a parameter, if there is one, has its layout and shape, and is cut as it is."""
     if not saved:
         return
     like = torch.empty(p.shape, device="meta")
     wanted = {"step": ((), torch.float32, False)}
-    kept = [("m", layout.m), ("v", layout.v), *([("master", layout.master)] if _in_state(layout, p) else [])]
+    kept = [("m", layout.m), ("v", layout.v), *([("master", layout.master)] if in_state(layout, p) else [])]
     for key, moment in kept:
         for field, x in moments.zeros(like, moment)._asdict().items():
             if x is not None:

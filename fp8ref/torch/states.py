@@ -27,23 +27,10 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import layout_decisions, states
 from fp8ref.states import Layout, Scalars
-from fp8ref.torch import adamw_update, moments
+from fp8ref.torch import adamw_update, moments, parameter_state
 from fp8ref.torch.adamw_update import Update, Work
 from fp8ref.torch.moments import MomentState, Part
-from fp8ref.torch.parameter_state import (
-    _check_cut,
-    _check_saved,
-    _dtypes,
-    _flat,
-    _kept,
-    _keys,
-    _local,
-    _master,
-    _moment_state,
-    _place,
-    _reduce,
-    keeps_apart,
-)
+from fp8ref.torch.parameter_state import keeps_apart, local, moment_state, place, reduce_amaxes
 
 
 class AdamW(torch.optim.Optimizer):
@@ -101,20 +88,12 @@ class AdamW(torch.optim.Optimizer):
         """Add parameters with their own numbers. Raises as the class, and then adds nothing."""
         super().add_param_group(param_group)
         try:
-            self._check_group(self.param_groups[-1])
+            self._check_numbers(self.param_groups[-1])
+            for p in self.param_groups[-1]["params"]:
+                parameter_state.check(p, self.layout)
         except ValueError:
             self.param_groups.pop()
             raise
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """ValueError for numbers, a layout or parameters that a group cannot have."""
-        self._check_numbers(group)
-        for p in group["params"]:
-            if p.dtype not in (dtypes := _dtypes(self.layout)) or p.numel() == 0:
-                raise ValueError(
-                    f"fp8ref.torch.states takes {' or '.join(str(d).removeprefix('torch.') for d in dtypes)} parameters with at least one "
-                    f"element under layout {self.layout.name!r}; got {p.dtype} {tuple(p.shape)}. Cast the parameter, or use another layout."
-                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of the same layout, bit for bit.
@@ -135,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         here = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, here, strict=False):  # torch refuses another number of parameters
-            _check_saved(self._layout(p), p, state_dict["state"].get(index, {}))
+            parameter_state.check_saved(self._layout(p), p, state_dict["state"].get(index, {}))
         super().load_state_dict(state_dict)
         # torch has cast every tensor to its parameter's dtype.
         for index, p in zip(saved, here, strict=True):
@@ -173,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:  # refused before anything changes
             self._scalars(group, 1)
             for p in group["params"]:
-                _check_cut(p, self._layout(p))
+                parameter_state.check_cut(p, self._layout(p))
                 if p.grad is not None and p.grad.layout != torch.strided:
                     raise ValueError(
                         f"a gradient is dense; got one of layout {p.grad.layout} of a parameter {tuple(p.shape)}. Build the embedding with "
@@ -193,13 +172,14 @@ class AdamW(torch.optim.Optimizer):
                 steps.append(state["step"])
                 step = int(state["step"].item()) + 1
                 at = numbers[step] = numbers.get(step) or self._scalars(group, step)
-                start, ranks = _place(p)
+                start, ranks = place(p)
                 in_fp8 = isinstance(p, Float8TrainingTensor)  # ``copies`` makes it from the master
-                flat = _moment_state(state, "master").codes if in_fp8 else _flat(p)
-                if not in_fp8 and flat.data_ptr() != _local(p).data_ptr():  # not contiguous
-                    apart.append((_local(p), flat))
-                keys = _keys(group["seed"], step, number, layout)
-                work = Work(flat, _flat(p.grad), _kept(state, flat, layout), at, layout, Part(p.numel(), start), keys)
+                flat = moment_state(state, "master").codes if in_fp8 else parameter_state.flat(p)
+                if not in_fp8 and flat.data_ptr() != local(p).data_ptr():  # not contiguous
+                    apart.append((local(p), flat))
+                keys = parameter_state.keys(group["seed"], step, number, layout)
+                kept = parameter_state.kept(state, flat, layout)
+                work = Work(flat, parameter_state.flat(p.grad), kept, at, layout, Part(p.numel(), start), keys)
                 if ranks:
                     cut.append((work, ranks))
                 elif p.numel() <= adamw_update.PIECE // 4 and not any(keys):
@@ -209,8 +189,8 @@ class AdamW(torch.optim.Optimizer):
         for works in small.values():
             self._updates.update_together(works)
         found = [self._updates.begin(work) for work, _ in cut]
-        _reduce([(ranks, of_work) for (_, ranks), of_work in zip(cut, found, strict=True)])
-        _reduce([(ranks, self._updates.update(work, of_work)) for (work, ranks), of_work in zip(cut, found, strict=True)])
+        reduce_amaxes([(ranks, of_work) for (_, ranks), of_work in zip(cut, found, strict=True)])
+        reduce_amaxes([(ranks, self._updates.update(work, of_work)) for (work, ranks), of_work in zip(cut, found, strict=True)])
         for p, flat in apart:
             p.copy_(flat.view(p.shape))
         if steps:
@@ -240,9 +220,8 @@ class AdamW(torch.optim.Optimizer):
             for key, moment in (("m", layout.m), ("v", layout.v)):
                 state.update({f"{key}_{field}": x for field, x in moments.zeros(p, moment)._asdict().items() if x is not None})
             if keeps_apart(layout):
-                state.update(
-                    {f"master_{field}": x for field, x in _master(p, p if w is None else w, layout)._asdict().items() if x is not None}
-                )
+                master = parameter_state.master(p, p if w is None else w, layout)
+                state.update({f"master_{field}": x for field, x in master._asdict().items() if x is not None})
         return state
 
 
@@ -254,10 +233,10 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not optimizer.state.get(p):
         raise ValueError("a parameter has moments after its first step; got one without. Call optimizer.step() first.")
-    layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), _place(p)[0])
+    layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), place(p)[0])
     both = (("m", layout.m), ("v", layout.v))
-    m, v = (moments.read(_moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
-    return m.view(_local(p).shape), v.view(_local(p).shape)
+    m, v = (moments.read(moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
+    return m.view(local(p).shape), v.view(local(p).shape)
 
 
 class Stored(NamedTuple):
@@ -275,9 +254,9 @@ class Stored(NamedTuple):
 def stored(optimizer: AdamW, p: Tensor) -> Stored:
     """What is stored of a parameter, not copied."""
     state, layout = optimizer._state(p), optimizer.layout.of(p.numel())
-    start, ranks = _place(p)
+    start, ranks = place(p)
     copies = (distributed.get_world_size() if distributed.is_initialized() else 1) // math.prod(map(distributed.get_world_size, ranks))
-    return Stored(_moment_state(state, "m"), _moment_state(state, "v"), layout, Part(p.numel(), start), int(state["step"].item()), copies)
+    return Stored(moment_state(state, "m"), moment_state(state, "v"), layout, Part(p.numel(), start), int(state["step"].item()), copies)
 
 
 def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:
@@ -300,9 +279,9 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
         )
     if optimizer.state.get(p):
         raise ValueError("a weight is set before the first step; the parameter has a state. Set it on a new optimizer.")
-    if w.dtype != torch.float32 or w.shape != _local(p).shape:
+    if w.dtype != torch.float32 or w.shape != local(p).shape:
         raise ValueError(
-            f"w is float32 of the parameter's shape here, {tuple(_local(p).shape)}; got {w.dtype} {tuple(w.shape)}. Cast or cut it."
+            f"w is float32 of the parameter's shape here, {tuple(local(p).shape)}; got {w.dtype} {tuple(w.shape)}. Cast or cut it."
         )
     optimizer._state(p, w)
     write(optimizer, p)
@@ -311,7 +290,7 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
 @torch.no_grad()
 def write(optimizer: AdamW, p: Tensor) -> None:
     """Write a parameter anew from its master in the state, as each step does: after masters were loaded without their parameters."""
-    _local(p).copy_(weight(optimizer, p))
+    local(p).copy_(weight(optimizer, p))
 
 
 @torch.no_grad()
@@ -330,9 +309,9 @@ def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Ten
             "a parameter has a master in the state under a layout with float16 masters, as 'msamp_o2', after its first step; got none under "
             f"layout {optimizer.layout.name!r}. Read the parameter itself, or call optimizer.begin() first."
         )
-    stored, moment = _moment_state(optimizer.state[p], "master"), optimizer.layout.master
-    part = Part(p.numel(), _place(p)[0])
-    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(_local(p).shape)
+    stored, moment = moment_state(optimizer.state[p], "master"), optimizer.layout.master
+    part = Part(p.numel(), place(p)[0])
+    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(local(p).shape)
 
 
 def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:
