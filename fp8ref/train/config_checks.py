@@ -8,7 +8,7 @@ from typing import Protocol
 
 from fp8ref import linear_selection
 from fp8ref.attention import Variant
-from fp8ref.errors import require
+from fp8ref.errors import ConfigError, require
 from fp8ref.recipe import RECIPES
 from fp8ref.train import architecture as architectures
 from fp8ref.train import schedule as schedules
@@ -94,6 +94,16 @@ def check(config: Checked) -> None:
         "'update_error' in numerics.schedule is of states narrower than float32, by optimizer.kind 'adamw_states'; got kind "
         f"{config.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name such a layout, or begin at a step.",
     )
+
+
+def check_backend(config: Checked, backend: str) -> None:
+    """ConfigError for what a backend does not train."""
+    if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
+        raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
+    architectures.check_backend(config, backend)
+    parallel, optimizer = config.parallel, config.optimizer
+    if refused := optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + unswitched(config, backend):
+        raise ConfigError(refused[0])
 
 
 def _without_experts(config: Checked) -> list[str]:
