@@ -16,7 +16,7 @@ from fp8ref.torch import cast, scales, scaling
 _c10d = torch.ops._c10d_functional
 
 
-def _total(
+def sums(
     pieces: Sequence[torch.Tensor],
     narrow: Sequence[bool],
     group: ProcessGroup,
@@ -34,7 +34,7 @@ def _total(
         held = [p for p, is_narrow in zip(pieces, narrow, strict=True) if is_narrow]
         amax = scaling.merge_amax(torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name)
         factor = float(gradient_reduction.factor(prescale, group.size()))
-        scale = _scale(amax, fmt, policy, factor if factors is None else factor * factors[0])
+        scale = shared_scale(amax, fmt, policy, factor if factors is None else factor * factors[0])
         inverses = list((scale.reciprocal() * float(gradient_reduction.share_of(divisor))).unbind())
         scaled_up = [p.float() * s for p, s in zip(held, scale.unbind(), strict=True)]
         if factors is not None:
@@ -48,7 +48,7 @@ def _total(
     return [next(sums) * next(scaled) if is_narrow else next(others) / divisor for is_narrow in narrow]
 
 
-def _of_one(
+def of_one(
     padded: torch.Tensor, g: torch.Tensor, group: ProcessGroup, fmt: Format, policy, prescale: PreScale, mu, result: Result, count: bool
 ):
     """This rank's piece of the sum [n] in the units of codes, its codes under result ``codes``,
@@ -56,7 +56,7 @@ def _of_one(
     gradient_reduction.check_result(result)
     pre = gradient_reduction.factor(prescale, group.size())
     factor = float(pre) * mu if isinstance(mu, torch.Tensor) else float(pre * gradient_reduction.constant_mu(mu))
-    scale = _scale(scaling.merge_amax(scaling.amax(g), group.group_name), fmt, policy, factor)
+    scale = shared_scale(scaling.merge_amax(scaling.amax(g), group.group_name), fmt, policy, factor)
     scaled = cast.to_f32(padded).reshape(group.size(), -1) * scale
     saturated = _saturated(scaled, fmt) if count else None
     total, codes = _added(_exchanged(cast.to_fp8(scaled, fmt).view(torch.uint8), group), fmt), None
@@ -69,7 +69,7 @@ def _of_one(
     return total, codes, scale.reciprocal(), saturated
 
 
-def _scale(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy, factor) -> torch.Tensor:
+def shared_scale(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy, factor) -> torch.Tensor:
     """``sim.gradient_reduction.shared_scales`` of merged amaxes; the policy's eps is its floor (``scales``)."""
     gradient_reduction.check_format(fmt)
     gradient_reduction.check_policy(policy)
@@ -105,11 +105,12 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
+def of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
+    """What a sum of codes is multiplied by: scale_inv, for the mean divided by the ranks."""
     return scale_inv * float(gradient_reduction.share_of(group.size())) if mean else scale_inv
 
 
-def _group(group: ProcessGroup | None) -> ProcessGroup:
+def group_of(group: ProcessGroup | None) -> ProcessGroup:
     """The group, by default that of all ranks."""
     group = group or distributed.group.WORLD
     if group is None:
@@ -117,6 +118,6 @@ def _group(group: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def _gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """x [n] of all ranks, one after the other."""
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))

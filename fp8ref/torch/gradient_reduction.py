@@ -23,8 +23,7 @@ from fp8ref import gradient_reduction
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.gradient_reduction import AutoScale, PreScale, Result
 from fp8ref.policy import ScalePolicy
-from fp8ref.torch import cast, scales, scaling
-from fp8ref.torch.fp8_exchange import _gathered, _group, _of_mean, _of_one, _scale, _total
+from fp8ref.torch import cast, fp8_exchange, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 
@@ -64,11 +63,11 @@ def reduce_scatter(
     """
     if not g.ndim:
         raise ValueError("a reduce-scatter cuts the first dim of a gradient; got one without dims. Use all_reduce.")
-    group = _group(group)
+    group = fp8_exchange.group_of(group)
     rows = -(-len(g) // group.size())
     padded = functional.pad(g, (*[0] * (2 * g.ndim - 1), rows * group.size() - len(g)))
-    total, _, scale_inv, saturated = _of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
-    return Reduced((total * _of_mean(scale_inv, group, mean)).view(rows, *g.shape[1:]), saturated)
+    total, _, scale_inv, saturated = fp8_exchange.of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
+    return Reduced((total * fp8_exchange.of_mean(scale_inv, group, mean)).view(rows, *g.shape[1:]), saturated)
 
 
 @torch.no_grad()
@@ -89,11 +88,11 @@ def all_reduce(
     Float32 sums are gathered, four bytes an element; under result ``codes`` their codes, one byte.
     Raises:   as reduce_scatter.
     """
-    group = _group(group)
+    group = fp8_exchange.group_of(group)
     padded = functional.pad(g.reshape(-1), (0, -g.numel() % group.size()))
-    total, codes, scale_inv, saturated = _of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
-    whole = _gathered(total, group) if codes is None else cast.decode(_gathered(codes, group), fmt)
-    return Reduced((whole * _of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated)
+    total, codes, scale_inv, saturated = fp8_exchange.of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
+    whole = fp8_exchange.gathered(total, group) if codes is None else cast.decode(fp8_exchange.gathered(codes, group), fmt)
+    return Reduced((whole * fp8_exchange.of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated)
 
 
 def next_mu(mu: torch.Tensor, saturated: torch.Tensor | None, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> torch.Tensor:
@@ -132,7 +131,7 @@ def accumulate(
             raise ValueError(f"microbatches have gradients of one shape, {tuple(total.codes.shape)}; got {tuple(g.shape)}.")
         value = cast.decode(total.codes, fmt) * total.scale_inv + value
     amax = scaling.amax(value)
-    scale = _scale(amax if group is None else scaling.merge_amax(amax, group.group_name), fmt, policy, 1.0)
+    scale = fp8_exchange.shared_scale(amax if group is None else scaling.merge_amax(amax, group.group_name), fmt, policy, 1.0)
     return Quantized(cast.to_fp8(value * scale, fmt), scale, scale.reciprocal(), fmt, "tensorwise", -1)
 
 
@@ -160,7 +159,7 @@ class FP8ReduceScatter:
         rows = input_tensor.view(group.size(), -1)
         sizes, narrow = self._parameters(rows.shape[1])
         divisor = divisor_of(self.unit, group, op)
-        total = _total(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor, self.factors)
+        total = fp8_exchange.sums(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor, self.factors)
         torch.cat(total, out=output_tensor)
 
     def weights(self) -> list:
@@ -242,12 +241,12 @@ class DDPState:
 def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A communication hook of DistributedDataParallel: the mean of each gradient, as ``all_reduce``,
     by one all-reduce of amaxes, one all-to-all and one gather of float32 sums a bucket."""
-    group = _group(state.group)
+    group = fp8_exchange.group_of(state.group)
     grads = bucket.gradients()
     pieces = [functional.pad(g.reshape(-1), (0, -g.numel() % group.size())).view(group.size(), -1) for g in grads]
     narrow = [p.ndim > 1 and p not in state.keep for p in bucket.parameters()]
-    total = _total(pieces, narrow, group, state.fmt, state.policy, state.prescale, group.size())
-    whole = _gathered(torch.cat(total), group).view(group.size(), -1)
+    total = fp8_exchange.sums(pieces, narrow, group, state.fmt, state.policy, state.prescale, group.size())
+    whole = fp8_exchange.gathered(torch.cat(total), group).view(group.size(), -1)
     for g, part in zip(grads, whole.split([len(t) for t in total], dim=1), strict=True):
         g.copy_(part.reshape(-1)[: g.numel()].view(g.shape))
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

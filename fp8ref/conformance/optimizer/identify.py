@@ -11,7 +11,7 @@ from fp8ref import states
 from fp8ref.conformance import subject as subjects_of_arrays
 from fp8ref.conformance.optimizer import forms, search, subjects
 from fp8ref.conformance.optimizer.forms import Form, Numbers
-from fp8ref.conformance.optimizer.outcome import NAMED, OptimizerOutcome, _counterexample, _findings, _summary
+from fp8ref.conformance.optimizer.outcome import NAMED, OptimizerOutcome, counterexample, findings, summary
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.states import LAYOUTS, Layout, Moment
@@ -66,10 +66,10 @@ def identify_optimizer(
         known=fit != "far",
         exact=exact,
         shown=found.shown,
-        findings=_findings(searched, layout, of_nearest, exact, known=fit != "far"),
-        summary=_summary(layout, of_nearest, exact, nearest, known=fit != "far"),
+        findings=findings(searched, layout, of_nearest, exact, known=fit != "far"),
+        summary=summary(layout, of_nearest, exact, nearest, known=fit != "far"),
         expected=expect,
-        departure=None if first is None else _counterexample(first, wanted),
+        departure=None if first is None else counterexample(first, wanted),
     )
 
 
@@ -93,7 +93,7 @@ def require_optimizer(
     first = found.departure(layout, Form(m=layout.average, v=layout.average))
     if first is not None:
         raise AssertionError(
-            f"{name} departs from layout {layout.name!r}: {_counterexample(first, layout)}; {first.differing} of {first.of} differ"
+            f"{name} departs from layout {layout.name!r}: {counterexample(first, layout)}; {first.differing} of {first.of} differ"
         )
 
 

@@ -100,7 +100,7 @@ class OptimizerOutcome(Result):
         console.out(self.message, highlight=False)
 
 
-def _counterexample(first: Departure, wanted: Layout) -> Counterexample:
+def counterexample(first: Departure, wanted: Layout) -> Counterexample:
     clause = "O-15" if "master" in first.what else "O-6" if first.what == "weight" else "O-7" if first.what.startswith("scale") else "O-8"
 
     def said(value: Any) -> str:
@@ -122,7 +122,7 @@ def _counterexample(first: Departure, wanted: Layout) -> Counterexample:
     )
 
 
-def _findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, known: bool) -> list[Finding]:
+def findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, known: bool) -> list[Finding]:
     steps, elements = len(found.made), sum(w.size for w in found.asked.weights.values())
     shown = "codes and scales" if any(one.m and one.m.scale_inv is not None for one in found.made[0].values()) else "numbers"
     compared = f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} elements, {steps} steps"
@@ -151,7 +151,7 @@ def _findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, 
     return made
 
 
-def _summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, known: bool) -> str:
+def summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, known: bool) -> str:
     if not known:
         of = "no layout explains it" if layout is None else f"its states are those of layout {layout.name!r}, its weights are not"
         return (
