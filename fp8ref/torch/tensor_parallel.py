@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
-import torch._inductor.config
 
 # defines all_gather_into_tensor of _c10d_functional
 import torch.distributed._functional_collectives
