@@ -111,7 +111,7 @@ def of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.T
 
 
 def group_of(group: ProcessGroup | None) -> ProcessGroup:
-    """The group, by default that of all ranks."""
+    """The group, by default that of all ranks. ValueError if there is none."""
     group = group or distributed.group.WORLD
     if group is None:
         raise ValueError("gradients are summed over a process group; there is none. Call torch.distributed.init_process_group first.")

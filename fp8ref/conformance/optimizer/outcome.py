@@ -101,6 +101,7 @@ class OptimizerOutcome(Result):
 
 
 def counterexample(first: Departure, wanted: Layout) -> Counterexample:
+    """The first difference from a layout, and the clause that it is of."""
     clause = "O-15" if "master" in first.what else "O-6" if first.what == "weight" else "O-7" if first.what.startswith("scale") else "O-8"
 
     def said(value: Any) -> str:
@@ -123,6 +124,7 @@ def counterexample(first: Departure, wanted: Layout) -> Counterexample:
 
 
 def findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, known: bool) -> list[Finding]:
+    """What is compared, and each decision that the form found has, with its evidence."""
     steps, elements = len(found.made), sum(w.size for w in found.asked.weights.values())
     shown = "codes and scales" if any(one.m and one.m.scale_inv is not None for one in found.made[0].values()) else "numbers"
     compared = f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} elements, {steps} steps"
@@ -152,6 +154,7 @@ def findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, k
 
 
 def summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, known: bool) -> str:
+    """One sentence: the layout, how certain it is, and which steps are others than those of clause O."""
     if not known:
         of = "no layout explains it" if layout is None else f"its states are those of layout {layout.name!r}, its weights are not"
         return (
