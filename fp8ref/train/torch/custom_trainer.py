@@ -82,7 +82,7 @@ class Trainer(trainers.Trainer):
 
         Raises:   ConfigError: as ``custom_model.build`` and ``custom_probe.check``; weights of other names or shapes; numerics.accumulate with a GPU.
         """
-        self.config, self._multiply = config, multiply
+        self.config = config
         config.numerics.check_multiply(multiply)
         if multiply is not None and torch.cuda.is_available():
             raise ConfigError("numerics.accumulate multiplies on the host's CPU, and torch has a GPU. Hide it with CUDA_VISIBLE_DEVICES=.")
