@@ -49,7 +49,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["FP8REF_FIRST_IMPORTS"] = str(int(_torch is not None and _torch.cached is not None and not Path(_torch.cached).exists()))
 FIRST_IMPORTS_S = 300  # seconds: when the first worker has died, the others go on
 
-# Much of what tracing and dynamo make lives as long as its program: looked through less often than after each 700 objects.
+# Tracing makes thousands of objects that live as long as its program: looked through after each 700 of them, they cost a twentieth more.
 gc.set_threshold(20_000, 20, 20)
 
 # The first example of a test compiles kernels, and other workers run meanwhile: time says nothing.
