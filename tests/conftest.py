@@ -4,7 +4,9 @@ import collections
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -40,6 +42,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# In a new environment the first import of PyTorch, JAX and the test files compiles them to bytecode, half a minute in all. Where that
+# is to come, the first worker collects alone, and the others find what it kept.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _torch = importlib.util.find_spec("torch")
+    os.environ["FP8REF_FIRST_IMPORTS"] = str(int(_torch is not None and _torch.cached is not None and not Path(_torch.cached).exists()))
+FIRST_IMPORTS_S = 300  # seconds: when the first worker has died, the others go on
+
+# Tracing makes thousands of objects that live as long as its program: looked through after each 700 of them, they cost a twentieth more.
+gc.set_threshold(20_000, 20, 20)
+
 # The first example of a test compiles kernels, and other workers run meanwhile: time says nothing.
 hypothesis.settings.register_profile("fp8ref", deadline=None)
 hypothesis.settings.load_profile("fp8ref")
@@ -74,12 +86,28 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection():
     gc.disable()  # ten thousand tests and what they import stay: to look through them again and again is a fifth of the time
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0" and os.environ["FP8REF_FIRST_IMPORTS"] == "1":
+        until = time.monotonic() + FIRST_IMPORTS_S
+        while not _first_collected().exists() and time.monotonic() < until:
+            time.sleep(0.2)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        _first_collected().touch()
+
+
+def pytest_unconfigure():
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        _first_collected().unlink(missing_ok=True)
+
+
+def _first_collected() -> Path:
+    """The file that says that the first worker of this run has collected."""
+    return Path(tempfile.gettempdir()) / f"fp8ref-collected-{os.environ['PYTEST_XDIST_TESTRUNUID']}"
 
 
 def pytest_runtest_setup(item):

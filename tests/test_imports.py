@@ -1,5 +1,6 @@
 """Which room imports what: layers are held by import-linter; here, what an import brings, what is missing, and where old names went."""
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -23,11 +24,37 @@ def test_no_framework_is_imported_unasked(module):
     assert imported(module, {"jax", "torch", "flax", "pydantic", "matplotlib", "rich"}) == "[]"
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_a_library_imports_no_trainer(backend):
-    other = {"jax": "torch", "torch": "jax"}[backend]
-    rooms = {"fp8ref.train", "fp8ref.sim", "fp8ref.conformance", "fp8ref.crosscheck", f"fp8ref.{other}"}
-    assert imported(f"fp8ref.{backend}", {"tyro", "pydantic", "grain", *rooms}) == "[]"
+TORCH = """
+import json, sys
+import fp8ref.torch
+modules = sorted(sys.modules)
+from fp8ref import torch as ft
+print(json.dumps([modules, ft.linear.convert is ft.convert.convert]))
+"""
+
+
+@pytest.fixture(scope="module")
+def torch_process() -> tuple[list[str], bool, str]:
+    """What one process has after importing the torch backend: modules, whether the layer has the converters; and what it printed besides.
+
+    One process, as each import of torch takes seconds.
+    """
+    done = subprocess.run([sys.executable, "-c", TORCH], capture_output=True, text=True, check=True)
+    *said, found = done.stdout.splitlines()
+    return *json.loads(found), "\n".join(said) + done.stderr
+
+
+ROOMS = {"fp8ref.train", "fp8ref.sim", "fp8ref.conformance", "fp8ref.crosscheck"}
+
+
+def test_the_jax_library_imports_no_trainer():
+    assert imported("fp8ref.jax", {"tyro", "pydantic", "grain", "fp8ref.torch", *ROOMS}) == "[]"
+
+
+def test_the_torch_library_imports_no_trainer(torch_process):
+    modules, _, _ = torch_process
+    assert "fp8ref.torch" in modules
+    assert not {"tyro", "pydantic", "grain", "fp8ref.jax", *ROOMS} & set(modules)
 
 
 def test_conformance_imports_no_framework():
@@ -51,9 +78,9 @@ def test_a_missing_package_names_its_extra(module, missing, extra):
     assert f"fp8ref[{extra}]" in out
 
 
-def test_importing_the_torch_backend_prints_nothing():
-    done = subprocess.run([sys.executable, "-c", "import fp8ref.torch"], capture_output=True, text=True, check=True)
-    assert done.stdout + done.stderr == ""
+def test_importing_the_torch_backend_prints_nothing(torch_process):
+    _, _, said = torch_process
+    assert said == ""
 
 
 MOVED = [
@@ -92,8 +119,9 @@ for old, new in moved.MOVED.items():
     assert run(program) == ""
 
 
-def test_the_converters_of_torch_are_still_found_beside_the_layer():
-    assert run("from fp8ref import torch as ft; print(ft.linear.convert is ft.convert.convert)") == "True"
+def test_the_converters_of_torch_are_still_found_beside_the_layer(torch_process):
+    _, there, _ = torch_process
+    assert there
 
 
 def test_what_is_no_python_is_installed_too():

@@ -30,9 +30,13 @@ def given() -> list[jax.Array]:
 
 def scales_of(q, k, v, do) -> dict[str, jax.Array]:
     """Scales of the tensors themselves, one binary digit apart from each other, so that none can stand for another."""
-    result = attention.forward(q, k, v, variant="cudnn", mask=CAUSAL)
-    found = attention.backward(do, q, k, v, result, variant="cudnn", mask=CAUSAL)
-    amaxes = result.amaxes | found.amaxes
+
+    @jax.jit
+    def amaxes_of(q, k, v, do):
+        result = attention.forward(q, k, v, variant="cudnn", mask=CAUSAL)
+        return result.amaxes | attention.backward(do, q, k, v, result, variant="cudnn", mask=CAUSAL).amaxes
+
+    amaxes = amaxes_of(q, k, v, do)
     return {role: jnp.float32(448 / (amaxes[role] * (1 + i / 64))) for i, role in enumerate((*ROLES, *GRADIENT_ROLES))}
 
 

@@ -26,6 +26,17 @@ def integers(rng, shape, e):
     return jnp.asarray(rng.integers(-7, 8, shape) * 2.0**e, jnp.bfloat16)
 
 
+def outputs_and_gradients(f, x, w, g):
+    """y, grad_input, grad_weight, by one program: to compile each operation by itself takes several times as long."""
+
+    @jax.jit
+    def run(x, w, g):
+        out, vjp = jax.vjp(f, x, w)
+        return out, *vjp(g)
+
+    return run(x, w, g)
+
+
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize(("subscripts", "x", "w"), CASES)
@@ -36,8 +47,7 @@ def test_einsum_equals_jnps_on_integers(subscripts, x, w, recipe, rng):  # L-2
     g = integers(rng, y.shape, -3)
 
     def results(f):
-        out, vjp = jax.vjp(f, x, w)
-        return out, *vjp(g)
+        return outputs_and_gradients(f, x, w, g)
 
     mine = results(lambda x, w: contraction.einsum(subscripts, x, w, recipe=recipe)[0])
     wide = results(lambda x, w: jnp.einsum(subscripts, x, w, preferred_element_type=jnp.float32).astype(jnp.bfloat16))
@@ -111,8 +121,7 @@ def test_simulated_hardware_multiplies_as_in_the_linear(subscripts, turned, reci
     g = jnp.asarray(rng.standard_normal((2, 64, 128)), jnp.bfloat16)
 
     def results(f):
-        out, vjp = jax.vjp(f, x, w)
-        return out, *vjp(g)
+        return outputs_and_gradients(f, x, w, g)
 
     def einsum(multiply):
         return results(lambda x, w: contraction.einsum(subscripts, x, w.T if turned else w, recipe=recipe, multiply=multiply)[0])

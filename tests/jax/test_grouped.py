@@ -25,6 +25,17 @@ def small(rng):
     )
 
 
+def in_one_program(recipe):
+    """A compiled function of x, w, grad_output and sizes: the output, grad_input and grad_weight."""
+
+    @jax.jit
+    def run(x, w, g, sizes):
+        y, vjp = jax.vjp(lambda x, w: grouped.apply(x, w, sizes, recipe=recipe)[0], x, w)
+        return y, *vjp(g)
+
+    return run
+
+
 def test_it_is_shaped_like_ragged_dot(small):  # X-1
     y, seen = grouped.apply(*small, recipe="bf16")
     np.testing.assert_array_equal(y, jax.lax.ragged_dot(*small))
@@ -37,8 +48,8 @@ def test_it_is_shaped_like_ragged_dot(small):  # X-1
 def test_other_dtypes(recipe, dtype, fmt, rng):  # G-8
     x, w, g = integers(rng)
     sizes = jnp.array(SIZES)
-    y, vjp = jax.vjp(lambda x, w: grouped.apply(x, w, sizes, recipe=recipe)[0], jnp.asarray(x, dtype), jnp.asarray(w.swapaxes(1, 2), dtype))
-    grad_input, grad_weight = vjp(jnp.asarray(g, dtype))
+    given = (jnp.asarray(v, dtype) for v in (x, w.swapaxes(1, 2), g))
+    y, grad_input, grad_weight = in_one_program(recipe)(*given, sizes)
     expected = simulated(x, w, g, recipe, out_dtype=fmt)
     for found, which in ((y, "output"), (grad_input, "grad_input"), (grad_weight.swapaxes(1, 2), "grad_weight")):
         assert found.dtype == dtype
@@ -55,13 +66,12 @@ def test_in_a_scan_over_layers_with_sizes_of_their_own(small):  # X-1
 
     found = jax.jit(jax.grad(layers, argnums=(0, 1)))(x, stack)
 
-    def unrolled(x, stack):
-        for i in range(2):
-            x = grouped.apply(x, stack[i], of_layers[i], recipe="rowwise")[0]
-        return x.sum()
-
-    expected = jax.jit(jax.grad(unrolled, argnums=(0, 1)))(x, stack)
-    for a, b in zip(found, expected, strict=True):
+    layer = in_one_program("rowwise")
+    ones = jnp.ones_like(x)  # the gradient of the sum
+    between = layer(x, stack[0], ones, of_layers[0])[0]
+    _, grad, grad_second = layer(between, stack[1], ones, of_layers[1])
+    _, grad_x, grad_first = layer(x, stack[0], grad, of_layers[0])
+    for a, b in zip(found, (grad_x, jnp.stack([grad_first, grad_second])), strict=True):
         np.testing.assert_array_equal(a, b)
     assert np.any(np.asarray(found[1]).astype(np.float32))
 
@@ -81,9 +91,10 @@ def test_a_nan_stays_in_its_group(recipe, rng):  # X-6
     x, w, g = tensors(rng)
     sizes, w = jnp.array(SIZES), w.swapaxes(1, 2)
 
+    compiled = in_one_program(recipe)
+
     def run(x, w):
-        y, vjp = jax.vjp(lambda x, w: grouped.apply(x, w, sizes, recipe=recipe)[0], jnp.asarray(x), jnp.asarray(w))
-        return [np.asarray(v) for v in (y, *vjp(jnp.asarray(g)))]
+        return [np.asarray(v) for v in compiled(jnp.asarray(x), jnp.asarray(w), jnp.asarray(g), sizes)]
 
     clean = run(x, w)
     x[3, 5], w[2, 9, 7] = np.nan, np.inf
@@ -105,8 +116,7 @@ def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
     w = jnp.asarray(rng.integers(-7, 8, (4, 32, 16)), jnp.bfloat16)
     sizes = jnp.array([[10, 14, 0, 20], [3, 0, 24, 0]])  # of a part of the batch and an expert
 
-    def loss(x, w, product):
-        return (product(x, w).astype(jnp.float32) * jnp.arange(16)).sum()
+    g = jnp.broadcast_to(jnp.arange(16, dtype=jnp.bfloat16), (4 * 24, 16))
 
     def cut(x, w):
         rows, experts = P(("data", "expert")), P("expert")
@@ -118,16 +128,20 @@ def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
         )
         return run(x, w, sizes)
 
-    def by_hand(x, w):
-        parts = x.reshape(2, 2, 24, 32)
-        found = [
-            grouped.apply(parts[d, e], w[2 * e : 2 * e + 2], sizes[d, 2 * e : 2 * e + 2], recipe=recipe)[0] for d in (0, 1) for e in (0, 1)
-        ]
-        return jnp.concatenate(found)
+    @jax.jit
+    def ours(x, w, g):
+        y, vjp = jax.vjp(cut, x, w)
+        return y, *vjp(g)
 
-    np.testing.assert_array_equal(jax.jit(cut)(x, w), jax.jit(by_hand)(x, w))
-    ours, expected = (jax.jit(jax.grad(lambda x, w, f=f: loss(x, w, f), argnums=(0, 1)))(x, w) for f in (cut, by_hand))
-    for a, b in zip(ours, expected, strict=True):
+    device = in_one_program(recipe)  # one of the four by itself: rows, experts, gradients and sizes of its own
+    parts = [(d, e, slice(24 * (2 * d + e), 24 * (2 * d + e + 1))) for d in (0, 1) for e in (0, 1)]
+    alone = {(d, e): device(x[rows], w[2 * e : 2 * e + 2], g[rows], sizes[d, 2 * e : 2 * e + 2]) for d, e, rows in parts}
+    expected = (
+        jnp.concatenate([y for y, _, _ in alone.values()]),
+        jnp.concatenate([grad for _, grad, _ in alone.values()]),
+        jnp.concatenate([alone[0, e][2] + alone[1, e][2] for e in (0, 1)]),
+    )
+    for a, b in zip(ours(x, w, g), expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -45,11 +45,19 @@ class Torch:
 
 
 class Jax:
-    forward, backward = jax_attention.forward, jax_attention.backward
+    """Each function in one program: to compile each operation by itself takes three times as long."""
+
+    @staticmethod
+    def forward(*tensors, sinks, **how):
+        return jax.jit(lambda tensors, sinks: jax_attention.forward(*tensors, sinks=sinks, **how))(tensors, sinks)
+
+    @staticmethod
+    def backward(*given, sinks, **how):
+        return jax.jit(lambda given, sinks: jax_attention.backward(*given, sinks=sinks, **how))(given, sinks)
 
     @staticmethod
     def by_autodiff(q, k, v, do, sinks, **how):
-        return jax.vjp(lambda *x: jax_attention.apply(*x[:3], sinks=x[3], **how), q, k, v, sinks)[1](do)
+        return jax.jit(lambda do, *of: jax.vjp(lambda *x: jax_attention.apply(*x[:3], sinks=x[3], **how), *of)[1](do))(do, q, k, v, sinks)
 
 
 BACKENDS = {"torch": Torch, "jax": Jax}
