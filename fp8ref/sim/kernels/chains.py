@@ -47,7 +47,8 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     zero, _ = zero_and_bias(double)
     sizes = Sizes(0, 0, *a.shape[:1], 0, a.shape[1], 0, width, fraction_bits, output_bits, fmt.mantissa_bits, fmt.bias, zero, 0)
     flat, given = (a.reshape(-1), numbers.reshape(-1), exponents.reshape(-1)), np.array(sizes, np.int64)
-    threads.run(lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], given), bits.size, grain=1 << 13)
+    if a.size:
+        threads.run(lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], given), bits.size, grain=1 << 13)
     return Rows(numbers, exponents, _by_rows(bits, width).reshape(a.shape[:2]), (width, fraction_bits, output_bits))
 
 
