@@ -80,12 +80,12 @@ def fetch_ahead(typing_context, array, begin, size):
 
     def generate(context, builder, signature, arguments):
         i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-        data, begin, size = context.make_array(signature.args[0])(context, builder, arguments[0]).data, *arguments[1:]
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         ask = builder.module.declare_intrinsic(
             "llvm.prefetch", (i8.as_pointer(),), ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32])
         )
-        with builder.if_then(builder.icmp_unsigned("<", builder.and_(begin, ir.Constant(i64, AT_A_TIME - 1)), size)):
-            first = builder.gep(data, [begin])
+        with builder.if_then(builder.icmp_unsigned("<", builder.and_(arguments[1], ir.Constant(i64, AT_A_TIME - 1)), arguments[2])):
+            first = builder.gep(data, [arguments[1]])
             for numbers in range(AHEAD, AHEAD + AT_A_TIME, 16):  # a line holds 16
                 line = builder.bitcast(builder.gep(first, [ir.Constant(i64, numbers)]), i8.as_pointer())
                 builder.call(ask, [line, *(ir.Constant(i32, v) for v in (0, 3, 1))])  # to read; to keep in all caches; data

@@ -73,6 +73,7 @@ class Step(Vectors):
     """Writes the loop of ``step`` over rows, and those within: for the largest exponent, and for the sums."""
 
     def write(self, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows) -> None:
+        """``step``, of pointers."""
         b = self.b
         width = self.size(sizes, "width")
         fraction_bits, output_bits = (b.trunc(self.size(sizes, name), I32) for name in ("fraction_bits", "output_bits"))

@@ -32,6 +32,7 @@ class Tile(Codes):
     """Writes the loop of ``lay_out`` over four numbers of each column."""
 
     def write(self, words, exponents, parts, sizes, first, step, which) -> None:
+        """``lay_out``, of pointers."""
         b = self.b
         lines = b.udiv(self.size(sizes, "width"), ir.Constant(I64, 4))  # of a step, LANES words each
         of_step = b.mul(lines, ir.Constant(I64, LANES))
