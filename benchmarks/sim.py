@@ -53,7 +53,7 @@ def medians(*functions: Callable[[], object], repetitions: int = REPETITIONS) ->
 def memory_bound(bits, out):
     """Read 4 bytes, write 1: what any cast from float32 does at least. It fetches ahead, as the casts do."""
     for begin in range(0, bits.size, AT_A_TIME):
-        fetch_ahead(bits, begin)
+        fetch_ahead(bits, begin, AT_A_TIME)
         part, coded = bits[begin : begin + AT_A_TIME], out[begin : begin + AT_A_TIME]
         for i in range(part.size):
             coded[i] = np.uint8(part[i] >> np.uint32(24))

@@ -21,6 +21,8 @@ from fp8ref.formats import Format
 from fp8ref.sim import cast, threads
 from fp8ref.sim.kernels import chains as chain_kernels
 from fp8ref.sim.kernels import gemm as kernels
+from fp8ref.sim.kernels.chain_loops import CHAIN_END, SPLIT_END
+from fp8ref.sim.kernels.chain_vectors import LANES
 from fp8ref.sim.kernels.compiled import PRODUCTS, worth
 from fp8ref.sim.tensor_core import K_STEP, UNITS, TensorCore, chain, chain_plain, is_int
 
@@ -161,15 +163,15 @@ def _chains_compiled(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format,
     start = 0
     for part in of_parts:
         for _, end in _chains(len(part), plan):
-            ends[(start + end) // unit.fused_width - 1] = chain_kernels.CHAIN_END
+            ends[(start + end) // unit.fused_width - 1] = CHAIN_END
         start += len(part)
-        ends[start // unit.fused_width - 1] |= chain_kernels.SPLIT_END
+        ends[start // unit.fused_width - 1] |= SPLIT_END
     if plan.split_order == "interleaved":
         order = np.concatenate(of_parts)
         a, b = a[:, order], b[:, order]
     rows = chain_kernels.pack(a, fmt_a, unit.fused_width, unit.fraction_bits, unit.output_bits)
-    out, b = np.zeros((len(a), len(b)), np.float32), chain_kernels.padded(b)
-    threads.run(lambda begin, end: chain_kernels.columns(rows, b, fmt_b, ends, out, begin, end), out.shape[1], unit=chain_kernels.LANES)
+    out, b = np.zeros((len(a), len(b)), np.float32), chain_kernels.tiles(b)
+    threads.run(lambda begin, end: chain_kernels.columns(rows, b, fmt_b, ends, out, begin, end), out.shape[1], unit=LANES)
     return out
 
 

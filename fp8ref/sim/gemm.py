@@ -227,8 +227,10 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
 def _finite_codes(codes: np.ndarray, fmt: Format) -> np.ndarray:
     """codes with those of infinities and NaNs replaced by 0; the same array if there are none. Of signed formats of 8 bits
     whose magnitudes end with them."""
-    special = (codes & np.uint8(0x7F)) > np.uint8(fmt.max_code)
-    return np.where(special, np.uint8(0), codes) if special.any() else codes
+    magnitudes = codes & np.uint8(0x7F)
+    if codes.size == 0 or magnitudes.max() <= fmt.max_code:
+        return codes
+    return np.where(magnitudes > np.uint8(fmt.max_code), np.uint8(0), codes)
 
 
 def _factors(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> tuple[np.ndarray, np.ndarray]:

@@ -74,21 +74,24 @@ itself, but not past a page of 1,024 numbers."""
 
 
 @intrinsic
-def fetch_ahead(typing_context, array, begin):
-    """Ask for the lines of a flat array of 32-bit numbers from begin + AHEAD on, AT_A_TIME numbers. Past its end that does nothing."""
+def fetch_ahead(typing_context, array, begin, size):
+    """Ask for the lines of a contiguous array of 32-bit numbers from the flat index begin + AHEAD on, AT_A_TIME numbers. Past its end that
+    does nothing. ``size`` numbers are read next: of fewer than AT_A_TIME, only those ask that come first in a block of as many."""
 
     def generate(context, builder, signature, arguments):
         i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-        first = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         ask = builder.module.declare_intrinsic(
             "llvm.prefetch", (i8.as_pointer(),), ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32])
         )
-        for numbers in range(AHEAD, AHEAD + AT_A_TIME, 16):  # a line holds 16
-            line = builder.bitcast(builder.gep(first, [ir.Constant(i64, numbers)]), i8.as_pointer())
-            builder.call(ask, [line, *(ir.Constant(i32, v) for v in (0, 3, 1))])  # to read; to keep in all caches; data
+        with builder.if_then(builder.icmp_unsigned("<", builder.and_(arguments[1], ir.Constant(i64, AT_A_TIME - 1)), arguments[2])):
+            first = builder.gep(data, [arguments[1]])
+            for numbers in range(AHEAD, AHEAD + AT_A_TIME, 16):  # a line holds 16
+                line = builder.bitcast(builder.gep(first, [ir.Constant(i64, numbers)]), i8.as_pointer())
+                builder.call(ask, [line, *(ir.Constant(i32, v) for v in (0, 3, 1))])  # to read; to keep in all caches; data
         return context.get_dummy_value()
 
-    return types.void(array, types.int64), generate
+    return types.void(array, types.int64, types.int64), generate
 
 
 @intrinsic

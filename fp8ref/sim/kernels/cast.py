@@ -75,7 +75,7 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
         def encode(bits, out, start, seed):
             prefer_wide_vectors()
             for begin in range(0, bits.size, AT_A_TIME):
-                fetch_ahead(bits, begin)
+                fetch_ahead(bits, begin, AT_A_TIME)
                 part, coded = bits[begin : begin + AT_A_TIME], out[begin : begin + AT_A_TIME]
                 for i in range(part.size):
                     coded[i] = np.uint8(nearest_even(part[i], to))
@@ -151,13 +151,16 @@ class Stochastic:
         def add(bits, random, out):
             """Random becomes the 16 bits below the sum: all ones where they do not decide."""
             prefer_wide_vectors()
-            for i in range(bits.size):
-                b = bits[i]
-                u = u32(b & u32(0x7FFFFFFF))
-                fixed, steps = _fixed_point(u if u < to.limit else to.limit, to)
-                total = u32(fixed + u32(random[i]))
-                random[i] = np.uint16(total & u32(0xFFFF))
-                out[i] = np.uint8(pack(b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to))
+            for begin in range(0, bits.size, AT_A_TIME):
+                fetch_ahead(bits, begin, AT_A_TIME)
+                part, drawn, coded = bits[begin : begin + AT_A_TIME], random[begin : begin + AT_A_TIME], out[begin : begin + AT_A_TIME]
+                for i in range(part.size):
+                    b = part[i]
+                    u = u32(b & u32(0x7FFFFFFF))
+                    fixed, steps = _fixed_point(u if u < to.limit else to.limit, to)
+                    total = u32(fixed + u32(drawn[i]))
+                    drawn[i] = np.uint16(total & u32(0xFFFF))
+                    coded[i] = np.uint8(pack(b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to))
 
         self._add: Any = add
 

@@ -36,42 +36,50 @@ def set_rounding(typing_context, mode):
     """Set this thread's rounding mode. A kernel sets it back to TO_NEAREST before it returns."""
 
     def generate(context, builder, signature, arguments):
-        function = builder.module.declare_intrinsic("llvm.set.rounding", (), ir.FunctionType(ir.VoidType(), [I32]))
-        builder.call(function, arguments)
+        write_rounding(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int32), generate
 
 
+def write_rounding(builder: ir.IRBuilder, mode) -> None:
+    """``set_rounding`` to an int32."""
+    function = builder.module.declare_intrinsic("llvm.set.rounding", (), ir.FunctionType(ir.VoidType(), [I32]))
+    builder.call(function, [mode])
+
+
 @intrinsic
-def step(typing_context, a, of_a, signs, parts, of_b, acc, first, of_parts, of_acc, rows, width, fraction_bits, output_bits):
+def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows):
     """Some rows of acc [M, LANES] become the results of a step. The rounding mode is TOWARD_ZERO; arrays are flat and contiguous.
 
     a, parts  float32 if a step's sum is below MOST_UNITS, else float64: a [any rows, width]; parts [any steps, width, 2, LANES]:
               b's positive numbers, and its negative ones, other numbers being 0.
-    of_a      uint8 [any rows, width], exponents; of_b uint8 [1 + any steps, width / 4, LANES, 4], with the bias, from 1 on.
+    of_a      uint8 [any rows, width], exponents; of_b uint8 [any steps, width / 4, LANES, 4], with the bias.
     signs     uint32 [any rows]: bit k is the sign of a's number k.
-    first     the first row of a, of ``rows``; of_parts, the step of parts; of_acc, the first row of acc.
-    width     a multiple of 4, at most 32.
+    sizes     ``Sizes``.
+    first     the first row of a, of ``rows``; of_parts, the step of parts and of_b; of_acc, the first row of acc.
     """
-    signature = types.void(a, of_a, signs, parts, of_b, acc, *[types.int64] * 5, types.int32, types.int32)
+    signature = types.void(a, of_a, signs, parts, of_b, acc, sizes, *[types.int64] * 4)
 
     def generate(context, builder, signature, arguments):
-        arrays = [context.make_array(t)(context, builder, value).data for t, value in zip(signature.args[:6], arguments[:6], strict=True)]
-        _Step(builder, parts.dtype == types.float64).write(*arrays, *arguments[6:])
+        arrays = [context.make_array(t)(context, builder, value).data for t, value in zip(signature.args[:7], arguments[:7], strict=True)]
+        Step(builder, parts.dtype == types.float64).write(*arrays, *arguments[7:])
         return context.get_dummy_value()
 
     return signature, generate
 
 
-class _Step(Vectors):
+class Step(Vectors):
     """Writes the loop of ``step`` over rows, and those within: for the largest exponent, and for the sums."""
 
-    def write(self, a, of_a, signs, parts, of_b, acc, first, of_parts, of_acc, rows, width, fraction_bits, output_bits) -> None:
+    def write(self, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows) -> None:
+        """``step``, of pointers."""
         b = self.b
+        width = self.size(sizes, "width")
+        fraction_bits, output_bits = (b.trunc(self.size(sizes, name), I32) for name in ("fraction_bits", "output_bits"))
         numbers = b.mul(b.mul(of_parts, width), ir.Constant(I64, LANES))  # of b before the step
         parts = b.gep(parts, [b.mul(numbers, ir.Constant(I64, 2))])
-        of_b = b.gep(b.bitcast(of_b, I8.as_pointer()), [b.add(numbers, b.mul(width, ir.Constant(I64, LANES)))])
+        of_b = b.gep(b.bitcast(of_b, I8.as_pointer()), [numbers])
         of_a = b.bitcast(of_a, I8.as_pointer())
         acc = b.gep(acc, [b.mul(of_acc, ir.Constant(I64, LANES))])
         fraction = ir.Constant(I32, self.fraction)

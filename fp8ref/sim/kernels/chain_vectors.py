@@ -1,4 +1,6 @@
-"""LLVM's vectors, as the kernels of a tensor core's steps write them."""
+"""LLVM's vectors, as the kernels of a tensor core's steps write them, and the numbers that these kernels share."""
+
+from typing import NamedTuple
 
 from llvmlite import binding, ir
 from numba.core import cgutils
@@ -6,7 +8,25 @@ from numba.core import cgutils
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
 """Columns of a tile: as many as keep both sums in registers."""
 
-I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+class Sizes(NamedTuple):
+    """What kernels of chains know of their arrays, as one int64 array: numba takes longer to compile many arguments."""
+
+    begin: int  # the columns of the result: from a multiple of LANES on
+    end: int
+    steps: int
+    most: int  # steps of a tile of b that are laid out together
+    m: int  # rows and columns of the result
+    n: int
+    width: int  # of the unit; a multiple of 4, at most 32
+    fraction_bits: int
+    output_bits: int
+    mantissa_bits: int  # of the format that is decoded
+    bias: int
+    zero: int  # the bytes of a zero and of 2^0 among its exponents
+    of_one: int
 
 
 class Vectors:
@@ -17,6 +37,10 @@ class Vectors:
         self.bits, self.fraction, self.n = (I64, 52, 8) if double else (I32, 23, 16)
         self.real = ir.DoubleType() if double else F32
         self.double = double
+
+    def size(self, sizes, name: str):
+        """One of ``Sizes``, int64."""
+        return self.b.load(self.b.gep(sizes, [ir.Constant(I64, Sizes._fields.index(name))]))
 
     def registers(self, values: list) -> list:
         """Variables with these values, which LLVM keeps in registers."""

@@ -4,26 +4,23 @@
 for as many steps as the cache holds, and takes these steps for some rows after others (``chain_steps``).
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8ref.formats import Format
+from fp8ref.sim import threads
 from fp8ref.sim.kernels.bits import prefer_small_code
-from fp8ref.sim.kernels.chain_steps import MOST_UNITS, TO_NEAREST, TOWARD_ZERO, set_rounding, step, zero_and_bias
-from fp8ref.sim.kernels.chain_tiles import lay_out
-from fp8ref.sim.kernels.chain_vectors import LANES
+from fp8ref.sim.kernels.chain_loops import take_chains
+from fp8ref.sim.kernels.chain_rows import decode
+from fp8ref.sim.kernels.chain_steps import MOST_UNITS, zero_and_bias
+from fp8ref.sim.kernels.chain_vectors import LANES, Sizes
 from fp8ref.sim.kernels.compiled import compiled
 
 u32, i32, u8, f32 = np.uint32, np.int32, np.uint8, np.float32
 
-CHAIN_END, SPLIT_END = 1, 2
-"""What follows a step: the accumulator joins the part's sum and is cleared; that sum joins the result, and is cleared."""
-
-STEPS, ROWS = 8, 256
-"""Steps whose tiles of b are laid out together, and rows that take them before others do: all that they touch lies in the second
-cache. Other numbers from 1 to 32 and 64 to 1,024 are at most a tenth slower."""
+STEPS = 8
+"""Steps whose tiles of b are laid out together. Other numbers from 1 to 32 are at most a tenth slower."""
 
 
 class Rows(NamedTuple):
@@ -45,48 +42,50 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     # Products lie below 2^(F + 2) units and the accumulator below 2^(F + 1).
     double = (width << (fraction_bits + 2)) + (1 << (fraction_bits + 1)) >= MOST_UNITS
     a = np.ascontiguousarray(a.reshape(len(a), a.shape[1] // width, width).swapaxes(0, 1))
-    bits = np.packbits(a >= 128, axis=-1, bitorder="little")  # [steps, M, bytes]
-    signs = bits.view(f"<u{bits.shape[-1]}")[..., 0].astype(u32)
     numbers, exponents = np.empty(a.shape, np.float64 if double else f32), np.empty(a.shape, u8)
-    look_up(a.reshape(-1), *tables(fmt, zero_and_bias(double)[0]), numbers.reshape(-1), exponents.reshape(-1))
-    return Rows(numbers, exponents, signs, (width, fraction_bits, output_bits))
+    bits = np.empty(a.size // 16, np.uint16)
+    zero, _ = zero_and_bias(double)
+    sizes = Sizes(0, 0, *a.shape[:1], 0, a.shape[1], 0, width, fraction_bits, output_bits, fmt.mantissa_bits, fmt.bias, zero, 0)
+    flat, given = (a.reshape(-1), numbers.reshape(-1), exponents.reshape(-1)), np.array(sizes, np.int64)
+    if a.size:
+        threads.run(lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], given), bits.size, grain=1 << 13)
+    return Rows(numbers, exponents, _by_rows(bits, width).reshape(a.shape[:2]), (width, fraction_bits, output_bits))
 
 
-@functools.cache
-def tables(fmt: Format, zero: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each code: its number, float32, and its exponent, a byte: max(floor(log2|v|), emin), ``zero`` of a zero. Codes of no number
-    have any."""
-    code = np.arange(256)
-    field = (code & 0x7F) >> fmt.mantissa_bits
-    count = (code & 0x7F) - ((np.maximum(field, 1) - 1) << fmt.mantissa_bits)  # in units of the exponent's last place
-    exponent = np.maximum(field, 1) - fmt.bias
-    number = np.where(code > 127, -1.0, 1.0) * np.ldexp(count, exponent - fmt.mantissa_bits)
-    return number.astype(f32), np.where(count, exponent, zero).astype(np.int8).view(u8)
+def _by_rows(bits: np.ndarray, width: int) -> np.ndarray:
+    """uint32 numbers of ``width`` bits each, 4 to 32, from a sequence of bits."""
+    if width < 8:
+        bytes_ = bits.view(u8)
+        return np.stack([bytes_ & u8(15), bytes_ >> u8(4)], axis=-1).astype(u32)
+    return bits.view(f"<u{width // 8}").astype(u32, copy=False)
 
 
-def padded(b: np.ndarray) -> np.ndarray:
-    """b [N, K] with rows of zeros up to a multiple of LANES."""
-    return np.ascontiguousarray(np.pad(b, ((0, -len(b) % LANES), (0, 0))) if len(b) % LANES else b)
+def tiles(b: np.ndarray) -> np.ndarray:
+    """b [N, K], codes, as ``columns`` takes it: uint32 [ceil(N / LANES), K / 4, LANES], words of four codes, zeros behind the last."""
+    missing = -len(b) % LANES
+    b = np.ascontiguousarray(np.pad(b, ((0, missing), (0, 0))) if missing else b)
+    return np.ascontiguousarray(b.view(u32).reshape(-1, LANES, b.shape[1] // 4).swapaxes(1, 2))
 
 
 def columns(a: Rows, b: np.ndarray, fmt: Format, ends: np.ndarray, out: np.ndarray, begin: int, end: int) -> None:
     """Add to the columns begin to end of out [M, N], begin a multiple of LANES, the chains of a and b [N, K].
 
-    b       as ``padded`` returns it, codes of finite numbers of a format.
-    ends    uint8 [steps]: what follows each step, CHAIN_END and SPLIT_END.
+    b       as ``tiles`` returns it, of codes of finite numbers of a format.
+    ends    uint8 [steps]: what follows each step, CHAIN_END, SPLIT_END or RESULT.
 
     A chain from 0 stays a multiple of 2^(-28 - F), -28 the smallest exponent of a product, and below 2^32 K: float32 neither
     underflows nor overflows.
     """
     (_, m, width), n, kind = a.numbers.shape, out.shape[1], a.numbers.dtype
     most = max(1, min(STEPS * f32().itemsize // kind.itemsize, len(ends)))
-    room, parts = aligned((1 + most) * (width // 4) * LANES, u32), aligned(most * 2 * width * LANES, kind)
+    of_b, parts = aligned(most * (width // 4) * LANES, u32), aligned(most * 2 * width * LANES, kind)
     acc = aligned(2 * m * LANES, f32)
     acc[:] = 0
     zero, of_one = zero_and_bias(kind == np.float64)
-    sizes = np.array([begin, end, m, n, most, *a.unit, fmt.mantissa_bits, fmt.bias, of_one + zero, of_one], np.int64)
-    flat = (x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b.view(u32)))
-    chains(*flat, ends, room, parts, acc, out.reshape(-1), sizes)
+    sizes = Sizes(begin, end, len(ends), most, m, n, *a.unit, fmt.mantissa_bits, fmt.bias, of_one + zero, of_one)
+    chains(
+        *(x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b)), ends, of_b, parts, acc, out.reshape(-1), np.array(sizes, np.int64)
+    )
 
 
 def aligned(size: int, dtype: Any) -> np.ndarray:
@@ -98,45 +97,13 @@ def aligned(size: int, dtype: Any) -> np.ndarray:
 
 
 @compiled
-def look_up(codes, number_of, exponent_of, numbers, exponents):
-    """The numbers of codes, and their exponents, by tables of all codes."""
-    for i in range(codes.size):
-        numbers[i] = number_of[codes[i]]
-        exponents[i] = exponent_of[codes[i]]
+def decoded(codes, numbers, exponents, signs, sizes):
+    """``decode``."""
+    decode(codes, numbers, exponents, signs, sizes)
 
 
 @compiled
-def chains(a, of_a, signs, b, ends, room, parts, acc, out, sizes):
-    """``columns``, of flat arrays: these of ``Rows``, words of four codes of b, and room: for the words of a step of a tile of b
-    [width / 4, LANES] and the exponents of ``most`` steps alike, for these steps' parts, and for the accumulators and the parts' sums
-    [2, M, LANES]. ``sizes`` are as ``columns`` gives them: few arguments are compiled faster than many."""
+def chains(a, of_a, signs, b, ends, of_b, parts, acc, out, sizes):
+    """``take_chains``."""
     prefer_small_code()
-    begin, end, m, n, most, width = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
-    fraction_bits, output_bits, mantissa_bits, bias, zero, of_one = sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11]
-    of_step, sums = width // 4, m * LANES
-    k = ends.size * of_step
-    for first in range(begin, end, LANES):  # the last step of a tile leaves accumulators and sums zero for the next
-        lanes = min(LANES, n - first)
-        for start in range(0, ends.size, most):
-            stop = min(start + most, ends.size)
-            for s in range(start, stop):
-                for j in range(LANES):
-                    at = (first + j) * k + s * of_step
-                    for x in range(of_step):
-                        room[x * LANES + j] = b[at + x]
-                lay_out(room, parts, s - start, width, i32(mantissa_bits), i32(bias), i32(zero), i32(of_one))
-            for row in range(0, m, ROWS):
-                rows = min(ROWS, m - row)
-                for s in range(start, stop):
-                    set_rounding(i32(TOWARD_ZERO))
-                    step(a, of_a, signs, parts, room, acc, s * m + row, s - start, row, rows, width, i32(fraction_bits), i32(output_bits))
-                    set_rounding(i32(TO_NEAREST))
-                    if ends[s]:
-                        for i in range(row * LANES, (row + rows) * LANES):
-                            acc[sums + i] += acc[i]
-                            acc[i] = f32(0)
-                        if ends[s] & SPLIT_END:
-                            for i in range(row, row + rows):
-                                for j in range(lanes):
-                                    out[i * n + first + j] += acc[sums + i * LANES + j]
-                                    acc[sums + i * LANES + j] = f32(0)
+    take_chains(a, of_a, signs, b, ends, of_b, parts, acc, out, sizes)

@@ -7,11 +7,10 @@ such a chain from 0 can have, and for those that no product can be next to: ``ap
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_bits, prefer_small_code, prefer_wide_vectors
-from fp8ref.sim.kernels.chain_steps import MOST_UNITS, TO_NEAREST, TOWARD_ZERO, set_rounding, step, zero_and_bias
-from fp8ref.sim.kernels.chain_tiles import lay_out
-from fp8ref.sim.kernels.chain_vectors import LANES
-from fp8ref.sim.kernels.chains import ROWS, STEPS, Rows, aligned, padded
+from fp8ref.sim.kernels.bits import as_bits, prefer_wide_vectors
+from fp8ref.sim.kernels.chain_loops import RESULT
+from fp8ref.sim.kernels.chain_steps import MOST_UNITS, zero_and_bias
+from fp8ref.sim.kernels.chains import Rows, columns, tiles
 from fp8ref.sim.kernels.compiled import compiled
 
 u32, i32, u8, f32 = np.uint32, np.int32, np.uint8, np.float32
@@ -35,12 +34,12 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
 
 def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
     """acc [M, N], contiguous, any finite float32, becomes the chain from it of a [M, K] and b [N, K], codes of finite numbers of a format. b may
-    have more rows, which are left out; with a multiple of LANES it is not copied.
+    have more rows, which are left out.
 
     An accumulator below every unit of a chain from 0 stays, cut off by itself, while steps have no product; the first that has one cuts
     it off to 0. One above ``LARGEST`` is cut off by itself in every step.
     """
-    (steps, m, width), n, kind = a.numbers.shape, acc.shape[1], a.numbers.dtype
+    (steps, m, _), n = a.numbers.shape, acc.shape[1]
     if acc.size == 0 or steps == 0:
         return
     _, fraction_bits, output_bits = a.unit
@@ -58,12 +57,9 @@ def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
         alone = others & ((magnitudes >= LARGEST) | ~has_product)
         kept = cut[alone]
         acc[others] = 0
-    most = max(1, min(STEPS * f32().itemsize // kind.itemsize, steps))
-    room, parts = aligned((1 + most) * (width // 4) * LANES, u32), aligned(most * 2 * width * LANES, kind)
-    zero, of_one = zero_and_bias(kind == np.float64)
-    sizes = np.array([steps, m, n, most, *a.unit, fmt.mantissa_bits, fmt.bias, of_one + zero, of_one], np.int64)
-    flat = (x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, padded(b).view(u32)))
-    chains_from(*flat, room, parts, aligned(m * LANES, f32), acc.reshape(-1), sizes)
+    ends = np.zeros(steps, u8)
+    ends[-1] = RESULT
+    columns(a, tiles(b), fmt, ends, acc, 0, n)
     if alone is not None:
         acc[alone] = kept
 
@@ -95,35 +91,3 @@ def lay_out_rows(values, emin, zero, numbers, exponents, signs):
                 of_row[k] = u8(exponent if u32(bits & u32(0x7FFFFFFF)) > u32(0) else zero)
                 negative |= u32(u32(bits >> u32(31)) << u32(k))
             signs[s, i] = negative
-
-
-@compiled
-def chains_from(a, of_a, signs, b, room, parts, acc, out, sizes):
-    """``go_on``, of flat arrays, as ``chains.chains`` takes them; acc is room for the accumulators of a tile, [M, LANES]."""
-    prefer_small_code()
-    steps, m, n, most, width, fraction_bits, output_bits = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]
-    mantissa_bits, bias, zero, of_one = sizes[7], sizes[8], sizes[9], sizes[10]
-    of_step = width // 4
-    k = steps * of_step
-    for first in range(0, n, LANES):
-        lanes = min(LANES, n - first)
-        for i in range(m):
-            for j in range(LANES):
-                acc[i * LANES + j] = out[i * n + first + j] if j < lanes else f32(0)
-        for start in range(0, steps, most):
-            stop = min(start + most, steps)
-            for s in range(start, stop):
-                for j in range(LANES):
-                    at = (first + j) * k + s * of_step
-                    for x in range(of_step):
-                        room[x * LANES + j] = b[at + x]
-                lay_out(room, parts, s - start, width, i32(mantissa_bits), i32(bias), i32(zero), i32(of_one))
-            for row in range(0, m, ROWS):
-                rows = min(ROWS, m - row)
-                set_rounding(i32(TOWARD_ZERO))
-                for s in range(start, stop):
-                    step(a, of_a, signs, parts, room, acc, s * m + row, s - start, row, rows, width, i32(fraction_bits), i32(output_bits))
-                set_rounding(i32(TO_NEAREST))
-        for i in range(m):
-            for j in range(lanes):
-                out[i * n + first + j] = acc[i * LANES + j]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_bits, as_float, prefer_wide_vectors
+from fp8ref.sim.kernels.bits import AT_A_TIME, as_bits, as_float, fetch_ahead, prefer_wide_vectors
 from fp8ref.sim.kernels.cast import layout, nearest_even, u32
 from fp8ref.sim.kernels.compiled import compiled
 
@@ -23,10 +23,13 @@ def amax(bits, group, width, out):
     their bits do, NaN on top."""
     for r in range(bits.shape[0]):
         for c in range(out.shape[1]):
-            part, largest = bits[r, c * width : c * width + width], out[group[r], c]
-            for i in range(part.size):
-                magnitude = u32(part[i] & u32(0x7FFFFFFF))
-                largest = magnitude if magnitude > largest else largest
+            largest, end = out[group[r], c], c * width + width
+            for begin in range(c * width, end, AT_A_TIME):
+                part = bits[r, begin : begin + AT_A_TIME if begin + AT_A_TIME < end else end]
+                fetch_ahead(bits, r * bits.shape[1] + begin, part.size)
+                for i in range(part.size):
+                    magnitude = u32(part[i] & u32(0x7FFFFFFF))
+                    largest = magnitude if magnitude > largest else largest
             out[group[r], c] = largest
 
 
@@ -34,10 +37,12 @@ def amax(bits, group, width, out):
 def amax_of_columns(bits, group, width, out):
     """``amax`` of width 1."""
     for r in range(bits.shape[0]):
-        g = group[r]
-        for i in range(bits.shape[1]):
-            magnitude = u32(bits[r, i] & u32(0x7FFFFFFF))
-            out[g, i] = magnitude if magnitude > out[g, i] else out[g, i]
+        for begin in range(0, bits.shape[1], AT_A_TIME):
+            part, largest = bits[r, begin : begin + AT_A_TIME], out[group[r], begin : begin + AT_A_TIME]
+            fetch_ahead(bits, r * bits.shape[1] + begin, part.size)
+            for i in range(part.size):
+                magnitude = u32(part[i] & u32(0x7FFFFFFF))
+                largest[i] = magnitude if magnitude > largest[i] else largest[i]
 
 
 @functools.cache
@@ -51,9 +56,12 @@ def encoder(fmt: Format, columns: bool) -> Callable:
         def encode(bits, group, width, scale, out):
             prefer_wide_vectors()
             for r in range(bits.shape[0]):
-                g = group[r]
-                for i in range(bits.shape[1]):
-                    out[r, i] = np.uint8(nearest_even(as_bits(np.float32(as_float(bits[r, i]) * scale[g, i])), to))
+                for begin in range(0, bits.shape[1], AT_A_TIME):
+                    some = slice(begin, begin + AT_A_TIME)
+                    part, s, coded = bits[r, some], scale[group[r], some], out[r, some]
+                    fetch_ahead(bits, r * bits.shape[1] + begin, part.size)
+                    for i in range(part.size):
+                        coded[i] = np.uint8(nearest_even(as_bits(np.float32(as_float(part[i]) * s[i])), to))
     else:
 
         @compiled
@@ -61,8 +69,12 @@ def encoder(fmt: Format, columns: bool) -> Callable:
             prefer_wide_vectors()
             for r in range(bits.shape[0]):
                 for c in range(scale.shape[1]):
-                    part, s, coded = bits[r, c * width : c * width + width], scale[group[r], c], out[r, c * width : c * width + width]
-                    for i in range(part.size):
-                        coded[i] = np.uint8(nearest_even(as_bits(np.float32(as_float(part[i]) * s)), to))
+                    s, end = scale[group[r], c], c * width + width
+                    for begin in range(c * width, end, AT_A_TIME):
+                        stop = begin + AT_A_TIME if begin + AT_A_TIME < end else end
+                        part, coded = bits[r, begin:stop], out[r, begin:stop]
+                        fetch_ahead(bits, r * bits.shape[1] + begin, part.size)
+                        for i in range(part.size):
+                            coded[i] = np.uint8(nearest_even(as_bits(np.float32(as_float(part[i]) * s)), to))
 
     return encode

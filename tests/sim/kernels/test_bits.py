@@ -35,15 +35,16 @@ def test_wide_vectors_are_asked_for():
 
 def test_what_is_fetched_ahead_changes_nothing_and_may_lie_past_the_end(rng):
     @njit
-    def summed(x):
+    def summed(x, piece):
         total = u32(0)
-        for begin in range(0, x.size, bits.AT_A_TIME):
-            bits.fetch_ahead(x, begin)
-            for value in x[begin : begin + bits.AT_A_TIME]:
+        for begin in range(0, x.size, piece):
+            bits.fetch_ahead(x, begin, piece)
+            for value in x[begin : begin + piece]:
                 total += value
         return total
 
     for size in (0, 1, bits.AT_A_TIME, 5 * bits.AT_A_TIME + 3):
         x = rng.integers(0, 1 << 20, size).astype(u32)
-        assert summed(x) == x.sum()
+        for piece in (bits.AT_A_TIME, 100, 1):
+            assert summed(x, piece) == x.sum()
     assert "llvm.prefetch" in "".join(summed.inspect_llvm().values())

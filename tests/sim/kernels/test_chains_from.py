@@ -11,6 +11,7 @@ from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim import cast, tensor_core
 from fp8ref.sim import threads as parallel
 from fp8ref.sim.kernels import chains, chains_from
+from fp8ref.sim.kernels.chain_loops import ROWS
 from fp8ref.sim.kernels.chain_vectors import LANES
 from fp8ref.sim.tensor_core import UNITS, TensorCore
 
@@ -84,7 +85,7 @@ def test_accumulators_around_every_limit(unit):  # G-10
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=lambda u: u.name)
 def test_several_tiles_of_columns_and_rows(unit, rng):
-    m, n = chains.ROWS + 3, LANES + 5
+    m, n = ROWS + 3, LANES + 5
     agree(codes(rng, (m, 64), E4M3FN, 0.5), codes(rng, (n, 64), E4M3FN, 0.5), accumulators(rng, (m, n)), E4M3FN, E4M3FN, unit)
 
 
