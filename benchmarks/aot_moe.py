@@ -15,7 +15,9 @@ from fp8ref.train.jax.trainer import Trainer
 
 LENGTH, SEQUENCES = 1024, 4
 CASES = [
-    (recipe, mesh) for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed")) for mesh in ({}, {"expert": 4}) for recipe in recipes
+    *((recipe, mesh) for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed")) for mesh in ({}, {"expert": 4}) for recipe in recipes),
+    *((recipe, {"fsdp": 2, "expert": 2}) for recipe in ("bf16", "rowwise", "tensorwise", "delayed")),
+    *((recipe, {"expert": 4, "checkpointing": "full"}) for recipe in ("bf16", "tensorwise", "delayed")),
 ]
 EXPLANATION = """\
 ## The trainer's step with experts
