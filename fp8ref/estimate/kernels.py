@@ -97,6 +97,7 @@ def of_linear(
     roles: Collection[Role] = ROLES,
     linear: str = "",
     gathered: Mapping[Role, float] = MappingProxyType({}),
+    of_norm: float = 4,
 ) -> list[Kernel]:
     """The kernels of one linear for one microbatch.
 
@@ -107,6 +108,7 @@ def of_linear(
     linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them. Without
               a name it is a linear by itself, whose tensors are there in bfloat16.
     gathered  elements by role of what a GEMM multiplies, where codes are gathered from parts.
+    of_norm   bytes an element of what XLA computes a norm's result from again: the residual in float32, or what is added up to it.
     """
     backend = "jax" if how == "xla" else "torch"
     wanted: dict[Role, list[_Served]] = {}
@@ -122,14 +124,14 @@ def of_linear(
                 made += _dequantized(sizes[role], how)
     for role, served in wanted.items():
         whole = gathered.get(role)
-        made += _xla(role, served, sizes[role], linear, whole) if how == "xla" else _of_role(role, served, sizes[role], how, whole)
+        made += _xla(role, served, sizes[role], linear, whole, of_norm) if how == "xla" else _of_role(role, served, sizes[role], how, whole)
     return made
 
 
-def copies_weight(recipe: Recipe, how: Fusion, linear: str) -> bool:
-    """Whether a linear's weight is written in bfloat16. XLA quantizes from float32 what it can."""
+def copies_weight(recipe: Recipe, how: Fusion, linear: str, *, gathered: bool = False) -> bool:
+    """Whether a linear's weight is written in bfloat16. XLA quantizes from float32 what it can. gathered: of pieces."""
     specs = {spec.b.granularity for spec in (recipe.output, recipe.grad_input) if spec.b is not None and multiplies_fp8(spec, "jax")}
-    return how != "xla" or not specs or _copies(specs, linear)
+    return how != "xla" or not specs or _copies(specs, linear, gathered=gathered)
 
 
 def scaled_after(spec: GemmSpec, how: Fusion) -> bool:
@@ -196,38 +198,48 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
     return [Kernel("layout", read + 2 * n), Kernel("cast", 3 * n)]
 
 
-def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None) -> list[Kernel]:
+def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None, of_norm: float) -> list[Kernel]:
     """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
     (with an amax across memory), norms, SwiGLU and sums (with an amax along memory)."""
     source = _SOURCES.get((role, linear), "") if role != "weight" else "masters" if linear else ""
     whole, rows = ([one for one in served if one[1].granularity == name] for name in ("tensorwise", "rowwise"))
     delayed = bool(whole) and whole[0][1].delayed is not None
-    copied = source == "masters" and _copies({cast.granularity for _, cast, _ in served}, linear)
-    # A norm whose amax is needed before its cast is computed again, from float32.
-    read = 4 if (source == "masters" and not copied) or (source == "norm" and whole and not delayed) else 2
+    copied = source == "masters" and _copies({cast.granularity for _, cast, _ in served}, linear, gathered=gathered is not None)
+    # A norm whose amax is needed before its cast is computed again.
+    again = source == "norm" and whole and not delayed
+    read = of_norm if again else 4 if source == "masters" and not copied else 2
+    joined = bool(rows) and linear in llama.COLUMN[:3]  # XLA multiplies q, k and v's input by one array, of their codes under scales of rows
     made = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]
     if whole and not rows and source != "elementwise" and not (delayed and source in ("masters", "norm")):
         made.append(Kernel("amax", read * n))
     for *_, axis in rows:
         along = axis == 1
-        if not (along and source in ("elementwise", "norm")) and not (copied and not along):
-            made.append(Kernel("amax", read * n))
+        # taken by what makes the tensor; of a weight's piece, whose codes are gathered in each order by itself, by the other order's cast
+        by_others = (source in ("elementwise", "norm") or (copied and gathered is not None and not whole)) if along else copied
+        if not by_others:
+            # attention's output is in the order of heads: the kernel of one amax writes magnitudes in that of tokens, for the other's
+            turned = 2 if source == "attention" and role == "input" and along and len(rows) == 2 else 0
+            made.append(Kernel("amax", (read + turned) * n))
     orders = 1 if gathered is not None and not rows else len(served)
-    apart = source == "attention" or (copied and not whole and linear in ("q_proj", "k_proj", "v_proj")) or (gathered is not None and rows)
+    apart = source == "attention" or (role == "weight" and joined) or (gathered is not None and rows and not (whole and copied))
     if orders == 2 and apart:  # heads are transposed; weights of one input are joined; each order is gathered
-        again = source == "attention" and not rows and linear != "v_proj"
-        made += [Kernel("cast", (read + 1) * n), Kernel("layout", 2 * n) if again else Kernel("cast", (read + 1) * n)]
+        turns = source == "attention" and not rows and linear != "v_proj"
+        made += [Kernel("cast", (read + 1) * n), Kernel("layout", 2 * n) if turns else Kernel("cast", (read + 1) * n)]
     else:
         made.append(Kernel("cast", (read + orders) * n))
-    if gathered is not None:  # rows of a weight are gathered in order, tokens of several sequences are not
-        made += [Kernel("layout", 2 * gathered) for *_, axis in served if axis == 0 or role != "weight"]
+    if role == "grad_output" and linear == "q_proj" and len(rows) == 2:
+        made.append(Kernel("cast", 2 * n))  # the kernel that casts gradients of k and v into the joined array also copies q's codes
+    if gathered is not None:  # rows of a weight are gathered in order, tokens of several sequences are not; joined weights are laid out
+        made += [Kernel("layout", 2 * gathered) for *_, axis in served if axis == 0 or role != "weight" or joined]
     return made
 
 
-def _copies(granularities: Collection[str], linear: str) -> bool:
-    """Whether XLA writes a weight in bfloat16 before it quantizes it: for a scale of rows, unless a
-    GEMM of one scale shares the reduction."""
-    return "rowwise" in granularities and ("tensorwise" not in granularities or linear not in ("q_proj", "o_proj", "down_proj"))
+def _copies(granularities: Collection[str], linear: str, *, gathered: bool) -> bool:
+    """Whether XLA writes a weight in bfloat16 before it quantizes it: for a scale of rows. Beside one of the whole tensor, as compiled, not
+    where the float32 master's kernel takes both: of q, o and down, or of pieces those of attention."""
+    if "rowwise" not in granularities or "tensorwise" not in granularities:
+        return "rowwise" in granularities
+    return linear.endswith(("gate_proj", "up_proj", "down_proj")) if gathered else linear not in ("q_proj", "o_proj", "down_proj")
 
 
 def _dequantized(n: float, how: Fusion) -> list[Kernel]:

@@ -48,7 +48,7 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     copied = sum(
         piece
         for name, (piece, _) in held.items()
-        if name not in recipes or EXPERTS in name or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
+        if name not in recipes or EXPERTS in name or kernels.copies_weight(recipes[name], how, name.split(".")[-2], gathered=keys.shards > 1)
     )
     master = 2 if config.optimizer.keeps_masters else 4
     own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)

@@ -228,12 +228,14 @@ def quantizing(
     roles: Collection[Role] = ROLES,
     parts: Mapping[Role, int] = MappingProxyType({}),
     sent: Collection[Gemm] = (),
+    of_norm: float = 4,
 ) -> list[Kernel]:
     """The kernels beside the GEMMs in ``sizes``.
 
     linear, roles  as in ``kernels.of_linear``.
     parts          devices by role that quantize a part each, whose codes are then all-gathered.
     sent           GEMMs whose results are sums' parts in bfloat16, sent to other devices.
+    of_norm        as in ``kernels.of_linear``.
     """
     elements = _elements(sizes)
     made = [kernel for which, m, n, _ in sizes for kernel in kernels.rescale(recipe, which, m * n, how, linear, sent=which in sent)]
@@ -245,6 +247,7 @@ def quantizing(
         roles=roles,
         linear=linear,
         gathered={role: elements[role] for role in parts},
+        of_norm=of_norm,
     )
 
 
@@ -261,7 +264,21 @@ def in_place(decision: Decision, config: Config, backend: str) -> dict:
     recipes = {d.path: d.recipe for d in config.decisions()}
     shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
     sent = ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.sharing > 1 else []
-    return {"linear": name, "parts": parts, "roles": [role for role in ROLES if role != "input" or not shares], "sent": sent}
+    read = _of_norm(decision.path, config)
+    return {"linear": name, "parts": parts, "roles": [role for role in ROLES if role != "input" or not shares], "sent": sent, "of_norm": read}
+
+
+def _of_norm(linear: str, config: Config) -> float:
+    """Bytes an element of what XLA computes a norm's result from again. Until the first sum is in memory, that is rows of the embedding, of
+    which no more are read than there are, and the bfloat16 outputs that are added to them: o's; and where the table was gathered in
+    bfloat16, down's too."""
+    keys = config.parallel
+    rounded = keys.shards > 1 and keys.through == "shard_map"
+    rows = (2 if rounded else 4) * min(1.0, config.model.vocab_size / tokens(config))
+    added = {("0", "q_proj"): 0, ("0", "gate_proj"): 1} | ({("1", "q_proj"): 2} if rounded else {})
+    _, _, rest = linear.partition("layers.")
+    outputs = added.get((rest.split(".")[0], linear.split(".")[-1]))
+    return 4 if outputs is None else rows + 2 * outputs
 
 
 def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:

@@ -60,6 +60,7 @@ def test_what_xla_fuses_depends_on_the_linears_place():
     """An amax of SwiGLU's products costs nothing; a norm is computed again; heads are transposed."""
     assert moved("tensorwise", "xla", "input", linear="down_proj") == {"cast": 4}
     assert moved("tensorwise", "xla", "input", linear="q_proj") == {"amax": 4, "cast": 6}
+    assert moved("tensorwise", "xla", "input", linear="q_proj", of_norm=1) == {"amax": 1, "cast": 3}  # of a small table
     assert moved("tensorwise", "xla", "input", linear="o_proj") == {"amax": 2, "cast": 3, "layout": 2}
     assert moved("rowwise", "xla", "grad_output", linear="k_proj") == {"amax": 4, "cast": 6}
     assert [kernels.copies_weight(RECIPES[name], "xla", "up_proj") for name in ("bf16", "tensorwise", "rowwise", "delayed")] == [
@@ -104,7 +105,16 @@ def test_what_is_gathered_is_laid_out_afterwards():
     gathered = {"weight": 8}
     assert moved("tensorwise", "inductor", "weight", gathered=gathered) == {"layout": 16, "amax": 2, "cast": 3}
     assert moved("tensorwise", "xla", "weight", gathered=gathered, linear="up_proj") == {"layout": 16, "amax": 4, "cast": 5}
-    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="up_proj") == {"layout": 16, "amax": 2, "cast": 6}
+    # the amax of columns is taken with the bfloat16 copy, that of rows by the cast of columns
+    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="up_proj") == {"layout": 16, "cast": 6}
+    # joined weights of q, k and v are laid out in both orders
+    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="k_proj") == {"layout": 32, "cast": 6}
+
+
+def test_a_scale_of_rows_of_what_has_another_order():
+    """Of attention's output the kernel of one amax writes magnitudes for the other; of q's gradient codes are copied beside those of k and v."""
+    assert moved("rowwise", "xla", "input", linear="o_proj") == {"amax": 6, "cast": 6}
+    assert moved("rowwise", "xla", "grad_output", linear="q_proj") == {"amax": 4, "cast": 4 + 2}
 
 
 def test_results_scaled_afterwards():
