@@ -98,6 +98,7 @@ def of_linear(
     linear: str = "",
     gathered: Mapping[Role, float] = MappingProxyType({}),
     of_norm: float = 4,
+    pieces: bool = False,
 ) -> list[Kernel]:
     """The kernels of one linear for one microbatch.
 
@@ -109,6 +110,9 @@ def of_linear(
               a name it is a linear by itself, whose tensors are there in bfloat16.
     gathered  elements by role of what a GEMM multiplies, where codes are gathered from parts.
     of_norm   bytes an element of what XLA computes a norm's result from again: the residual in float32, or what is added up to it.
+    pieces    whether each of several sequences is cut over tensor. Then the rows of an operand whose products are scattered are put in
+              order of pieces for that GEMM, and in their own order for grad_weight, by a kernel each; and gathered gradients of o and
+              down are written in order of pieces, by kernels that take no amax.
     """
     backend = "jax" if how == "xla" else "torch"
     wanted: dict[Role, list[_Served]] = {}
@@ -124,7 +128,7 @@ def of_linear(
                 made += _dequantized(sizes[role], how)
     for role, served in wanted.items():
         whole = gathered.get(role)
-        made += _xla(role, served, sizes[role], linear, whole, of_norm) if how == "xla" else _of_role(role, served, sizes[role], how, whole)
+        made += _xla(role, served, sizes[role], linear, whole, of_norm, pieces) if how == "xla" else _of_role(role, served, sizes[role], how, whole)
     return made
 
 
@@ -198,7 +202,7 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
     return [Kernel("layout", read + 2 * n), Kernel("cast", 3 * n)]
 
 
-def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None, of_norm: float) -> list[Kernel]:
+def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None, of_norm: float, pieces: bool) -> list[Kernel]:
     """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
     (with an amax across memory), norms, SwiGLU and sums (with an amax along memory)."""
     source = _SOURCES.get((role, linear), "") if role != "weight" else "masters" if linear else ""
@@ -209,8 +213,10 @@ def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: flo
     again = source == "norm" and whole and not delayed
     read = of_norm if again else 4 if source == "masters" and not copied else 2
     joined = bool(rows) and linear in llama.COLUMN[:3]  # XLA multiplies q, k and v's input by one array, of their codes under scales of rows
+    scattered = pieces and linear in {"input": llama.ROW, "grad_output": llama.COLUMN}.get(role, ())
+    with_maker = source == "elementwise" and not (pieces and role == "grad_output")
     made = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]
-    if whole and not rows and source != "elementwise" and not (delayed and source in ("masters", "norm")):
+    if whole and not rows and not with_maker and not (delayed and source in ("masters", "norm")):
         made.append(Kernel("amax", read * n))
     for *_, axis in rows:
         along = axis == 1
@@ -222,7 +228,9 @@ def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: flo
             made.append(Kernel("amax", (read + turned) * n))
     orders = 1 if gathered is not None and not rows else len(served)
     apart = source == "attention" or (role == "weight" and joined) or (gathered is not None and rows and not (whole and copied))
-    if orders == 2 and apart:  # heads are transposed; weights of one input are joined; each order is gathered
+    if orders == 2 and scattered and whole:
+        made += _in_pieces(n, read, linear, heads=source == "attention")
+    elif orders == 2 and apart:  # heads are transposed; weights of one input are joined; each order is gathered
         turns = source == "attention" and not rows and linear != "v_proj"
         made += [Kernel("cast", (read + 1) * n), Kernel("layout", 2 * n) if turns else Kernel("cast", (read + 1) * n)]
     else:
@@ -232,6 +240,16 @@ def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: flo
     if gathered is not None:  # rows of a weight are gathered in order, tokens of several sequences are not; joined weights are laid out
         made += [Kernel("layout", 2 * gathered) for *_, axis in served if axis == 0 or role != "weight" or joined]
     return made
+
+
+def _in_pieces(n: float, read: float, linear: str, *, heads: bool) -> list[Kernel]:
+    """Codes by one scale in order of pieces and in their own: of what has heads from codes in order of tokens, which v's cast writes in its own
+    order too."""
+    if not heads:
+        return [Kernel("cast", (read + 1) * n)] * 2
+    if linear == "v_proj":
+        return [Kernel("cast", (read + 2) * n), Kernel("layout", 2 * n)]
+    return [Kernel("cast", (read + 1) * n)] + [Kernel("layout", 2 * n)] * 2
 
 
 def _copies(granularities: Collection[str], linear: str, *, gathered: bool) -> bool:

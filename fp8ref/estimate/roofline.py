@@ -229,13 +229,15 @@ def quantizing(
     parts: Mapping[Role, int] = MappingProxyType({}),
     sent: Collection[Gemm] = (),
     of_norm: float = 4,
+    pieces: bool = False,
 ) -> list[Kernel]:
     """The kernels beside the GEMMs in ``sizes``.
 
     linear, roles  as in ``kernels.of_linear``.
     parts          devices by role that quantize a part each, whose codes are then all-gathered.
     sent           GEMMs whose results are sums' parts in bfloat16, sent to other devices.
-    of_norm        as in ``kernels.of_linear``.
+    of_norm, pieces
+                   as in ``kernels.of_linear``.
     """
     elements = _elements(sizes)
     made = [kernel for which, m, n, _ in sizes for kernel in kernels.rescale(recipe, which, m * n, how, linear, sent=which in sent)]
@@ -248,6 +250,7 @@ def quantizing(
         linear=linear,
         gathered={role: elements[role] for role in parts},
         of_norm=of_norm,
+        pieces=pieces,
     )
 
 
@@ -264,8 +267,9 @@ def in_place(decision: Decision, config: Config, backend: str) -> dict:
     recipes = {d.path: d.recipe for d in config.decisions()}
     shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
     sent = ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.sharing > 1 else []
-    read = _of_norm(decision.path, config)
-    return {"linear": name, "parts": parts, "roles": [role for role in ROLES if role != "input" or not shares], "sent": sent, "of_norm": read}
+    in_pieces = keys.sequence and keys.tensor > 1 and tokens(config) > config.data.sequence_length and "layers." in decision.path
+    own = [role for role in ROLES if role != "input" or not shares]
+    return {"linear": name, "parts": parts, "roles": own, "sent": sent, "of_norm": _of_norm(decision.path, config), "pieces": in_pieces}
 
 
 def _of_norm(linear: str, config: Config) -> float:
@@ -274,7 +278,8 @@ def _of_norm(linear: str, config: Config) -> float:
     bfloat16, down's too."""
     keys = config.parallel
     rounded = keys.shards > 1 and keys.through == "shard_map"
-    rows = (2 if rounded else 4) * min(1.0, config.model.vocab_size / tokens(config))
+    own = tokens(config) / (keys.tensor if keys.sequence else 1)
+    rows = (2 if rounded else 4) * min(1.0, config.model.vocab_size / own)
     added = {("0", "q_proj"): 0, ("0", "gate_proj"): 1} | ({("1", "q_proj"): 2} if rounded else {})
     _, _, rest = linear.partition("layers.")
     outputs = added.get((rest.split(".")[0], linear.split(".")[-1]))
