@@ -62,7 +62,12 @@ def of_step(config: Config, backend: str) -> list[tuple[Collective, int]]:
         loss, norm, devices = "loss, averaged", "norm of the gradients, summed", config.parallel.devices
         made += [(Collective(loss, "all-reduce", "float32", config.parallel.sharing * _of_tokens(config), 1, beside=True), parts)]
         made += [(Collective(norm, "all-reduce", "float32", devices, _squares(config), beside=True), 1)]
-        made += [(Collective("balance of experts, summed", "all-reduce", "float32", config.parallel.sharing, _balance(config), beside=True), parts)]
+        made += [
+            (
+                Collective("balance of experts, summed", "all-reduce", "float32", config.parallel.sharing, _balance(config), beside=True),
+                parts,
+            )
+        ]
     return [(one, times) for one, times in made if one.devices > 1 and one.elements]
 
 

@@ -82,7 +82,7 @@ def _scaled(projections: dict[str, Decision], config: Config) -> Iterator[tuple[
     for last, decision in projections.items():
         experts = decision.experts or 0
         n, k = decision.shape
-        for when, which, role, cast, axis in _casts(decision):
+        for when, role, cast, axis in _casts(decision):
             kind = granularity.by_name(cast.granularity)
             if cast.delayed is not None or kind.reduced is not None or (cast.granularity != "tensorwise" and axis != 0):
                 continue  # a state's, of blocks, or of each row by itself
@@ -100,14 +100,14 @@ def _scaled(projections: dict[str, Decision], config: Config) -> Iterator[tuple[
                 yield copies, times * experts // keys.expert * columns
 
 
-def _casts(decision: Decision) -> Iterator[tuple[Literal["forward", "backward"], Gemm, Role, CastSpec, int]]:
-    """(pass, GEMM, role, cast, reduced axis of [rows, columns]) of rows; a weight's amaxes are its device's own."""
+def _casts(decision: Decision) -> Iterator[tuple[Literal["forward", "backward"], Role, CastSpec, int]]:
+    """(pass, role, cast, reduced axis of [rows, columns]) of rows; a weight's amaxes are its device's own."""
     for when, gemms in GEMMS.items():
         for which in gemms:
             spec = decision.recipe.gemms[which]
             for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
                 if cast is not None and role != "weight":
-                    yield when, which, role, cast, axis % 2
+                    yield when, role, cast, axis % 2
 
 
 def _owner(role: Role, last: str, apart: bool) -> str:

@@ -58,7 +58,9 @@ def with_experts(row: dict) -> Config:
     return config.replace(data={"sequence_length": 1024, "batch_size": 4 * config.parallel.devices, "microbatches": 1})
 
 
-@pytest.mark.parametrize("row", [row for row in COMPILED["moe"] if row["collectives_mib"]], ids=lambda row: f"{row['recipe']} {row['mesh']}")
+@pytest.mark.parametrize(
+    "row", [row for row in COMPILED["moe"] if row["collectives_mib"]], ids=lambda row: f"{row['recipe']} {row['mesh']}"
+)
 def test_bytes_of_experts_are_those_that_xla_compiles_for_h200s(row):  # X-3, X-13, X-14, P-10
     """To the byte: amaxes of groups, the sizes of groups and their balance too."""
     assert moved(with_experts(row)) == row["collectives_mib"]

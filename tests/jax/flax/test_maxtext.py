@@ -42,7 +42,13 @@ SIZES = {
     "max_target_length": LENGTH,
     "override_model_config": True,
 }
-OURS = {"run_name": "fp8ref", "hardware": "cpu", "skip_jax_distributed_system": True, "enable_checkpointing": False, "dataset_type": "synthetic"}
+OURS = {
+    "run_name": "fp8ref",
+    "hardware": "cpu",
+    "skip_jax_distributed_system": True,
+    "enable_checkpointing": False,
+    "dataset_type": "synthetic",
+}
 HOW = {"attention": "dot_product", "scan_layers": False, "dtype": "bfloat16", "weight_dtype": "float32"}
 LINEARS = {
     "self_attention.query": (D, HEADS * SIZE),
