@@ -388,7 +388,7 @@ def _device(weight: torch.Tensor) -> torch.device:
     one."""
     if not weight.is_meta:
         return weight.device
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _check_called(name: str, parent: nn.Module | None) -> None:
