@@ -17,10 +17,11 @@ from fp8ref.attention_products import AttentionOperand
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.health import recorded
-from fp8ref.jax import attention_observer, hardware, health, linear, proof, stats
+from fp8ref.jax import attention_observer, hardware, health, linear, stats
 from fp8ref.stats import Operand, merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
+from fp8ref.train.jax import step_proof
 from fp8ref.train.jax.checkpoint import Store, filled
 from fp8ref.train.jax.forward_pass import Pass
 from fp8ref.train.jax.llama import Llama
@@ -284,55 +285,11 @@ class Trainer:
         Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
                   missing, on a GPU also from the compiled program; unless run.allow_fallback.
         """
-        # The lowered program shows every planned GEMM before XLA rewrites any; on a GPU the compiled
-        # one is read as well, because XLA may still replace an FP8 GEMM there.
-        lowered = self.lowered(tokens)
-        program = proof.read(lowered)
-        planned = {name: recipe for name, recipe in self._step.linears.items() if recipe.fp8}
-        placements = {path: placement for path in planned if (placement := self._layout.placement(path))}
-        plan = self._multiply.name if self._multiply else None
-        missing = proof.missing(program, planned, placements, plan)
-        attended = self._step.attention_in_program
-        by_kernel = self.config.parallel.attention == "kernel"
-        if self._variant is not None and not by_kernel:
-            missing += proof.missing_products(program, attended, self._variant, plan)
-        executable = lowered.compile() if self._layout.on_gpu else None
-        compiled = proof.read_compiled(executable) if executable else None
-        kernels = proof.kernel_calls(executable.as_text() or "") if executable and by_kernel else []
-        missing += proof.missing_kernels(kernels, attended) if by_kernel else []
-        missing += proof.lost(compiled, program) if compiled else []
-        if missing and not self.config.run.allow_fallback:
-            raise ConfigError(
-                "the compiled step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
-            )
-        found = proof.manifest(program, planned, missing, compiled, plan)
-        # Under parallel.scan one GEMM of the program is every layer's.
-        for key in ("gemms", "simulated", "on_dequantised_operands"):
-            if key in found:
-                found[key] = [self._of_layer(one, i) for one in found[key] for i in self._layers_of(one)]
-        if self._variant is not None and by_kernel:
-            of_layers = [str(self._of_layer(one, i)) for one in kernels for i in self._layers_of(one)]
-            found["attention"] = {"variant": self._variant.name, "gemms": [], "kernels": of_layers}
-        elif self._variant is not None and attended:
-            found["attention"] = proof.manifest_of_products(program, attended, self._variant)
-            for key in ("gemms", "on_dequantised_operands"):
-                found["attention"][key] = [self._of_layer(one, i) for one in found["attention"][key] for i in self._layers_of(one)]
-        return found
+        return step_proof.prove(self.lowered(tokens), self._step, self._layout, self.config, self._multiply)
 
     def lowered(self, tokens: np.ndarray) -> jax.stages.Lowered:
         """The step's lowered program, before XLA compiles it."""
         return self._train.lower(*self._arguments(tokens))
-
-    def _layers_of(self, gemm: dict | str) -> range:
-        """The layers that share a GEMM of the program; one, of no account, for a GEMM of its own."""
-        name = gemm if isinstance(gemm, str) else gemm["gemm"]
-        return range(self.config.model.num_hidden_layers if "*" in name else 1)
-
-    def _of_layer(self, gemm: dict | str, i: int) -> dict | str:
-        """An entry of the proof under the name of layer i."""
-        if isinstance(gemm, str):
-            return gemm.replace("*", str(i))
-        return gemm | {"gemm": gemm["gemm"].replace("*", str(i))}
 
     @property
     def _variant(self) -> attention.Variant | None:

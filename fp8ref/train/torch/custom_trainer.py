@@ -29,7 +29,7 @@ class CustomStep(Step):
     def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None, device: torch.device, multiply: Multiply | None) -> None:
         self.config, self.mesh, self.device, self.multiply = config, None, device, multiply
         self._keeps_masters, self.copies, self.factors, self._casts_anew = False, None, None, False
-        self._copied = ((), torch.empty(0))
+        self.context, self._norm = None, optimizer.GradientNorm(None, 1)
         model = custom_model.build(config.architecture, config.model.vocab_size, seed=config.run.seed)
         if weights is not None:
             _set(model, weights)
@@ -82,7 +82,7 @@ class Trainer(trainers.Trainer):
 
         Raises:   ConfigError: as ``custom_model.build`` and ``custom_probe.check``; weights of other names or shapes; numerics.accumulate with a GPU.
         """
-        self.config, self._multiply = config, multiply
+        self.config = config
         config.numerics.check_multiply(multiply)
         if multiply is not None and torch.cuda.is_available():
             raise ConfigError("numerics.accumulate multiplies on the host's CPU, and torch has a GPU. Hide it with CUDA_VISIBLE_DEVICES=.")

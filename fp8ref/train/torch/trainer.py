@@ -19,13 +19,13 @@ from fp8ref.attention_products import AttentionOperand
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.stats import Operand, merged, planned
-from fp8ref.torch import attention_kernel, attention_observer, attention_stats, delayed, hardware, health, proof, stats
+from fp8ref.torch import attention_kernel, attention_observer, attention_stats, delayed, health, stats
 from fp8ref.torch.gemm_observer import observe_gemms, of_groups
 from fp8ref.torch.parallel import AXES
 from fp8ref.torch.proof.records import unwrapped
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
-from fp8ref.train.torch import optimizer
+from fp8ref.train.torch import optimizer, rank_parts, step_proof
 from fp8ref.train.torch.checkpoint import Store
 from fp8ref.train.torch.llama import Attention, Llama
 from fp8ref.train.torch.processes import mesh_of
@@ -48,7 +48,6 @@ class Trainer:
         Raises:   ConfigError: as ``mesh_of``; numerics.accumulate without multiply, or with a GPU.
         """
         self.config = config
-        self._multiply = multiply
         config.numerics.check_multiply(multiply)
         if config.parallel.attention == "kernel":
             if config.numerics.attention not in attention_kernel.VARIANTS:
@@ -107,8 +106,8 @@ class Trainer:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]; under parallel.context of all ranks, which divide T."""
         with self._step.computing():
-            own = self._step.tokens(tokens[:, self._step.own_tokens(tokens.shape[1])])
-            return self._step.of_context(self._step.logits(own).float()).cpu().numpy()
+            own = self._step.tokens(tokens[:, rank_parts.own_tokens(tokens.shape[1], self._step.context)])
+            return rank_parts.of_context(self._step.logits(own).float(), self._step.context).cpu().numpy()
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -297,33 +296,7 @@ class Trainer:
         Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
                   missing, unless run.allow_fallback.
         """
-        keys = self.config.parallel
-        planned = {d.path: d.recipe for d in self.decisions if d.fp8}
-        variant, attention = self.config.attention_variant, dict(self._attention())
-        with (proof.trace_compiled if keys.compile != "none" else proof.trace_eager)(self.model, attention) as traced:
-            self._step.backward(tokens)
-        self._step.forget()
-        plan = self._multiply.name if self._multiply else None
-        missing = proof.missing(traced, planned, plan)
-        if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
-            of_linears = [d for d in self.decisions if d.fp8 and d.experts is None]  # experts' weights are gathered in the compute dtype
-            missing += proof.missing_gathers(self.model, [d.path for d in of_linears if d.recipe.serves_both("weight")])
-        with hardware.simulating(self._multiply):
-            codes = variant is not None and proof.multiplies_codes(variant, self.config.numerics.attention_arithmetic, self._device)
-        layers = self.config.attention_in_fp8
-        by_kernel = keys.attention == "kernel"
-        if by_kernel:
-            missing += proof.missing_kernels(traced, layers)
-        elif variant is not None:
-            missing += proof.missing_products(traced, layers, variant, codes=codes, plan=plan)
-        if missing and not self.config.run.allow_fallback:
-            raise ConfigError(
-                "the step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
-            )
-        found = proof.manifest(traced, planned, missing, proof.gathers(self.model), plan)
-        if variant is not None and by_kernel:
-            return found | {"attention": proof.manifest_of_kernels(traced, variant)}
-        return found | ({"attention": proof.manifest_of_products(traced, layers, variant, codes=codes)} if variant and layers else {})
+        return step_proof.prove(self._step, tokens, self.decisions, dict(self._attention()))
 
 
 def _check_kernel() -> None:

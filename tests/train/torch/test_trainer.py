@@ -43,27 +43,6 @@ def test_delayed_states_roll_once_a_step_and_not_without_one(small):  # H-5, T-4
     assert all(state.step == 1 and not state.seen.any() for state in states.values())
 
 
-def proved(config, tokens):
-    """A rank's proof, and its losses of one batch, again and again."""
-    trainer = Trainer(config)
-    proof = trainer.prove(tokens)
-    return (
-        proof["missing"],
-        sorted(gemm["gemm"] for gemm in proof["gemms"] if gemm["fp8"]),
-        [trainer.step(tokens)["loss"] for _ in range(3)],
-    )
-
-
-def test_ranks_that_share_linears_prove_every_gemm(small):  # B-8, P-14
-    config = small.replace(numerics={"recipe": "delayed"}, model={"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2})
-    found = run(2, proved, config.replace(parallel={"tensor": 2, "sequence": True}), loader.open_batches(config).step(0))
-    assert found[0] == found[1]
-    missing, gemms, losses = found[0]
-    assert missing == []
-    assert len(set(gemms)) == len(gemms) == 3 * sum(d.fp8 for d in config.decisions())
-    assert losses[-1] < losses[0]
-
-
 def eight_billion(ranks, text):
     """A layer of Llama-8B at its widths, on ranks; one process takes their rows in turn (T-7, H-4)."""
     config = configs.load(Path(fp8ref.configs.__file__).parent / "llama-8b.toml")
