@@ -199,14 +199,15 @@ def outside_gemms(text: str) -> dict[str, float]:
 
 def quantizing(text: str) -> dict[str, dict[str, float]]:
     """Kernels of a mebibyte or more that do no more than quantize, or scale a GEMM's result, by purpose (``fp8ref.estimate.kernels.Part``):
-    their number and GB. A kernel that also writes a wide tensor is that tensor's."""
+    their number and GB. A kernel that also writes a wide tensor is that tensor's. u8 are codes, and bits beside them (P-6)."""
     found: dict[str, dict[str, float]] = {part: {"kernels": 0, "gb": 0.0} for part in ("amax", "cast", "layout", "rescale")}
     for one, read in kernels(text):
         moved = sum(map(_bytes, (*one.types, *read)))
         if moved < MEBIBYTE or _collective(one):
             continue
-        made, given = ({"f8" if dtype.startswith("f8") else dtype for dtype, shape in types if math.prod(shape) >= MEBIBYTE // 4}
+        made, given = ({"f8" if dtype.startswith("f8") or dtype == "u8" else dtype for dtype, shape in types if math.prod(shape) >= MEBIBYTE // 4}
                        for types in (one.types, read))  # fmt: skip
+        made = made - {"s16", "u16"} or made  # an amax's parts beside
         if made == {"f8"}:
             part = "layout" if given == {"f8"} else "cast"
         elif "_largest" in one.path and {dtype for dtype, _ in one.types} <= {"s16", "u16", "s32", "u32"}:

@@ -15,16 +15,18 @@ from fp8ref.train.jax.trainer import Trainer
 
 LENGTH, SEQUENCES = 1024, 4
 CASES = [
-    (recipe, mesh) for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed")) for mesh in ({}, {"expert": 4}) for recipe in recipes
+    *((recipe, mesh) for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed")) for mesh in ({}, {"expert": 4}) for recipe in recipes),
+    *((recipe, {"fsdp": 2, "expert": 2}) for recipe in ("bf16", "rowwise", "tensorwise", "delayed")),
+    *((recipe, {"expert": 4, "checkpointing": "full"}) for recipe in ("bf16", "tensorwise", "delayed")),
 ]
 EXPLANATION = """\
 ## The trainer's step with experts
 
 One layer of Qwen3-30B-A3B, its 128 experts of which 8 take each token, a vocabulary of 1,024, four sequences of 1,024 tokens a device;
 `fp8ref train`'s step. On several H200s `parallel.expert` holds experts apart. Grouped GEMMs are one dot in a loop over blocks of rows, with a
-block's expert's weight: those of the three projections, three each, and what they write. Bytes outside GEMMs are as above, those of a loop's
-body times the loop's rounds, each of one block, weight or sum of what the loop's arrays hold. The trainer calls no `lax.ragged_dot`: XLA
-makes one product of all rows with all weights of it (the table above).
+block's expert's weight: those of the three projections, three each and under full checkpointing four, and what they write. Bytes outside GEMMs
+are as above, those of a loop's body times the loop's rounds, each of one block, weight or sum of what the loop's arrays hold. The trainer calls
+no `lax.ragged_dot`: XLA makes one product of all rows with all weights of it (the table above).
 
 | recipe | H200s | grouped GEMMs take | linears' GEMMs take | outside GEMMs, GB in kernels | between devices, MiB | ratio to bf16 | temporary, MiB |
 |---|---|---|---|---|---|---|---|"""

@@ -1,8 +1,8 @@
 """The collectives of a training step: what is moved, by which kind, in which dtype, and between how many devices.
 
 In JAX those of a program that is compiled for H200s (benchmarks/results/aot.json), to the byte: amaxes, scales of rows,
-bits beside codes, the loss and the norm of the gradients too. Not counted: the few bytes of experts' amaxes, the sizes of their
-groups and their balance, and those of the scales of gradients in FP8. In PyTorch none of these few bytes is counted.
+bits beside codes, the loss and the norm of the gradients too, and with experts the sizes of their groups and their balance. Not counted: the
+scales of gradients in FP8. In PyTorch none of these few bytes is counted.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8ref import llama
-from fp8ref.estimate import scale_collectives
+from fp8ref.estimate import expert_collectives, scale_collectives
 from fp8ref.estimate.scale_collectives import Shared
 from fp8ref.formats import QUANTIZED_FORMATS
 from fp8ref.gemm_spec import CastSpec
@@ -62,6 +62,12 @@ def of_step(config: Config, backend: str) -> list[tuple[Collective, int]]:
         loss, norm, devices = "loss, averaged", "norm of the gradients, summed", config.parallel.devices
         made += [(Collective(loss, "all-reduce", "float32", config.parallel.sharing * _of_tokens(config), 1, beside=True), parts)]
         made += [(Collective(norm, "all-reduce", "float32", devices, _squares(config), beside=True), 1)]
+        made += [
+            (
+                Collective("balance of experts, summed", "all-reduce", "float32", config.parallel.sharing, _balance(config), beside=True),
+                parts,
+            )
+        ]
     return [(one, times) for one, times in made if one.devices > 1 and one.elements]
 
 
@@ -116,6 +122,11 @@ def _squares(config: Config) -> int:
     return sum(which) - max(0, joined - 1)
 
 
+def _balance(config: Config) -> int:
+    """Of each expert the rows that it took and the sum of its probabilities (M-8): of all layers together, which are added first."""
+    return 2 * config.model.num_experts
+
+
 def _of_parameter(name: str, shape: tuple[int, ...], recipe: Recipe | None, config: Config, backend: str) -> Iterator[Collective]:
     """A parameter's gathers, and the sums of its gradient. recipe: of the linear whose weight it is; None of all else."""
     keys = config.parallel
@@ -161,15 +172,14 @@ def _rows(config: Config, backend: str) -> Iterator[Collective]:
     keys, model = config.parallel, config.model
     forward = 2 if keys.checkpointing == "full" else 1  # and again in the backward pass
     rows = tokens(config) * model.num_experts_per_tok * model.hidden_size * (1 if backend == "torch" else keys.expert)
-    recipes = {d.path: d.recipe for d in config.decisions() if d.experts is not None}
-    for layer in range(model.num_hidden_layers):
-        gate, up, down = (recipes[f"model.layers.{layer}.mlp.experts.{name}_proj"] for name in ("gate", "up", "down"))
-        inputs = gate == up and gate.fp8 and gate.serves_both("input")
-        results = down.fp8 and down.serves_both("grad_output")
-        for codes, times in ((inputs, forward), (results, 1)):
-            dtype = "uint8" if codes and keys.expert_dispatch == "fp8" else "bfloat16"
+    for projections in expert_collectives.layers(config):
+        moving = expert_collectives.moving(projections, config)
+        for codes, times in ((moving.rows, forward), (moving.gradients, 1)):
+            dtype = "uint8" if codes else "bfloat16"
             yield Collective("rows, sent to their experts", "all-to-all", dtype, keys.expert, times * rows)
         yield Collective("rows, sent back", "all-to-all", "bfloat16", keys.expert, (forward + 1) * rows)
+        if backend == "jax":
+            yield Collective("sizes of groups, exchanged", "all-to-all", "int32", keys.expert, forward * model.num_experts, beside=True)
 
 
 def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[Collective]:

@@ -97,6 +97,9 @@ def of_linear(
     roles: Collection[Role] = ROLES,
     linear: str = "",
     gathered: Mapping[Role, float] = MappingProxyType({}),
+    of_norm: float = 4,
+    pieces: bool = False,
+    beside: Collection[Role] = (),
 ) -> list[Kernel]:
     """The kernels of one linear for one microbatch.
 
@@ -107,6 +110,12 @@ def of_linear(
     linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them. Without
               a name it is a linear by itself, whose tensors are there in bfloat16.
     gathered  elements by role of what a GEMM multiplies, where codes are gathered from parts.
+    of_norm   bytes an element of what XLA computes a norm's result from again: the residual in float32, or what is added up to it.
+    pieces    whether each of several sequences is cut over tensor. Then the rows of an operand whose products are scattered are put in
+              order of pieces for that GEMM, and in their own order for grad_weight, by a kernel each; and gathered gradients of o and
+              down are written in order of pieces, by kernels that take no amax.
+    beside    roles whose tensor another linear's kernel reads, which writes this linear's codes too: under delayed scaling each linear has a
+              scale of its own.
     """
     backend = "jax" if how == "xla" else "torch"
     wanted: dict[Role, list[_Served]] = {}
@@ -122,14 +131,21 @@ def of_linear(
                 made += _dequantized(sizes[role], how)
     for role, served in wanted.items():
         whole = gathered.get(role)
-        made += _xla(role, served, sizes[role], linear, whole) if how == "xla" else _of_role(role, served, sizes[role], how, whole)
+        if how == "xla" and role == "grad_output" and whole is not None and recipe.pairs_gradients:
+            made += _paired(sizes[role], whole)
+        elif how == "xla":
+            made += (
+                _beside(served, sizes[role], whole) if role in beside else _xla(role, served, sizes[role], linear, whole, of_norm, pieces)
+            )
+        else:
+            made += _of_role(role, served, sizes[role], how, whole)
     return made
 
 
-def copies_weight(recipe: Recipe, how: Fusion, linear: str) -> bool:
-    """Whether a linear's weight is written in bfloat16. XLA quantizes from float32 what it can."""
+def copies_weight(recipe: Recipe, how: Fusion, linear: str, *, gathered: bool = False) -> bool:
+    """Whether a linear's weight is written in bfloat16. XLA quantizes from float32 what it can. gathered: of pieces."""
     specs = {spec.b.granularity for spec in (recipe.output, recipe.grad_input) if spec.b is not None and multiplies_fp8(spec, "jax")}
-    return how != "xla" or not specs or _copies(specs, linear)
+    return how != "xla" or not specs or _copies(specs, linear, gathered=gathered)
 
 
 def scaled_after(spec: GemmSpec, how: Fusion) -> bool:
@@ -147,7 +163,9 @@ def rescale(recipe: Recipe, which: Gemm, outputs: float, how: Fusion, linear: st
         return []
     if how == "xla":
         fused = linear in (*llama.COLUMN, *llama.ROW) and not (linear in SWIGLU and which == "output") and not sent
-        return [] if fused else [Kernel("rescale", (writes(spec, how) + 2) * outputs)]
+        # gradients of q, k and v are one array, which q's kernel reads, and one of k and v
+        times = 2 if which == "grad_weight" and linear in llama.COLUMN[:3] else 1
+        return [] if fused else [Kernel("rescale", (times * writes(spec, how) + 2) * outputs)]
     # eager writes the product of both scales in float32 first
     return [Kernel("rescale", 4 * outputs)] if how == "inductor" else [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]
 
@@ -196,38 +214,82 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
     return [Kernel("layout", read + 2 * n), Kernel("cast", 3 * n)]
 
 
-def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None) -> list[Kernel]:
+def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None, of_norm: float, pieces: bool) -> list[Kernel]:
     """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
     (with an amax across memory), norms, SwiGLU and sums (with an amax along memory)."""
     source = _SOURCES.get((role, linear), "") if role != "weight" else "masters" if linear else ""
     whole, rows = ([one for one in served if one[1].granularity == name] for name in ("tensorwise", "rowwise"))
     delayed = bool(whole) and whole[0][1].delayed is not None
-    copied = source == "masters" and _copies({cast.granularity for _, cast, _ in served}, linear)
-    # A norm whose amax is needed before its cast is computed again, from float32.
-    read = 4 if (source == "masters" and not copied) or (source == "norm" and whole and not delayed) else 2
+    copied = source == "masters" and _copies({cast.granularity for _, cast, _ in served}, linear, gathered=gathered is not None)
+    # A norm whose amax is needed before its cast is computed again.
+    again = source == "norm" and whole and not delayed
+    read = of_norm if again else 4 if source == "masters" and not copied else 2
+    joined = (
+        bool(rows) and linear in llama.COLUMN[:3]
+    )  # XLA multiplies q, k and v's input by one array, of their codes under scales of rows
+    scattered = pieces and linear in {"input": llama.ROW, "grad_output": llama.COLUMN}.get(role, ())
+    with_maker = source == "elementwise" and not (pieces and role == "grad_output")
     made = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]
-    if whole and not rows and source != "elementwise" and not (delayed and source in ("masters", "norm")):
+    if whole and not rows and not with_maker and not (delayed and source in ("masters", "norm")):
         made.append(Kernel("amax", read * n))
     for *_, axis in rows:
         along = axis == 1
-        if not (along and source in ("elementwise", "norm")) and not (copied and not along):
-            made.append(Kernel("amax", read * n))
+        # taken by what makes the tensor; where each order has a kernel of its own, and none turns it, by the other order's cast
+        by_cast = (copied and gathered is not None and not whole) or (scattered and role == "grad_output" and linear in SWIGLU)
+        by_others = source in ("elementwise", "norm") or by_cast if along else copied
+        if not by_others:
+            # attention's output is in the order of heads: the kernel of one amax writes magnitudes in that of tokens, for the other's
+            turned = 2 if source == "attention" and role == "input" and along and len(rows) == 2 and not pieces else 0
+            made.append(Kernel("amax", (read + turned) * n))
     orders = 1 if gathered is not None and not rows else len(served)
-    apart = source == "attention" or (copied and not whole and linear in ("q_proj", "k_proj", "v_proj")) or (gathered is not None and rows)
-    if orders == 2 and apart:  # heads are transposed; weights of one input are joined; each order is gathered
-        again = source == "attention" and not rows and linear != "v_proj"
-        made += [Kernel("cast", (read + 1) * n), Kernel("layout", 2 * n) if again else Kernel("cast", (read + 1) * n)]
+    apart = (
+        source == "attention" or (role == "weight" and joined) or scattered or (gathered is not None and rows and not (whole and copied))
+    )
+    if orders == 2 and scattered and whole:
+        made += _in_pieces(n, read, linear, heads=source == "attention")
+    elif orders == 2 and apart:  # heads are transposed; weights of one input are joined; each order is gathered
+        turns = source == "attention" and not rows and linear != "v_proj"
+        made += [Kernel("cast", (read + 1) * n), Kernel("layout", 2 * n) if turns else Kernel("cast", (read + 1) * n)]
     else:
         made.append(Kernel("cast", (read + orders) * n))
-    if gathered is not None:  # rows of a weight are gathered in order, tokens of several sequences are not
-        made += [Kernel("layout", 2 * gathered) for *_, axis in served if axis == 0 or role != "weight"]
+    if source == "attention" and role == "input" and scattered and rows:
+        made.append(Kernel("layout", 2 * n))  # from the order of tokens to that of pieces
+    if role == "grad_output" and linear == "q_proj" and len(rows) == 2 and not pieces:
+        made.append(Kernel("cast", 2 * n))  # the kernel that casts gradients of k and v into the joined array also copies q's codes
+    if gathered is not None:  # rows of a weight are gathered in order, tokens of several sequences are not; joined weights are laid out
+        made += [Kernel("layout", 2 * gathered) for *_, axis in served if axis == 0 or role != "weight" or joined]
     return made
 
 
-def _copies(granularities: Collection[str], linear: str) -> bool:
-    """Whether XLA writes a weight in bfloat16 before it quantizes it: for a scale of rows, unless a
-    GEMM of one scale shares the reduction."""
-    return "rowwise" in granularities and ("tensorwise" not in granularities or linear not in ("q_proj", "o_proj", "down_proj"))
+def _beside(served: list[_Served], n: float, gathered: float | None) -> list[Kernel]:
+    """Codes by a scale of their own, written where the tensor is read for another linear."""
+    orders = 1 if gathered is not None else len(served)
+    return [Kernel("scale", 0), Kernel("cast", orders * n), *([] if gathered is None else [Kernel("layout", 2 * gathered) for _ in served])]
+
+
+def _paired(n: float, gathered: float) -> list[Kernel]:
+    """Codes of rows and of columns that are gathered as one of them and a bit an element (P-6): the amax of columns, codes, bits; and both codes
+    of what is gathered, of which one kernel reads codes twice, of both neighbours, and writes bytes beside."""
+    sent = [Kernel("scale", 0), Kernel("scale", 0), Kernel("amax", 2 * n), Kernel("cast", 3 * n), Kernel("cast", (2 + 1 / 8) * n)]
+    return [*sent, Kernel("layout", (2 + 1 / 8) * gathered), Kernel("layout", 4 * gathered)]
+
+
+def _in_pieces(n: float, read: float, linear: str, *, heads: bool) -> list[Kernel]:
+    """Codes by one scale in order of pieces and in their own: of what has heads from codes in order of tokens, which v's cast writes in its own
+    order too."""
+    if not heads:
+        return [Kernel("cast", (read + 1) * n)] * 2
+    if linear == "v_proj":
+        return [Kernel("cast", (read + 2) * n), Kernel("layout", 2 * n)]
+    return [Kernel("cast", (read + 1) * n)] + [Kernel("layout", 2 * n)] * 2
+
+
+def _copies(granularities: Collection[str], linear: str, *, gathered: bool) -> bool:
+    """Whether XLA writes a weight in bfloat16 before it quantizes it: for a scale of rows. Beside one of the whole tensor, as compiled, not
+    where the float32 master's kernel takes both: of q, o and down, or of pieces those of attention."""
+    if "rowwise" not in granularities or "tensorwise" not in granularities:
+        return "rowwise" in granularities
+    return linear.endswith(("gate_proj", "up_proj", "down_proj")) if gathered else linear not in ("q_proj", "o_proj", "down_proj")
 
 
 def _dequantized(n: float, how: Fusion) -> list[Kernel]:

@@ -48,7 +48,9 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     copied = sum(
         piece
         for name, (piece, _) in held.items()
-        if name not in recipes or EXPERTS in name or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
+        if name not in recipes
+        or EXPERTS in name
+        or kernels.copies_weight(recipes[name], how, name.split(".")[-2], gathered=keys.shards > 1)
     )
     master = 2 if config.optimizer.keeps_masters else 4
     own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)
@@ -96,7 +98,7 @@ def _gradient(name: str, config: Config, backend: str) -> int:
 
 def _arranged(config: Config, backend: str) -> float:
     """Bytes of kernels that put pieces of several sequences in order, where JAX cuts each over tensor (benchmarks/results/aot.md): after a
-    gather, of bfloat16 alone, as FP8's are among those that quantize; and an operand's rows before its products are scattered."""
+    gather, and an operand's rows before its products are scattered; of bfloat16 alone, as FP8's are among those that quantize."""
     keys, model = config.parallel, config.model
     if backend == "torch" or not keys.sequence or keys.tensor == 1 or tokens(config) == config.data.sequence_length:
         return 0
@@ -112,7 +114,8 @@ def _arranged(config: Config, backend: str) -> float:
             elements += model.hidden_size * (2 * (1 + again) * (of_output == 2) + 2 * (of_weight == 2))
         if last in ("o_proj", "down_proj"):
             elements += model.hidden_size * 2 * (2 in (of_input, of_weight))
-        elements += scattered.get(last, 0) * (of_output * (1 + again) if last == "o_proj" else of_input)
+        wide = of_output if last == "o_proj" else of_input
+        elements += scattered.get(last, 0) * (2 * (1 + again * (last == "o_proj")) if wide == 2 else 0)
     return 2 * tokens(config) * elements
 
 

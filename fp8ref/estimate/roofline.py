@@ -15,14 +15,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fp8ref import llama
-from fp8ref.estimate import attention, grouped, kernels, outside_linears
+from fp8ref.estimate import attention, grouped, kernels, linear_place, outside_linears
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import in_fp8, tokens, used
+from fp8ref.train.device_shapes import tokens, used
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
@@ -228,12 +227,17 @@ def quantizing(
     roles: Collection[Role] = ROLES,
     parts: Mapping[Role, int] = MappingProxyType({}),
     sent: Collection[Gemm] = (),
+    of_norm: float = 4,
+    pieces: bool = False,
+    beside: Collection[Role] = (),
 ) -> list[Kernel]:
     """The kernels beside the GEMMs in ``sizes``.
 
     linear, roles  as in ``kernels.of_linear``.
     parts          devices by role that quantize a part each, whose codes are then all-gathered.
     sent           GEMMs whose results are sums' parts in bfloat16, sent to other devices.
+    of_norm, pieces, beside
+                   as in ``kernels.of_linear``.
     """
     elements = _elements(sizes)
     made = [kernel for which, m, n, _ in sizes for kernel in kernels.rescale(recipe, which, m * n, how, linear, sent=which in sent)]
@@ -245,23 +249,10 @@ def quantizing(
         roles=roles,
         linear=linear,
         gathered={role: elements[role] for role in parts},
+        of_norm=of_norm,
+        pieces=pieces,
+        beside=beside,
     )
-
-
-def in_place(decision: Decision, config: Config, backend: str) -> dict:
-    """Keywords of ``quantizing`` for a config's linear."""
-    keys, name = config.parallel, short_name(decision.path)
-    parts: dict[Role, int] = {"weight": keys.shards} if keys.shards > 1 and in_fp8(decision.recipe, config, backend) else {}
-    if backend != "jax":
-        return {"linear": name, "parts": parts}
-    if keys.sequence and decision.path.startswith("model.layers."):
-        parts["input" if name in llama.COLUMN else "grad_output"] = keys.tensor
-    # XLA quantizes an input once for linears that share it.
-    first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
-    recipes = {d.path: d.recipe for d in config.decisions()}
-    shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
-    sent = ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.sharing > 1 else []
-    return {"linear": name, "parts": parts, "roles": [role for role in ROLES if role != "input" or not shares], "sent": sent}
 
 
 def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:
@@ -270,7 +261,7 @@ def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceil
     how = kernels.fusion(config, backend)
     if decision.experts is not None:
         return of_groups(decision.recipe, sizes, decision.experts // config.parallel.expert, how, ceilings)
-    return of_sizes(decision.recipe, sizes, how, ceilings, **in_place(decision, config, backend))
+    return of_sizes(decision.recipe, sizes, how, ceilings, **linear_place.of(decision, config, backend))
 
 
 def of_groups(recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, ceilings: Ceilings) -> Ledger:

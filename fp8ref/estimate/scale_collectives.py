@@ -1,8 +1,10 @@
-"""What JAX's linears share beside their tensors: amaxes, and scales of rows that are gathered with their codes (spec P-2, P-6). Experts' are not counted.
+"""What JAX's linears share beside their tensors: amaxes, and scales of rows that are gathered with their codes (spec P-2, P-6).
 
 An amax is reduced over the mesh axes that cut its group of elements. The scales of rows go with the rows. The two GEMMs that take one cast
 share its amax. Inside shard_map linears that read one input share its amaxes too. Under plain jit they do not, and the partitioner reduces
 amaxes of columns of an input or a weight twice, as int32 and as uint32, and scatters those of a grad_output, whose scales it then gathers.
+Where checkpointing runs a forward pass again, it shares again what it casts by, but not what it observes, which nothing wants. Experts' amaxes
+are those of ``expert_collectives``.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8ref import llama
+from fp8ref.estimate import expert_collectives
 from fp8ref.gemm_spec import CastSpec
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, Gemm, Recipe, Role
@@ -41,6 +44,7 @@ def of_part(config: Config) -> Iterator[Shared]:
     for decision in config.decisions():
         if decision.experts is None:
             yield from _of_linear(decision, config, seen)
+    yield from (Shared(devices, count) for devices, count in expert_collectives.amaxes(config))
 
 
 def _of_linear(decision: Decision, config: Config, seen: set[tuple]) -> Iterator[Shared]:
@@ -58,7 +62,7 @@ def _of_linear(decision: Decision, config: Config, seen: set[tuple]) -> Iterator
             if key in seen:
                 continue
             seen.add(key)
-            times = 1 + (again and which == "output")
+            times = 1 + (again and which == "output" and cast.delayed is None)
             scope = config if cast.delayed is None else config.replace(parallel={"amax_scope": "global"})  # one state for all (H-4)
             devices = tuple(_count(axes, role, scope) for axes in cut)
             if whole:

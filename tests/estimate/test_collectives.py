@@ -9,6 +9,7 @@ import sizes
 
 from fp8ref.estimate import collectives
 from fp8ref.llama import LlamaConfig
+from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 
 COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
@@ -32,13 +33,44 @@ def compiled(row: dict) -> Config:
     return config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})
 
 
+def moved(config: Config) -> dict[str, float]:
+    """{kind and dtype, as recorded: MiB}"""
+    made: collections.Counter = collections.Counter()
+    for one, times in collectives.of_step(config, "jax"):
+        made[f"{one.kind} {DTYPES[one.dtype]}"] += times * one.bytes / 2**20
+    return dict(made)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_bytes_are_those_that_xla_compiles_for_h200s(row):  # P-2, P-6, P-9, P-10
     """To the byte, by kind and dtype: amaxes, scales, the loss and the norm too."""
-    made: collections.Counter = collections.Counter()
-    for one, times in collectives.of_step(compiled(row), "jax"):
-        made[f"{one.kind} {DTYPES[one.dtype]}"] += times * one.bytes / 2**20
-    assert dict(made) == row["collectives_mib"]
+    assert moved(compiled(row)) == row["collectives_mib"]
+
+
+def with_experts(row: dict) -> Config:
+    """The config that a recorded compile with experts is of (benchmarks/aot_moe.py): one layer of Qwen3-30B-A3B."""
+    config = configs.load("qwen3-30b-a3b")
+    config = config.replace(
+        model={"num_hidden_layers": 1, "vocab_size": 1024},
+        numerics={"recipe": row["recipe"]},
+        parallel={**vars(type(config.parallel)()), **row["mesh"]},
+    )
+    return config.replace(data={"sequence_length": 1024, "batch_size": 4 * config.parallel.devices, "microbatches": 1})
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in COMPILED["moe"] if row["collectives_mib"]], ids=lambda row: f"{row['recipe']} {row['mesh']}"
+)
+def test_bytes_of_experts_are_those_that_xla_compiles_for_h200s(row):  # X-3, X-13, X-14, P-10
+    """To the byte: amaxes of groups, the sizes of groups and their balance too."""
+    assert moved(with_experts(row)) == row["collectives_mib"]
+
+
+def test_the_balance_of_all_layers_is_one_sum():
+    """Two layers of the model above under recipe bf16 and {"expert": 4}, compiled by ``aot_moe.py``, sum 535,312 floats: the gradients of routers and
+    norms, squares of parameters that are cut, 2 x 128 of the balance, and the loss."""
+    config = with_experts({"recipe": "bf16", "mesh": {"expert": 4}}).replace(model={"num_hidden_layers": 2})
+    assert moved(config)["all-reduce f32"] == 4 * 535_312 / 2**20
 
 
 def test_what_is_received_of_the_whole():

@@ -90,33 +90,14 @@ def test_rows_are_sent_to_their_experts_and_back():  # X-13
     assert again["rows, sent back"].elements == torch["rows, sent back"].elements * 3 / 2
 
 
-@pytest.mark.parametrize("row", [row for row in COMPILED if "expert" in row["mesh"]], ids=lambda row: row["recipe"])
-def test_collectives_are_those_that_xla_compiles_for_h200s(row):  # X-13, P-10
-    """One layer of Qwen3-30B-A3B, four sequences of 1,024 tokens a device (benchmarks/aot_moe.py). The larger of what goes into a collective
-    and what comes out is n / (n - 1) of what a device receives of n, half of that of an all-reduce; amaxes and sizes are below a MiB."""
-    n, config = row["mesh"]["expert"], configs.load("qwen3-30b-a3b")
-    config = config.replace(
-        model={"num_hidden_layers": 1, "vocab_size": 1024},
-        numerics={"recipe": row["recipe"]},
-        parallel={**vars(type(config.parallel)()), **row["mesh"]},
-        data={"sequence_length": 1024, "batch_size": 4 * n, "microbatches": 1},
-    )
-    expected = {"all-to-all": 0.0, "all-gather": 0.0, "all-reduce": 0.0, "reduce-scatter": 0.0}
-    for purpose, flow in traffic.flows(config, "jax").items():
-        kind = {"rows": "all-to-all", "weights": "all-gather"}.get(
-            purpose.split(",")[0], "all-reduce" if "summed" in purpose else "reduce-scatter"
-        )
-        expected[kind] += flow.bytes * n / (n - 1) / (2 if kind == "all-reduce" else 1) / 2**20
-    for kind, size in expected.items():
-        assert sum(moved for what, moved in row["collectives_mib"].items() if what.startswith(kind)) == pytest.approx(size, abs=1), kind
-
-
 @pytest.mark.parametrize("row", COMPILED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_grouped_gemms_multiply_codes_on_an_h200(row):  # X-10
     e4m3, e5m2 = "bf16" if row["recipe"] == "bf16" else "f8e4m3fn", "f8e5m2"
     gradients = e5m2 if row["recipe"] in ("tensorwise", "delayed") else e4m3
     pairs = ((e4m3, e4m3), (gradients, e4m3), (e4m3, gradients))  # XLA takes grad_weight's operands in the other order
     expected = collections.Counter(f"{a} x {b} -> f32" for a, b in pairs for _ in range(3))  # of three projections
+    if "checkpointing" in row["mesh"]:  # outputs again, down's too: the weights of a token's experts want it
+        expected[f"{e4m3} x {e4m3} -> f32"] += 3
     assert row["taken"]["grouped"] == expected
     assert not row["lost"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import sizes
 
-from fp8ref.estimate import kernels, roofline
+from fp8ref.estimate import kernels, linear_place, roofline
 from fp8ref.estimate.kernels import Kernel
 from fp8ref.llama import LlamaConfig
 from fp8ref.policy import POLICIES
@@ -60,6 +60,7 @@ def test_what_xla_fuses_depends_on_the_linears_place():
     """An amax of SwiGLU's products costs nothing; a norm is computed again; heads are transposed."""
     assert moved("tensorwise", "xla", "input", linear="down_proj") == {"cast": 4}
     assert moved("tensorwise", "xla", "input", linear="q_proj") == {"amax": 4, "cast": 6}
+    assert moved("tensorwise", "xla", "input", linear="q_proj", of_norm=1) == {"amax": 1, "cast": 3}  # of a small table
     assert moved("tensorwise", "xla", "input", linear="o_proj") == {"amax": 2, "cast": 3, "layout": 2}
     assert moved("rowwise", "xla", "grad_output", linear="k_proj") == {"amax": 4, "cast": 6}
     assert [kernels.copies_weight(RECIPES[name], "xla", "up_proj") for name in ("bf16", "tensorwise", "rowwise", "delayed")] == [
@@ -104,7 +105,43 @@ def test_what_is_gathered_is_laid_out_afterwards():
     gathered = {"weight": 8}
     assert moved("tensorwise", "inductor", "weight", gathered=gathered) == {"layout": 16, "amax": 2, "cast": 3}
     assert moved("tensorwise", "xla", "weight", gathered=gathered, linear="up_proj") == {"layout": 16, "amax": 4, "cast": 5}
-    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="up_proj") == {"layout": 16, "amax": 2, "cast": 6}
+    # the amax of columns is taken with the bfloat16 copy, that of rows by the cast of columns
+    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="up_proj") == {"layout": 16, "cast": 6}
+    # joined weights of q, k and v are laid out in both orders
+    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="k_proj") == {"layout": 32, "cast": 6}
+
+
+def test_pieces_of_sequences_have_a_kernel_for_each_order():
+    """Codes of down's input, read twice; of attention's output from the order of tokens to both; o's gradient has an amax of its own."""
+    assert moved("tensorwise", "xla", "input", linear="down_proj", pieces=True) == {"cast": 3 + 3}
+    assert moved("tensorwise", "xla", "input", linear="o_proj", pieces=True) == {"amax": 2, "cast": 3, "layout": 2 + 2}
+    assert moved("tensorwise", "xla", "grad_output", linear="v_proj", pieces=True) == {"amax": 2, "cast": 4, "layout": 2}
+    assert moved("tensorwise", "xla", "grad_output", linear="o_proj", pieces=True) == {"amax": 2, "cast": 4}
+    assert moved("rowwise", "xla", "grad_output", linear="up_proj", pieces=True) == {"amax": 2, "cast": 3 + 3}
+    assert moved("rowwise", "xla", "input", linear="o_proj", pieces=True) == {"amax": 2 + 2, "cast": 3 + 3, "layout": 2}
+
+
+def test_paired_codes_of_a_gathered_gradient():  # P-6
+    """Of 1 of 2 elements an amax, codes, and a bit; of both in bfloat16's place codes, bits and codes, and then codes twice, codes and bytes."""
+    found = moved("rowwise", "xla", "grad_output", linear="o_proj", gathered={"grad_output": 2})
+    assert found == {"amax": 2, "cast": 3 + 2.125, "layout": 2 * 2.125 + 2 * 4}
+
+
+def test_a_state_of_its_own_casts_beside_another_linears():  # H-4
+    assert moved("delayed", "xla", "input", linear="k_proj", beside=["input"]) == {"cast": 2}
+
+
+def test_joined_gradients_are_read_by_two_kernels():
+    """q's, and one of k and v: where they are sent, scaled by a kernel of their own."""
+    row = RECIPES["rowwise"]
+    assert kernels.rescale(row, "grad_weight", 1, "xla", "k_proj", sent=True) == [Kernel("rescale", 2 * 2 + 2)]
+    assert kernels.rescale(row, "grad_weight", 1, "xla", "up_proj", sent=True) == [Kernel("rescale", 2 + 2)]
+
+
+def test_a_scale_of_rows_of_what_has_another_order():
+    """Of attention's output the kernel of one amax writes magnitudes for the other; of q's gradient codes are copied beside those of k and v."""
+    assert moved("rowwise", "xla", "input", linear="o_proj") == {"amax": 6, "cast": 6}
+    assert moved("rowwise", "xla", "grad_output", linear="q_proj") == {"amax": 4, "cast": 4 + 2}
 
 
 def test_results_scaled_afterwards():
@@ -129,9 +166,9 @@ def test_who_fuses():
 
 @pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of a mebibyte and more, of two layers. The first norm reads a small embedding table instead of a residual, and XLA joins or splits a
-    kernel here and there: 4.5 % of the bytes, a fifth of the kernels. Under tensor parallelism it also moves pieces of heads, and makes both sets of
-    codes of a gradient of one (P-6): 14.5 %."""
+    """Of a mebibyte and more. What is left: operands that are not of the tensors themselves, scales and amaxes of rows, 0.2 %; under delayed scaling
+    and rowwise_with_gw_hp how the first norm reads the table, 0.9 %; at 2048 features a layout of a gradient that is a cast, 1.7 % of casts. Kernels
+    are a fifth more or fewer: XLA makes one of several linears' casts, amaxes of a mebibyte of a row's parts are kernels there."""
     model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
@@ -140,12 +177,11 @@ def test_kernels_are_those_that_xla_compiles_for_h200s(row):
     for decision in config.decisions():
         if decision.fp8:
             gemms = [(g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, "jax")]
-            for kernel in roofline.quantizing(decision.recipe, gemms, "xla", **roofline.in_place(decision, config, "jax")):
+            for kernel in roofline.quantizing(decision.recipe, gemms, "xla", **linear_place.of(decision, config, "jax")):
                 made[kernel.part] += kernel.bytes / 1e9
                 count += kernel.bytes >= 2**20
     found = row["quantizing"]
-    bound = 0.145 if config.parallel.tensor > 1 else 0.045
     whole = sum(part["gb"] for part in found.values())
-    assert made.total() == pytest.approx(whole, rel=bound)
+    assert made.total() == pytest.approx(whole, rel=0.01 if row["recipe"] in ("delayed", "rowwise_with_gw_hp") or "model" in row else 0.002)
     assert count == pytest.approx(sum(part["kernels"] for part in found.values()), rel=0.2)
-    assert {part: made[part] for part in found} == pytest.approx({part: of["gb"] for part, of in found.items()}, abs=bound * whole)
+    assert {part: made[part] for part in found} == pytest.approx({part: of["gb"] for part, of in found.items()}, abs=0.017 * whole)

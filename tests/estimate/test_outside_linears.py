@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import sizes
 
-from fp8ref.estimate import outside_linears, roofline
+from fp8ref.estimate import linear_place, outside_linears, roofline
 from fp8ref.estimate.gpu_rates import PUBLISHED
 from fp8ref.llama import LlamaConfig
 from fp8ref.train.config import Config
@@ -32,19 +32,20 @@ def compiled(row: dict) -> Config:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of all kernels but GEMMs and collectives: at most 2 % below and 1.5 % above, under plain jit too; under tensor parallelism, where XLA also
-    moves pieces of heads that the estimate does not count, at most 3 % below. No error is derived: these are the recorded rows' own, rounded up
-    (0.980 of rowwise_with_gw_hp, 1.014 of tensorwise with bfloat16 sums, 0.974 of rowwise with tensor 2). They hold a change of what is counted;
-    the rows of other blocks, to which no constant was fitted, hold the constants."""
+    """Of all kernels but GEMMs and collectives: at most 2 % below and 1 % above, under plain jit too; of bf16 under tensor parallelism, where XLA
+    also moves pieces of heads that the estimate does not count, at most 2.6 % below. No error is derived: these are the recorded rows' own, rounded up
+    (0.980 of bf16 at 2048 features, 1.0095 of tensorwise with bfloat16 sums, 0.975 of bf16 with tensor 2). They hold a change of what is counted; the
+    rows of other blocks, to which no constant was fitted, hold the constants."""
     config = compiled(row)
     made = sum(outside_linears.moved(config, "jax").values())
     for decision in config.decisions():
         if decision.fp8:
             gemms = [(g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, "jax")]
             made += sum(
-                kernel.bytes for kernel in roofline.quantizing(decision.recipe, gemms, "xla", **roofline.in_place(decision, config, "jax"))
+                kernel.bytes for kernel in roofline.quantizing(decision.recipe, gemms, "xla", **linear_place.of(decision, config, "jax"))
             )
-    assert (0.97 if config.parallel.tensor > 1 else 0.98) <= made / 1e9 / row["outside_gemms"]["gb"] <= 1.015
+    least = 0.974 if config.parallel.tensor > 1 and row["recipe"] == "bf16" else 0.98
+    assert least <= made / 1e9 / row["outside_gemms"]["gb"] <= 1.01
 
 
 def test_gradients_are_widened_where_devices_sum_them_in_float32():
@@ -58,11 +59,11 @@ def test_gradients_are_widened_where_devices_sum_them_in_float32():
 
 def test_pieces_of_several_sequences_are_put_in_order():
     """Read and written, of 128 tokens in 4 sequences and 2 layers, H = A = 64, KV 32, F 128, halves of A, KV and F on a device. In bfloat16 six
-    gathers of a layer, and rows of what q, k, v, gate and up's grad_inputs and o's output are made of; in FP8 these alone, in codes."""
+    gathers of a layer, and rows of what q, k, v, gate and up's grad_inputs and o's output are made of; FP8's are among what quantizes."""
     put, keys = "pieces of sequences, put in order", {"data": 2, "tensor": 2, "sequence": True}
     rows = 32 + 16 + 16 + 64 + 64 + 32
     of = {name: outside_linears.moved(sizes.config(recipe=name, **keys), "jax") for name in ("bf16", "rowwise", "rowwise_with_gw_hp")}
-    assert [found[put] for found in of.values()] == [128 * 2 * 2 * n for n in (2 * (6 * 64 + rows), rows, rows + 4 * 2 * 64)]
+    assert [found.get(put, 0) for found in of.values()] == [128 * 2 * 2 * n for n in (2 * (6 * 64 + rows), 0, 4 * 2 * 64)]
     one = sizes.config(recipe="bf16", **keys).replace(data={"batch_size": 2})
     assert put not in outside_linears.moved(one, "jax")
     assert put not in outside_linears.moved(sizes.config(recipe="bf16", **keys), "torch")

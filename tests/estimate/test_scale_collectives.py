@@ -46,6 +46,7 @@ def test_scales_of_gathered_tokens():  # P-6
 
 def test_what_delayed_scaling_observes_is_shared_likewise():  # H-4
     assert shared("delayed", **MESH) == shared(**MESH)
+    assert shared("delayed", **MESH, checkpointing="full") == shared(**MESH)  # what a pass observes again nothing wants
 
 
 def test_plain_jit_shares_no_amax_of_an_input():

@@ -26,9 +26,6 @@ KEPT = ("linear", "attention")
 """What selective checkpointing keeps of a layer, by ``checkpoint_name``: the outputs of linears and of
 attention."""
 
-GATHERED = "gathered"
-"""The name of experts' weights that are gathered for a pass, which keeps none."""
-
 QUERIES = 512
 """The queries that chunked attention takes at a time."""
 
@@ -140,15 +137,15 @@ class Pass:
         over = layout.sharing_groups if layout else ()
 
         def product(rows, w, state, seen, tap, codes):
-            w = (checkpoint_name(layout.expert_weights(w), GATHERED) if layout else w).swapaxes(-1, -2)
+            w = (layout.expert_weights(w) if layout else w).swapaxes(-1, -2)
             how: dict = {"recipe": recipe, "state": state, "seen": seen, "over": over, "name": name}
             if codes is None and not grad_codes:
                 return *grouped.apply_with_stats(rows, w, sizes, **how, tap=tap), None
             y, seen, slot = grouped.apply_codes(rows, w, sizes, **how, input_codes=codes, grad_codes=grad_codes)
             return y, seen, tap, slot
 
-        if layout and layout.gathers_experts:  # gathered again in the backward pass, as fsdp does
-            product = jax.checkpoint(product, policy=jax.checkpoint_policies.save_anything_except_these_names(GATHERED), prevent_cse=True)
+        if layout and layout.gathers_experts:  # gathered again in the backward pass, as fsdp does; nothing there wants the result
+            product = jax.checkpoint(product)
         y, seen, tap, slot = product(rows, w, self.state.get(name), self.seen.get(name), self.taps.get(name), codes)
         if seen is not None:
             self.seen[name] = seen

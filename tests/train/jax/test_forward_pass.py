@@ -1,7 +1,10 @@
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8ref.train import config as configs
 from fp8ref.train.jax import forward_pass
 from fp8ref.train.jax.forward_pass import Pass
 from fp8ref.train.jax.trainer import Trainer
@@ -21,6 +24,16 @@ def test_what_a_layer_has_is_found_by_its_name():
     names = ["model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj"]
     run = Pass(mu=dict.fromkeys(names, jnp.ones(())), taps=dict.fromkeys(names, jnp.zeros(())))
     assert [list(found) for found in run.of("model.layers.1")] == [[], [], names[:1], [], names[:1]]
+
+
+def test_experts_that_fsdp_cuts_are_gathered_again_in_the_backward_pass():
+    """Eight experts of 128 x 128, three projections, gathered in bfloat16 in each pass; nothing is multiplied again: a loop for each product."""
+    config = configs.load("tiny-moe").replace(model={"num_hidden_layers": 1}, parallel={"fsdp": 2}, numerics={"recipe": "rowwise"})
+    config = config.replace(data={"batch_size": 4, "sequence_length": 32, "microbatches": 1})
+    text = Trainer(config).lowered(np.zeros((4, 33), np.int32)).as_text()
+    gathered = re.findall(r"stablehlo\.all_gather.*?-> tensor<([\dx]+)xbf16>", text, re.DOTALL)
+    assert gathered.count("8x128x128") == 2 * 3
+    assert text.count("stablehlo.while") == 3 * 3
 
 
 @pytest.mark.slow
