@@ -25,6 +25,7 @@ _NAMED = re.compile(r"^\s+([xyz]\d+|r\d_\d+|[xyz]index|r\d_index) = (.+)$", re.M
 _ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(")
 _BROADCAST = re.compile(r"^tl\.broadcast_to\((.*), \[.*\]\)$")
 _SPREAD = re.compile(r"tl\.full\(\[[^\]]*\], 0, tl\.int32\)(\.broadcast_to\([^)]*\))?")
+_WORD = re.compile(r"[a-z]\w*")
 _TYPES = re.compile(r"'(\w+)': '\*(\w+)'")
 
 
@@ -102,8 +103,12 @@ def _touched(index: str, named: list[tuple[str, str]], axis: str, lanes: int, wi
 
 
 def _used(index: str, named: list[tuple[str, str]], numels: dict[str, int]) -> list[str]:
-    """The axes along which an index changes."""
-    return [axis for axis, count in numels.items() if np.ptp(np.atleast_1d(_evaluated(index, _values(named, axis, count))))]
+    """The axes that an index is made of."""
+    made = set(_WORD.findall(index))
+    for name, code in reversed(named):
+        if name in made:
+            made.update(_WORD.findall(code))
+    return [axis for axis in numels if f"{axis}index" in made]
 
 
 def _evaluated(index: str, values: dict[str, np.ndarray]) -> np.ndarray:
