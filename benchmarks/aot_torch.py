@@ -100,6 +100,9 @@ reductions; torch's and torchao's as inductor does by itself. Kept is what the f
 pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`, but for the row that says so. CUDA graphs are of the graphs that
 inductor's rules let become one (`mode="reduce-overhead"`), with the number of tensors that they write in place. The last column is of
 different kernels that Triton compiles to machine code."""
+STALE = """
+Rows without sectors were generated before sectors were counted and before fp8ref kept casts apart; `make aot-torch` makes all rows anew. A row without
+a last column was generated without Triton."""
 STATES = """\
 ## Optimizer states
 
@@ -341,7 +344,8 @@ def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
 
 def markdown(found: dict) -> str:
     """The table of all rows."""
-    lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    stale = [STALE] if any("sectors" not in each for each in found["rows"]) else []
+    lines = [EXPLANATION, *stale, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     lines += [f"| {' | '.join(cells(each))} |" for each in found["rows"]]
     lines += ["", STATES]
     for each in found["states"]:
