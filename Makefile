@@ -54,7 +54,7 @@ $(GPU_SITE):
 	touch $@
 
 gpu-probe: $(GPU_SITE)
-	$(ON_GPU) benchmarks/gpu_probe.py --budget 300
+	$(ON_GPU) benchmarks/gpu_probe.py --budget 300 --jobs 6
 
 gpu-tests: $(GPU_SITE)  # of the files that have such tests alone: others may want packages that are not here; other versions may warn
 	$(ON_GPU) -m pytest -p no:cacheprovider -W default -m gpu $$(grep -rl pytest.mark.gpu tests)

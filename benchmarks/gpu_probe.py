@@ -1,11 +1,12 @@
 """What a GPU computes, recorded: its casts and scales, its instruction, and the GEMMs of PyTorch and JAX, each probed and kept bit for bit.
 
-Recordings go to tests/evidence, where the tests compute them again; a table of what was found to benchmarks/results/gpu_probe.json and .md. What is
+Recordings go to tests/evidence/DEVICE, where the tests compute them again; a table of what was found to benchmarks/results/gpu_probe.json and .md. What is
 there already, of this device and these versions, is not asked again: a run that was cut off goes on, with what failed last.
 --dry runs the same on a CPU, with small shapes, into another directory.
 """
 
 import argparse
+import concurrent.futures
 import itertools
 import json
 import os
@@ -51,6 +52,7 @@ def asked(shapes: tuple[tuple[int, int, int], ...], *, dry: bool) -> Iterator[tu
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=480, help="seconds, after which nothing more is started (default 480)")
+    parser.add_argument("--jobs", type=int, default=1, help="questions that are asked at once, each by a process of its own (default 1)")
     parser.add_argument("--dry", action="store_true", help="on a CPU, to see that every line runs; needs --out")
     parser.add_argument(
         "--out", type=Path, help="instead of the repository: a directory for evidence/ and results/, such as one that outlives the machine"
@@ -61,7 +63,7 @@ def main() -> int:
     device = gpu()
     if not known.dry and device is None:
         parser.error("no NVIDIA GPU is here. --dry --out DIR runs the same on a CPU.")
-    evidence = known.out / "evidence" if known.out else ROOT / "tests" / "evidence"
+    evidence = (known.out / "evidence" if known.out else ROOT / "tests" / "evidence") / (device or "cpu").lower().replace(" ", "-")
     results = known.out / "results" if known.out else ROOT / "benchmarks" / "results"
     evidence.mkdir(parents=True, exist_ok=True)
     try:
@@ -72,13 +74,19 @@ def main() -> int:
     begin = time.monotonic()
     questions = list(asked(DRY_SHAPES if known.dry else SHAPES, dry=known.dry))
     todo = sorted((q for q in questions if not kept.finished(q[0])), key=lambda q: kept.tried(q[0]))  # what failed comes last
-    for name, arguments, flags in todo:
+
+    def ask(question: tuple[str, list[str], str]) -> tuple[str, dict] | None:
         left = known.budget - (time.monotonic() - begin)
-        if left <= 0:
-            break
-        kept.put(name, run(name, arguments, flags, evidence, results, min(LONGEST, left + 60)))
-        kept.write(markdown(kept.data))
-        console.say(f"{time.monotonic() - begin:5.0f} s  {name}: {kept.data['sections'][name]['said']}")
+        return (question[0], run(*question, evidence, results, min(LONGEST, left + 60))) if left > 0 else None
+
+    with concurrent.futures.ThreadPoolExecutor(known.jobs) as pool:
+        for asking in concurrent.futures.as_completed([pool.submit(ask, question) for question in todo]):
+            if (found := asking.result()) is None:
+                continue
+            name, answer = found
+            kept.put(name, answer)
+            kept.write(markdown(kept.data))
+            console.say(f"{time.monotonic() - begin:5.0f} s  {name}: {answer['said']}")
     kept.write(markdown(kept.data))
     print(markdown(kept.data))
     untried = [name for name, *_ in questions if not kept.tried(name)]
@@ -91,7 +99,7 @@ def main() -> int:
 
 def run(name: str, arguments: list[str], flags: str, evidence: Path, results: Path, seconds: float) -> dict:
     """One command of fp8ref in a process of its own, as XLA's flags are read once; a certificate's JSON is kept next to the table."""
-    path = results / f"gpu_{name}.json" if name == "certificate" else results / "gpu_probe.tmp.json"
+    path = results / f"gpu_{name}.json" if name == "certificate" else results / f"gpu_probe_{name}.tmp.json"
     path.unlink(missing_ok=True)  # what a process that was killed left
     keep = [] if name == "certificate" else ["--record", str(evidence / name)]
     variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "COLUMNS": "200"}

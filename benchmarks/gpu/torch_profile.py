@@ -9,9 +9,11 @@ from torch.profiler import ProfilerActivity, profile
 from gpu import breakdown, timing
 from gpu.torch_bench import Bench
 from gpu.torch_blocks import Blocks
+from gpu.torch_variants import MINIMAL
 
 STEPS = 3
-VARIANTS = ("bf16", "fp8ref tensorwise", "fp8ref rowwise", "fp8ref rowwise_with_gw_hp", "fp8ref delayed", "torchao tensorwise")
+NEEDED = 25  # seconds of a variant, compiling included
+VARIANTS = ("bf16", "fp8ref tensorwise", "torchao tensorwise", MINIMAL, "fp8ref rowwise", "fp8ref delayed", "fp8ref rowwise_with_gw_hp")
 ON_DEVICE, ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op",)
 
 
@@ -19,6 +21,9 @@ def run(bench: Bench) -> dict:
     """Rows: seconds of a step by kind (``breakdown.NAMES``), and the longest kernels by name."""
     blocks, rows = Blocks(bench, bench.sizes.blocks, bench.sizes.tokens), []
     for variant in VARIANTS:
+        if bench.budget.left < NEEDED and not bench.dry:
+            rows.append({"name": variant, "error": "no time was left"})
+            continue
         try:
             events = recorded(bench, blocks.model(variant).step)
             kinds = breakdown.seconds(events, STEPS)

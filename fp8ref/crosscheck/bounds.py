@@ -15,6 +15,7 @@ from fp8ref.hardware import Multiply
 from fp8ref.recipe import GemmSpec, Recipe
 from fp8ref.sim import cast, delayed, scaling
 from fp8ref.sim import llama as model
+from fp8ref.sim.tensor_core import TensorCore
 
 SAMPLES = 16
 """Runs of the simulated model under stochastic rounding."""
@@ -42,17 +43,27 @@ The degrees are not one fewer, because the mean is known: it is the unperturbed 
 """
 
 
-def gemm(a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.ndarray, simulated: np.ndarray) -> np.ndarray:
+def gemm(
+    a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.ndarray, simulated: np.ndarray, *, unit: TensorCore | None = None
+) -> np.ndarray:
     """Bound on |found - simulated| of a GEMM's bfloat16 outputs, elementwise, in float64 (B-1).
 
+    unit      of tensor cores that multiplied, and under whose plan the output was simulated (B-16): each
+              side errs by what its steps lose.
     Shapes:   a [M, K]; b [N, K]; found, simulated and the bound [M, N].
     Specials: NaN or Inf where an operand is.
     """
-    return bound.bound(a, b, found, simulated, out_dtype=BFLOAT16, epilogue=spec.epilogue)
+    rounded = bound.bound(a, b, found, simulated, out_dtype=BFLOAT16, epilogue=spec.epilogue)
+    return rounded if unit is None else rounded + 2 * bound.of_tensor_core(a, b, unit)
 
 
 def summed_gemm(
-    parts: Sequence[tuple[scaling.Quantized, scaling.Quantized, np.ndarray]], spec: GemmSpec, found: np.ndarray, *, wide: bool
+    parts: Sequence[tuple[scaling.Quantized, scaling.Quantized, np.ndarray]],
+    spec: GemmSpec,
+    found: np.ndarray,
+    *,
+    wide: bool,
+    unit: TensorCore | None = None,
 ) -> np.ndarray:
     """Bound on |found - simulated| of a GEMM whose parts are rounded to bfloat16, summed over
     devices, and rounded again (P-8).
@@ -60,7 +71,7 @@ def summed_gemm(
     wide      sums are float32, not bfloat16.
     Shapes:   a part's a [M, K_r], b [N, K_r] and simulated output [M, N]; found and the bound [M, N].
     """
-    of_parts = sum(gemm(a, b, spec, out, out) for a, b, out in parts)
+    of_parts = sum(gemm(a, b, spec, out, out, unit=unit) for a, b, out in parts)
     size = sum(np.abs(out).astype(np.float64) for *_, out in parts) + of_parts
     # n parts take n - 1 additions. Each rounds a partial sum, of at most ``size``, by u of it; so do
     # the simulator's. Both results are then rounded to bfloat16, by U of about found.

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
-from fp8ref.crosscheck import bounds
+from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.crosscheck.operands import States, transposed
 from fp8ref.formats import BFLOAT16
 from fp8ref.granularity import by_name
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, GemmSpec, Recipe, Role
-from fp8ref.sim import cast, delayed, gemm, scaling
+from fp8ref.sim import cast, delayed, scaling
 from fp8ref.sim.scaling import Quantized
 
 Operand = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -97,11 +97,11 @@ def _check_expert(
         operands.append([q if q.axis == 1 else transposed(q) for q in expected])
     parts = []
     for a, b, (*_, out) in zip(*operands, found, strict=True):
-        simulated = gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)  # [M, K] x [N, K] -> [M, N]
+        simulated = device_gemm.simulated(backend, a, b, spec)
         parts.append((a, b, simulated))
         if out is not None:
             check = report.check(f"{layer}/{which}/value/{backend}", bound=1.0)
-            compare_values(check, out, simulated, bounds.gemm(a, b, spec, out, simulated), names=(backend, "sim"))
+            compare_values(check, out, simulated, device_gemm.bound(backend, a, b, spec, out, simulated), names=(backend, "sim"))
     return parts
 
 
@@ -119,10 +119,12 @@ def _check_sum(
     check, names = report.check(name, bound=1.0), (backend, "sim")
     if len(parts) == 1:
         ((a, b, simulated),) = parts
-        compare_values(check, out, simulated, bounds.gemm(a, b, spec, out, simulated), names=names)
+        compare_values(check, out, simulated, device_gemm.bound(backend, a, b, spec, out, simulated), names=names)
         return
     simulated = cast.round_to(np.sum([part for *_, part in parts], axis=0, dtype=np.float32), BFLOAT16)
-    compare_values(check, out, simulated, bounds.summed_gemm(parts, spec, out, wide=wide), names=names)
+    compare_values(
+        check, out, simulated, bounds.summed_gemm(parts, spec, out, wide=wide, unit=device_gemm.unit(backend, spec)), names=names
+    )
 
 
 def quantized(

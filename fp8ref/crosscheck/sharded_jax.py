@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8ref import console
 from fp8ref.conformance.compare import Check, Report, compare_codes, compare_scales, compare_values
-from fp8ref.crosscheck import bounds, grouped_rerun, sharded_experts
+from fp8ref.crosscheck import bounds, device_gemm, grouped_rerun, sharded_experts
 from fp8ref.crosscheck.grouped_rerun import Experts, Rerun
 from fp8ref.crosscheck.operands import Observation, transposed
 from fp8ref.errors import ConfigError
@@ -31,7 +31,7 @@ from fp8ref.jax import linear, operands
 from fp8ref.jax.operands import Use
 from fp8ref.jax.sharding import Placement, Reduction
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim import cast, scaling
 from fp8ref.train import loop
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
@@ -199,10 +199,16 @@ class _Simulated:
         parts = self._parts_of(layer, which, spec, n)
         if n == 1:
             (a, b, simulated), *_ = parts
-            compare_values(check, out, simulated, bounds.gemm(a, b, spec, out, simulated), names=names)
+            compare_values(check, out, simulated, device_gemm.bound("jax", a, b, spec, out, simulated), names=names)
             return
         simulated = cast.round_to(np.sum([part for *_, part in parts], axis=0, dtype=np.float32), BFLOAT16)
-        compare_values(check, out, simulated, bounds.summed_gemm(parts, spec, out, wide=reduction.parts == "float32"), names=names)
+        compare_values(
+            check,
+            out,
+            simulated,
+            bounds.summed_gemm(parts, spec, out, wide=reduction.parts == "float32", unit=device_gemm.unit("jax", spec)),
+            names=names,
+        )
 
     def _parts_of(self, layer: str, which: Gemm, spec: GemmSpec, n: int) -> list:
         """(a, b, output) of n equal slices of the reduced axis."""
@@ -210,9 +216,7 @@ class _Simulated:
             _, (a, b) = self.expected[layer][which]
             slices = zip(*(np.split(q.codes, n, axis=1) for q in (a, b)), strict=True)
             operands = [(a._replace(codes=of_a), b._replace(codes=of_b)) for of_a, of_b in slices]
-            self._parts[layer, which, n] = [
-                (qa, qb, gemm.matmul(qa, qb, epilogue=spec.epilogue, out_dtype=BFLOAT16)) for qa, qb in operands
-            ]
+            self._parts[layer, which, n] = [(qa, qb, device_gemm.simulated("jax", qa, qb, spec)) for qa, qb in operands]
         return self._parts[layer, which, n]
 
 

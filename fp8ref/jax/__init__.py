@@ -17,7 +17,7 @@ FP8 into an existing model.
                   ``moments`` is one of them, ``adamw_kernel`` a GPU's kernel of a step, ``philox`` the
                   stochastic rounding; ``health`` what storing them cost
     division      quotients and roots that are rounded once, on GPUs too
-    sharding, explicit_sharding
+    placement, sharding, explicit_sharding
                   the placement of a linear on a mesh; as the types of Explicit axes say it
     gradient_reduction
                   gradients summed over devices in FP8, and over microbatches

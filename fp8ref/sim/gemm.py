@@ -41,9 +41,9 @@ def mma(
               exactly; the sum cut off after output_bits fraction bits.
     Specials: a product with a zero factor takes no part in E; a zero result is +0; results below
               2^-126 are cut off as subnormals; from 2^128 on, infinity; NaN and infinities as IEEE
-              754 sums, NaN the canonical 0x7FFFFFFF. Zeros, overflow and a non-zero accumulator on
-              Hopper are unconfirmed by a recording of this project. They follow mmaemu; MMA-Sim
-              differs where a step has no product but zeros and |c| is tiny (G-11).
+              754 sums, NaN the canonical 0x7FFFFFFF. Recordings of an H100 have these bits, with
+              accumulators of any kind; MMA-Sim differs where a step has no product but zeros and |c|
+              is tiny (G-11).
               ``unit.evidence`` says what the numbers of a unit rest on.
     Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an
               unknown unit; scales of a unit that takes none, or none of one that does; a c that is

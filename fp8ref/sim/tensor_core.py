@@ -55,8 +55,8 @@ class TensorCore:
 
     fraction_bits    fraction bits kept of each term, below the largest exponent of the step.
     output_bits      fraction bits of the result, which has an 8-bit exponent.
-    evidence         the source of the numbers. The rule for zeros (G-11) is mmaemu's, not a
-                     recording's; MMA-Sim's is ``least``.
+    evidence         the source of the numbers. The rule for zeros (G-11) is mmaemu's, which an
+                     H100 follows; MMA-Sim's is ``least``.
     rounding         how each term is cut off: ``toward_zero``, ``toward_negative`` or
                      ``nearest_even``; output_rounding: how the result is.
     exponents        how the exponent of a product is found: ``coded``, the sum of its factors',
@@ -119,7 +119,7 @@ UNITS = {
             fused_width=32,
             fraction_bits=13,
             output_bits=13,
-            evidence="20,000 published H100 and H200 outputs from an accumulator of 0; others unconfirmed by a recording of this project",
+            evidence="20,000 published H100 and H200 outputs; 1,049,849 results of an H100's instruction, recorded in tests/evidence",
         ),
         TensorCore(
             name="ada",

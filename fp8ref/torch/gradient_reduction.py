@@ -23,10 +23,8 @@ from fp8ref import gradient_reduction
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.gradient_reduction import AutoScale, PreScale, Result
 from fp8ref.policy import ScalePolicy
-from fp8ref.torch import cast, scales, scaling
+from fp8ref.torch import cast, fp8_exchange, scales, scaling
 from fp8ref.torch.scaling import Quantized
-
-_c10d = torch.ops._c10d_functional
 
 
 class Reduced(NamedTuple):
@@ -65,11 +63,11 @@ def reduce_scatter(
     """
     if not g.ndim:
         raise ValueError("a reduce-scatter cuts the first dim of a gradient; got one without dims. Use all_reduce.")
-    group = _group(group)
+    group = fp8_exchange.group_of(group)
     rows = -(-len(g) // group.size())
     padded = functional.pad(g, (*[0] * (2 * g.ndim - 1), rows * group.size() - len(g)))
-    total, _, scale_inv, saturated = _of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
-    return Reduced((total * _of_mean(scale_inv, group, mean)).view(rows, *g.shape[1:]), saturated)
+    total, _, scale_inv, saturated = fp8_exchange.of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
+    return Reduced((total * fp8_exchange.of_mean(scale_inv, group, mean)).view(rows, *g.shape[1:]), saturated)
 
 
 @torch.no_grad()
@@ -90,11 +88,11 @@ def all_reduce(
     Float32 sums are gathered, four bytes an element; under result ``codes`` their codes, one byte.
     Raises:   as reduce_scatter.
     """
-    group = _group(group)
+    group = fp8_exchange.group_of(group)
     padded = functional.pad(g.reshape(-1), (0, -g.numel() % group.size()))
-    total, codes, scale_inv, saturated = _of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
-    whole = _gathered(total, group) if codes is None else cast.decode(_gathered(codes, group), fmt)
-    return Reduced((whole * _of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated)
+    total, codes, scale_inv, saturated = fp8_exchange.of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
+    whole = fp8_exchange.gathered(total, group) if codes is None else cast.decode(fp8_exchange.gathered(codes, group), fmt)
+    return Reduced((whole * fp8_exchange.of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated)
 
 
 def next_mu(mu: torch.Tensor, saturated: torch.Tensor | None, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> torch.Tensor:
@@ -133,7 +131,7 @@ def accumulate(
             raise ValueError(f"microbatches have gradients of one shape, {tuple(total.codes.shape)}; got {tuple(g.shape)}.")
         value = cast.decode(total.codes, fmt) * total.scale_inv + value
     amax = scaling.amax(value)
-    scale = _scale(amax if group is None else scaling.merge_amax(amax, group.group_name), fmt, policy, 1.0)
+    scale = fp8_exchange.shared_scale(amax if group is None else scaling.merge_amax(amax, group.group_name), fmt, policy, 1.0)
     return Quantized(cast.to_fp8(value * scale, fmt), scale, scale.reciprocal(), fmt, "tensorwise", -1)
 
 
@@ -161,7 +159,7 @@ class FP8ReduceScatter:
         rows = input_tensor.view(group.size(), -1)
         sizes, narrow = self._parameters(rows.shape[1])
         divisor = divisor_of(self.unit, group, op)
-        total = _total(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor, self.factors)
+        total = fp8_exchange.sums(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor, self.factors)
         torch.cat(total, out=output_tensor)
 
     def weights(self) -> list:
@@ -243,123 +241,17 @@ class DDPState:
 def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A communication hook of DistributedDataParallel: the mean of each gradient, as ``all_reduce``,
     by one all-reduce of amaxes, one all-to-all and one gather of float32 sums a bucket."""
-    group = _group(state.group)
+    group = fp8_exchange.group_of(state.group)
     grads = bucket.gradients()
     pieces = [functional.pad(g.reshape(-1), (0, -g.numel() % group.size())).view(group.size(), -1) for g in grads]
     narrow = [p.ndim > 1 and p not in state.keep for p in bucket.parameters()]
-    total = _total(pieces, narrow, group, state.fmt, state.policy, state.prescale, group.size())
-    whole = _gathered(torch.cat(total), group).view(group.size(), -1)
+    total = fp8_exchange.sums(pieces, narrow, group, state.fmt, state.policy, state.prescale, group.size())
+    whole = fp8_exchange.gathered(torch.cat(total), group).view(group.size(), -1)
     for g, part in zip(grads, whole.split([len(t) for t in total], dim=1), strict=True):
         g.copy_(part.reshape(-1)[: g.numel()].view(g.shape))
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
-
-
-def _total(
-    pieces: Sequence[torch.Tensor],
-    narrow: Sequence[bool],
-    group: ProcessGroup,
-    fmt: Format,
-    policy: str | ScalePolicy,
-    prescale: PreScale,
-    divisor: float,
-    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    """Sums over ranks of tensors [ranks, n], divided, float32 [n] each: those that are narrow in FP8,
-    the others in float32, all by one all-to-all. factors: as of ``FP8ReduceScatter``."""
-    wide = [p.float() for p, is_narrow in zip(pieces, narrow, strict=True) if not is_narrow]
-    inverses, codes = [], []
-    if any(narrow):
-        held = [p for p, is_narrow in zip(pieces, narrow, strict=True) if is_narrow]
-        amax = scaling.merge_amax(torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name)
-        factor = float(gradient_reduction.factor(prescale, group.size()))
-        scale = _scale(amax, fmt, policy, factor if factors is None else factor * factors[0])
-        inverses = list((scale.reciprocal() * float(gradient_reduction.share_of(divisor))).unbind())
-        scaled_up = [p.float() * s for p, s in zip(held, scale.unbind(), strict=True)]
-        if factors is not None:
-            factors[1].add_(torch.stack([_saturated(p, fmt) for p in scaled_up]))
-        codes = [cast.to_fp8(p, fmt).view(torch.uint8) for p in scaled_up]
-    received = _exchanged(torch.cat([*codes, *(p.view(torch.uint8) for p in wide)], dim=1), group)
-    split = received.split([sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1)
-    sums = iter(_added(split[0], fmt).split([c.shape[1] for c in codes]) if codes else ())
-    others = iter(_in_order(split[1].contiguous().view(torch.float32)).split([p.shape[1] for p in wide]) if wide else ())
-    scaled = iter(inverses)
-    return [next(sums) * next(scaled) if is_narrow else next(others) / divisor for is_narrow in narrow]
-
-
-def _of_one(
-    padded: torch.Tensor, g: torch.Tensor, group: ProcessGroup, fmt: Format, policy, prescale: PreScale, mu, result: Result, count: bool
-):
-    """This rank's piece of the sum [n] in the units of codes, its codes under result ``codes``,
-    scale_inv, and the saturated elements of all ranks."""
-    gradient_reduction.check_result(result)
-    pre = gradient_reduction.factor(prescale, group.size())
-    factor = float(pre) * mu if isinstance(mu, torch.Tensor) else float(pre * gradient_reduction.constant_mu(mu))
-    scale = _scale(scaling.merge_amax(scaling.amax(g), group.group_name), fmt, policy, factor)
-    scaled = cast.to_f32(padded).reshape(group.size(), -1) * scale
-    saturated = _saturated(scaled, fmt) if count else None
-    total, codes = _added(_exchanged(cast.to_fp8(scaled, fmt).view(torch.uint8), group), fmt), None
-    if result == "codes":
-        saturated = None if saturated is None else saturated + _saturated(total, fmt)
-        codes = cast.to_fp8(total, fmt).view(torch.uint8)
-        total = cast.decode(codes, fmt)
-    if saturated is not None:
-        distributed.all_reduce(saturated, group=group)
-    return total, codes, scale.reciprocal(), saturated
-
-
-def _scale(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy, factor) -> torch.Tensor:
-    """``sim.gradient_reduction.shared_scales`` of merged amaxes; the policy's eps is its floor (``scales``)."""
-    gradient_reduction.check_format(fmt)
-    gradient_reduction.check_policy(policy)
-    amax = torch.where(amax <= gradient_reduction.LARGEST, amax, math.nan)
-    return scales.scale_from_amax(amax, fmt, policy) * factor
-
-
-def _saturated(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
-    return (scaled.abs() > gradient_reduction.saturates_above(fmt)).sum()
-
-
-def _exchanged(pieces: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """uint8 [ranks, n], a piece for each rank -> this rank's piece of every rank."""
-    received = torch.empty_like(pieces)
-    distributed.all_to_all_single(received, pieces.contiguous(), group=group)
-    return received
-
-
-def _added(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """uint8 codes [ranks, n] -> their float32 sum, in rank order."""
-    first, *others = codes.contiguous().view(cast.native(fmt)).unbind()
-    total = first.float()
-    for part in others:
-        total += part.float()
-    return total
-
-
-def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """float32 [ranks, n] -> the sum in rank order."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def _of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
-    return scale_inv * float(gradient_reduction.share_of(group.size())) if mean else scale_inv
-
-
-def _group(group: ProcessGroup | None) -> ProcessGroup:
-    """The group, by default that of all ranks."""
-    group = group or distributed.group.WORLD
-    if group is None:
-        raise ValueError("gradients are summed over a process group; there is none. Call torch.distributed.init_process_group first.")
-    return group
-
-
-def _gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """x [n] of all ranks, one after the other."""
-    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
 
 
 def divisor_of(unit: FSDPModule, group: ProcessGroup, op: ReduceOp) -> float:

@@ -28,8 +28,8 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import delayed, delayed_checks, gemm, linear_input, scales, scaling
-from fp8ref.torch.linear_cut import Cut, Groups
-from fp8ref.torch.scaling import Quantized
+from fp8ref.torch.linear_cut import Cut
+from fp8ref.torch.scaling import Groups, Quantized
 
 Operand = torch.Tensor | Quantized
 """An operand of a GEMM: in high precision, or quantized."""

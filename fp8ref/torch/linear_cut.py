@@ -1,10 +1,10 @@
-"""A linear that tensor-parallel ranks share: what moves, and who shares an amax (spec P-5, P-14).
+"""A linear that tensor-parallel ranks share: what moves (spec P-14).
 
     colwise   input [M, K] is whole on every rank; output [M, N/t]. grad_input is a sum over ranks.
     rowwise   input [M, K/t]; output [M, N] is a sum over ranks. grad_output is whole on every rank.
 
 ``linear.Linear`` computes on this rank's part alone: its codes are those of the whole linear,
-because ranks share the amaxes of every scale that spans them. DTensor moves what moves.
+because ranks share the amaxes of every scale that spans them (``scaling.Groups``). DTensor moves what moves.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from fp8ref.granularity import by_name
-from fp8ref.recipe import CUT_AXES, Role, Style
+from fp8ref.recipe import Style
+from fp8ref.torch.scaling import Groups as Groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,36 +72,6 @@ class Cut:
             linear.register_parameter(key, made)
         if linear.bias is not None and linear.bias.requires_grad:
             linear.bias.register_hook(lambda g: g.redistribute(placements=[placements["bias"]]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Names of the process groups whose ranks hold parts of one linear's tensors; None: this rank alone.
-
-    batch     ranks that cut M of input and grad_output.
-    tensor    ranks that cut the linear by ``style``.
-    every     both together.
-    """
-
-    batch: str | None = None
-    tensor: str | None = None
-    every: str | None = None
-    style: Style | None = None
-
-    def sharing(self, role: Role, granularity: str, axis: int) -> str | None:
-        """The name of the process group whose ranks merge this operand's amaxes; None: this rank's own is enough (P-5).
-
-        axis      the one that the GEMM reduces, -2 or -1.
-        """
-        kind = by_name(granularity)
-        if kind.reduced is not None:  # ranks cut no block
-            return None
-        along = None if self.style is None else CUT_AXES[self.style].get(role)
-        spans = [i for i in (-2, -1) if kind.other is None or i == axis]  # the axes that a group is all of
-        # Every rank of the batch has the whole weight.
-        rows = self.batch is not None and role != "weight" and -2 in spans
-        parts = self.tensor is not None and along is not None and along - 2 in spans
-        return self.every if rows and parts else self.batch if rows else self.tensor if parts else None
 
 
 def part(x: torch.Tensor) -> torch.Tensor:

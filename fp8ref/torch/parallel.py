@@ -10,24 +10,23 @@ of amaxes are computed where a forward pass begins; delayed scaling needs ``dela
 step.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.recipe import Recipe, Style
 from fp8ref.torch import checkpointing as checkpoints
-from fp8ref.torch import convert, expert_parallel, fsdp, gradient_reduction, grouped_linear, tensor_parallel
+from fp8ref.torch import convert, expert_parallel, fsdp, gradient_reduction, grouped_linear, parallel_checks, tensor_parallel
 from fp8ref.torch.checkpointing import Checkpointing, Operation
 from fp8ref.torch.model_checks import check_model, check_no_optimizer
+from fp8ref.torch.parallel_checks import check_copies
 
 Compile = Literal["none", "block", "model"]
 """What torch.compile takes: nothing, each block's forward, or the whole model's."""
@@ -118,23 +117,23 @@ def parallelize(
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
     if reduce_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         raise ValueError(f"reduce_dtype is torch.float32, torch.bfloat16 or torch.float8_e4m3fn; got {reduce_dtype}.")
-    _check_values(
+    parallel_checks.check_values(
         amax_scope=(amax_scope, Scope),
         checkpointing=(checkpointing, Checkpointing),
         compile=(compile, Compile),
         fp8_from=(fp8_from, Source),
     )
-    _check_modules(model, blocks, keep_dtype)
-    _check_blocks(blocks, checkpointing, compile)
+    parallel_checks.check_modules(model, blocks, keep_dtype)
+    parallel_checks.check_blocks(blocks, checkpointing, compile)
     keep = checkpoints.check(checkpointing, keep)
     if checkpointing != "none":
-        _check_no_cache(model)
+        parallel_checks.check_no_cache(model)
     batch, by_tensor = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
-        _check_one_graph(model, keep_dtype if batch is not None else [])
+        parallel_checks.check_one_graph(model, keep_dtype if batch is not None else [])
     check_model(model, "Parallelize a model once, and before you {} it")
     if sequence or tensor_plan is not None:
-        _check_tensor_dim(mesh)
+        parallel_checks.check_tensor_dim(mesh)
     if by_tensor is not None and compile != "none" and checkpointing == "full":
         # AOTAutograd of torch 2.13 keeps the DeviceMesh among saved tensors: an AssertionError
         raise ValueError(
@@ -147,9 +146,9 @@ def parallelize(
         check_no_optimizer(model)
     apart = _apart(mesh)
     if batch is not None:
-        _check_batch(recipe, batch, amax_scope, ordered_reduction)
+        parallel_checks.check_batch(recipe, batch, amax_scope, ordered_reduction)
     if reduce_dtype == torch.float8_e4m3fn:
-        _check_fp8_gradients(batch)
+        parallel_checks.check_fp8_gradients(batch)
 
     # 1 convert
     group = amax_group(mesh, amax_scope) if recipe.fp8 else None
@@ -189,7 +188,7 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Before all other hooks, some of which dynamo leaves out.
-            module.register_forward_pre_hook(_refuse_tracing, prepend=True)
+            module.register_forward_pre_hook(parallel_checks.refuse_tracing, prepend=True)
     return model
 
 
@@ -311,117 +310,3 @@ def amax_group(mesh: DeviceMesh | None, amax_scope: Scope) -> ProcessGroup | Non
         return batch.get_group()
     assert mesh is not None
     return mesh[tuple(axis for axis in AXES[:-1] if axis in (mesh.mesh_dim_names or ()))]._flatten("batch").get_group()
-
-
-def _check_values(**given: tuple[object, Any]) -> None:
-    """ValueError for an option whose value is not one of its Literal's."""
-    for name, (value, allowed) in given.items():
-        if value not in get_args(allowed):
-            raise ValueError(f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Use one of them.")
-
-
-def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
-    """ValueError unless blocks and keep_dtype are modules within the model, each named once."""
-    named = [*blocks, *keep_dtype]
-    if not set(model.modules()).difference([model]).issuperset(named):
-        raise ValueError("blocks and keep_dtype are modules within the model. Name them by model.get_submodule.")
-    names = {module: name for name, module in model.named_modules()}
-    twice = [names[module] for i, module in enumerate(named) if module in named[:i]]
-    if twice:
-        raise ValueError(f"a module is named once in blocks and keep_dtype; {twice[0]} is named twice. Leave one out.")
-
-
-def _check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, compile: Compile) -> None:
-    """ValueError for options of blocks without any block."""
-    if not blocks and (checkpointing != "none" or compile == "block"):
-        raise ValueError(
-            f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and {compile!r} without blocks. Name blocks."
-        )
-
-
-def _check_no_cache(model: nn.Module) -> None:
-    """ValueError for a model of transformers that caches keys and values: a block that runs again
-    would append to them again."""
-    caching = [name for name, module in model.named_modules() if getattr(getattr(module, "config", None), "use_cache", None) is True]
-    if caching:
-        path = f"{caching[0]}.config.use_cache" if caching[0] else "config.use_cache"
-        raise ValueError(
-            f"a block under checkpointing runs twice, and would append keys and values to its cache twice; got {path} = True. "
-            "Set it to False for training."
-        )
-
-
-def _check_tensor_dim(mesh: DeviceMesh | None) -> None:
-    """ValueError for options of tensor parallelism without a mesh that has it."""
-    if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
-        raise ValueError(
-            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is none. Add it, or leave them out."
-        )
-
-
-def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: Scope, ordered_reduction: bool) -> None:
-    """ValueError for a recipe or a reduction that the ranks of a batch cannot have."""
-    if ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
-        raise ValueError(
-            f"ordered_reduction adds over fsdp in rank order, and over at most 2 ranks along data; got {batch.size(0)}. Make data 1 or 2."
-        )
-    if amax_scope == "local" and recipes.delayed_casts(recipe):
-        raise ValueError(
-            f"recipe {recipe.name!r} keeps one state for all ranks, from the amaxes of all ranks; got amax_scope='local'. Use 'global'."
-        )
-
-
-def _check_fp8_gradients(batch: DeviceMesh | None) -> None:
-    """ValueError for gradients in FP8 where no reduce-scatter over all ranks sums them (P-25)."""
-    if batch is None or (batch.ndim == 2 and batch.size(0) > 1):
-        raise ValueError(
-            "reduce_dtype torch.float8_e4m3fn is of gradients that FSDP2 reduce-scatters over fsdp, as its sum over data has no hook; got "
-            f"{'no ranks that share a batch' if batch is None else f'{batch.size(0)} ranks along data'}. Shard over fsdp alone."
-        )
-
-
-def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
-    """ValueError if a graph of the whole forward would contain FSDP units, without their hooks."""
-    nested = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
-    if nested:
-        raise ValueError(
-            f"compile='model' takes a model that fully_shard shards as one unit; {nested[0]} "
-            "is a unit of its own, or would be with keep_dtype. Use compile='block', or "
-            "compiled_fsdp.shard, whose gathers are in the graph."
-        )
-
-
-def _refuse_tracing(unit: nn.Module, args: tuple) -> None:
-    """Forward pre-hook: ValueError if dynamo traces a unit's call, without FSDP2's hooks."""
-    if torch.compiler.is_dynamo_compiling():
-        raise ValueError(
-            "a fully_shard unit cannot be called inside a compiled graph. Use "
-            "parallelize(compile='block') or 'model', or compiled_fsdp.shard."
-        )
-
-
-def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """ValueError unless ranks along data start from the same weights; those on the meta device are
-    not compared.
-
-    Averaging gradients would keep them different.
-    """
-    shards = {name: _local(p.detach()) for name, p in model.named_parameters()}
-    mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
-    found: list = [None] * mesh.size(0)
-    distributed.all_gather_object(found, mine, group=mesh.get_group("data"))
-    apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in found)]
-    if apart:
-        raise ValueError(
-            f"copies of a model start from the same weights; {apart[0]} differs along data. "
-            "Give every rank the same seed, or load one checkpoint."
-        )
-
-
-def _digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

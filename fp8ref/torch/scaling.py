@@ -1,6 +1,7 @@
-"""Quantize to FP8: amax, also over ranks, scale, codes (spec S, P-2, P-3)."""
+"""Quantize to FP8: amax, also over ranks, and over which; scale, codes (spec S, P-2, P-3, P-5)."""
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,12 @@ from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 from fp8ref import granularity as granularities
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.recipe import CUT_AXES, Role, Style
 from fp8ref.torch import cast, scales
 from fp8ref.torch.scales import scale_from_amax
 
 __all__ = [
+    "Groups",
     "Quantized",
     "all_reduce_max",
     "amax",
@@ -103,6 +106,36 @@ def _unflagged(merged: torch.Tensor) -> torch.Tensor:
     """The amaxes of ``_flagged``, merged: Inf or NaN where a flag says so."""
     amax, flag = merged.unbind()
     return torch.where(flag == 2, math.nan, torch.where(flag == 1, math.inf, amax))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Names of the process groups whose ranks hold parts of one linear's tensors; None: this rank alone.
+
+    batch     ranks that cut M of input and grad_output.
+    tensor    ranks that cut the linear by ``style``.
+    every     both together.
+    """
+
+    batch: str | None = None
+    tensor: str | None = None
+    every: str | None = None
+    style: Style | None = None
+
+    def sharing(self, role: Role, granularity: str, axis: int) -> str | None:
+        """The name of the process group whose ranks merge this operand's amaxes; None: this rank's own is enough (P-5).
+
+        axis      the one that the GEMM reduces, -2 or -1.
+        """
+        kind = granularities.by_name(granularity)
+        if kind.reduced is not None:  # ranks cut no block
+            return None
+        along = None if self.style is None else CUT_AXES[self.style].get(role)
+        spans = [i for i in (-2, -1) if kind.other is None or i == axis]  # the axes that a group is all of
+        # Every rank of the batch has the whole weight.
+        rows = self.batch is not None and role != "weight" and -2 in spans
+        parts = self.tensor is not None and along is not None and along - 2 in spans
+        return self.every if rows and parts else self.batch if rows else self.tensor if parts else None
 
 
 def quantize(

@@ -23,16 +23,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import layout_decisions, states
-from fp8ref.formats import BFLOAT16
 from fp8ref.states import Layout, Scalars
-from fp8ref.torch import adamw_update, cast, moments, philox
+from fp8ref.torch import adamw_update, moments, parameter_state
 from fp8ref.torch.adamw_update import Update, Work
 from fp8ref.torch.moments import MomentState, Part
+from fp8ref.torch.parameter_state import keeps_apart, local, moment_state, place, reduce_amaxes
 
 
 class AdamW(torch.optim.Optimizer):
@@ -90,20 +88,12 @@ class AdamW(torch.optim.Optimizer):
         """Add parameters with their own numbers. Raises as the class, and then adds nothing."""
         super().add_param_group(param_group)
         try:
-            self._check_group(self.param_groups[-1])
+            self._check_numbers(self.param_groups[-1])
+            for p in self.param_groups[-1]["params"]:
+                parameter_state.check(p, self.layout)
         except ValueError:
             self.param_groups.pop()
             raise
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """ValueError for numbers, a layout or parameters that a group cannot have."""
-        self._check_numbers(group)
-        for p in group["params"]:
-            if p.dtype not in (dtypes := _dtypes(self.layout)) or p.numel() == 0:
-                raise ValueError(
-                    f"fp8ref.torch.states takes {' or '.join(str(d).removeprefix('torch.') for d in dtypes)} parameters with at least one "
-                    f"element under layout {self.layout.name!r}; got {p.dtype} {tuple(p.shape)}. Cast the parameter, or use another layout."
-                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of the same layout, bit for bit.
@@ -124,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         here = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, here, strict=False):  # torch refuses another number of parameters
-            self._check_saved(p, state_dict["state"].get(index, {}))
+            parameter_state.check_saved(self._layout(p), p, state_dict["state"].get(index, {}))
         super().load_state_dict(state_dict)
         # torch has cast every tensor to its parameter's dtype.
         for index, p in zip(saved, here, strict=True):
@@ -146,26 +136,6 @@ class AdamW(torch.optim.Optimizer):
         states.check_seed(group["seed"], self.layout)
         self._scalars(group, 1)
 
-    def _check_saved(self, p: Tensor, saved: dict[str, Any]) -> None:
-        """ValueError unless a saved state of a parameter, if there is one, has its layout and shape, and is cut as it is."""
-        if not saved:
-            return
-        layout, like = self._layout(p), torch.empty(p.shape, device="meta")
-        wanted = {"step": ((), torch.float32, False)}
-        kept = [("m", layout.m), ("v", layout.v), *([("master", layout.master)] if _in_state(layout, p) else [])]
-        for key, moment in kept:
-            for field, x in moments.zeros(like, moment)._asdict().items():
-                if x is not None:
-                    wanted[f"{key}_{field}"] = (tuple(x.shape), x.dtype, field == "codes" and isinstance(p, DTensor))
-        found = {key: (tuple(x.shape), x.dtype, isinstance(x, DTensor)) for key, x in saved.items() if isinstance(x, Tensor)}
-        for key in [*wanted, *saved]:
-            if found.get(key) != wanted.get(key) or key not in wanted:
-                raise ValueError(
-                    f"a state of layout {layout.name!r} and shape {tuple(p.shape)} has {key} = {_described(wanted.get(key))}; got "
-                    f"{_described(found.get(key))}. States of another layout, or of another tensor, are not converted: build the optimizer "
-                    "and the model that they were made with."
-                )
-
     @torch.no_grad()
     def step(self, closure=None):
         """One step of every parameter that has a gradient; the loss of closure, if there is one."""
@@ -182,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:  # refused before anything changes
             self._scalars(group, 1)
             for p in group["params"]:
-                _check_cut(p, self._layout(p))
+                parameter_state.check_cut(p, self._layout(p))
                 if p.grad is not None and p.grad.layout != torch.strided:
                     raise ValueError(
                         f"a gradient is dense; got one of layout {p.grad.layout} of a parameter {tuple(p.shape)}. Build the embedding with "
@@ -202,13 +172,14 @@ class AdamW(torch.optim.Optimizer):
                 steps.append(state["step"])
                 step = int(state["step"].item()) + 1
                 at = numbers[step] = numbers.get(step) or self._scalars(group, step)
-                start, ranks = _place(p)
+                start, ranks = place(p)
                 in_fp8 = isinstance(p, Float8TrainingTensor)  # ``copies`` makes it from the master
-                flat = _moment_state(state, "master").codes if in_fp8 else _flat(p)
-                if not in_fp8 and flat.data_ptr() != _local(p).data_ptr():  # not contiguous
-                    apart.append((_local(p), flat))
-                keys = _keys(group["seed"], step, number, layout)
-                work = Work(flat, _flat(p.grad), _kept(state, flat, layout), at, layout, Part(p.numel(), start), keys)
+                flat = moment_state(state, "master").codes if in_fp8 else parameter_state.flat(p)
+                if not in_fp8 and flat.data_ptr() != local(p).data_ptr():  # not contiguous
+                    apart.append((local(p), flat))
+                keys = parameter_state.keys(group["seed"], step, number, layout)
+                kept = parameter_state.kept(state, flat, layout)
+                work = Work(flat, parameter_state.flat(p.grad), kept, at, layout, Part(p.numel(), start), keys)
                 if ranks:
                     cut.append((work, ranks))
                 elif p.numel() <= adamw_update.PIECE // 4 and not any(keys):
@@ -218,8 +189,8 @@ class AdamW(torch.optim.Optimizer):
         for works in small.values():
             self._updates.update_together(works)
         found = [self._updates.begin(work) for work, _ in cut]
-        _reduce([(ranks, of_work) for (_, ranks), of_work in zip(cut, found, strict=True)])
-        _reduce([(ranks, self._updates.update(work, of_work)) for (work, ranks), of_work in zip(cut, found, strict=True)])
+        reduce_amaxes([(ranks, of_work) for (_, ranks), of_work in zip(cut, found, strict=True)])
+        reduce_amaxes([(ranks, self._updates.update(work, of_work)) for (work, ranks), of_work in zip(cut, found, strict=True)])
         for p, flat in apart:
             p.copy_(flat.view(p.shape))
         if steps:
@@ -249,9 +220,8 @@ class AdamW(torch.optim.Optimizer):
             for key, moment in (("m", layout.m), ("v", layout.v)):
                 state.update({f"{key}_{field}": x for field, x in moments.zeros(p, moment)._asdict().items() if x is not None})
             if keeps_apart(layout):
-                state.update(
-                    {f"master_{field}": x for field, x in _master(p, p if w is None else w, layout)._asdict().items() if x is not None}
-                )
+                master = parameter_state.master(p, p if w is None else w, layout)
+                state.update({f"master_{field}": x for field, x in master._asdict().items() if x is not None})
         return state
 
 
@@ -263,10 +233,10 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not optimizer.state.get(p):
         raise ValueError("a parameter has moments after its first step; got one without. Call optimizer.step() first.")
-    layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), _place(p)[0])
+    layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), place(p)[0])
     both = (("m", layout.m), ("v", layout.v))
-    m, v = (moments.read(_moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
-    return m.view(_local(p).shape), v.view(_local(p).shape)
+    m, v = (moments.read(moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
+    return m.view(local(p).shape), v.view(local(p).shape)
 
 
 class Stored(NamedTuple):
@@ -284,9 +254,9 @@ class Stored(NamedTuple):
 def stored(optimizer: AdamW, p: Tensor) -> Stored:
     """What is stored of a parameter, not copied."""
     state, layout = optimizer._state(p), optimizer.layout.of(p.numel())
-    start, ranks = _place(p)
+    start, ranks = place(p)
     copies = (distributed.get_world_size() if distributed.is_initialized() else 1) // math.prod(map(distributed.get_world_size, ranks))
-    return Stored(_moment_state(state, "m"), _moment_state(state, "v"), layout, Part(p.numel(), start), int(state["step"].item()), copies)
+    return Stored(moment_state(state, "m"), moment_state(state, "v"), layout, Part(p.numel(), start), int(state["step"].item()), copies)
 
 
 def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:
@@ -309,9 +279,9 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
         )
     if optimizer.state.get(p):
         raise ValueError("a weight is set before the first step; the parameter has a state. Set it on a new optimizer.")
-    if w.dtype != torch.float32 or w.shape != _local(p).shape:
+    if w.dtype != torch.float32 or w.shape != local(p).shape:
         raise ValueError(
-            f"w is float32 of the parameter's shape here, {tuple(_local(p).shape)}; got {w.dtype} {tuple(w.shape)}. Cast or cut it."
+            f"w is float32 of the parameter's shape here, {tuple(local(p).shape)}; got {w.dtype} {tuple(w.shape)}. Cast or cut it."
         )
     optimizer._state(p, w)
     write(optimizer, p)
@@ -320,23 +290,13 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
 @torch.no_grad()
 def write(optimizer: AdamW, p: Tensor) -> None:
     """Write a parameter anew from its master in the state, as each step does: after masters were loaded without their parameters."""
-    _local(p).copy_(weight(optimizer, p))
-
-
-def keeps_apart(layout: Layout) -> bool:
-    """Whether masters are in the optimizer's state, beside the parameters."""
-    return layout.keeps_master and not _of_parameter(layout)
+    local(p).copy_(weight(optimizer, p))
 
 
 @torch.no_grad()
 def keep_master(optimizer: AdamW, p: Tensor) -> None:
     """Put the master of a parameter into its state, if it is not there: the parameter is its own, and ``copies`` replaces it by codes."""
     optimizer._state(p).setdefault("master_codes", p.detach().clone(memory_format=torch.contiguous_format))
-
-
-def _in_state(layout: Layout, p: Tensor) -> bool:
-    """Whether the state of a parameter has its master: always that of codes (``copies``)."""
-    return keeps_apart(layout) or isinstance(p, Float8TrainingTensor)
 
 
 def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -349,120 +309,11 @@ def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Ten
             "a parameter has a master in the state under a layout with float16 masters, as 'msamp_o2', after its first step; got none under "
             f"layout {optimizer.layout.name!r}. Read the parameter itself, or call optimizer.begin() first."
         )
-    stored, moment = _moment_state(optimizer.state[p], "master"), optimizer.layout.master
-    part = Part(p.numel(), _place(p)[0])
-    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(_local(p).shape)
+    stored, moment = moment_state(optimizer.state[p], "master"), optimizer.layout.master
+    part = Part(p.numel(), place(p)[0])
+    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(local(p).shape)
 
 
 def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:
     """The amax of ``weight``, float32, before it is rounded to the parameter's dtype, that a predicted master keeps."""
     return moments.not_below(optimizer.layout.of(p.numel()).smallest_moment, optimizer.state[p]["master_amax"])
-
-
-def _described(field: tuple | None) -> str:
-    """What a field of a state is, for people."""
-    if field is None:
-        return "nothing"
-    shape, dtype, is_cut = field
-    return f"{'a DTensor ' if is_cut else ''}{str(dtype).removeprefix('torch.')} {shape}"
-
-
-def _of_parameter(layout: Layout) -> bool:
-    """Whether a parameter that is not float32 is its own master."""
-    return layout.master.fmt == BFLOAT16
-
-
-def _dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
-    """The dtypes of parameters."""
-    if not layout.keeps_master:
-        return (torch.float32,)
-    return (torch.bfloat16,) if _of_parameter(layout) else (torch.float32, torch.bfloat16)
-
-
-def _master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
-    """The master of a parameter before the first step (O-14), of its weight w, from all ranks that have parts of it."""
-    moment, (start, ranks), x = layout.master, _place(p), cast.to_f32(_flat(w))
-    part = Part(p.numel(), start)
-    amax = moments.amax_of(x, moment, part)
-    _reduce([(ranks, [amax])])
-    made = moments.master(x, amax, moment, part)
-    codes = torch.zeros_like(p, dtype=made.codes.dtype, memory_format=torch.contiguous_format)
-    _local(codes).view(-1).copy_(made.codes)
-    return made._replace(codes=codes)
-
-
-def _kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[MomentState, ...]:
-    """m, v and, where one is kept, the master, which may be the flat parameter."""
-    both = (_moment_state(state, "m"), _moment_state(state, "v"))
-    if not layout.keeps_master:
-        return both
-    return (*both, MomentState(flat) if _of_parameter(layout) else _moment_state(state, "master"))
-
-
-def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
-    """The seeds of what is kept of a tensor at a step, None where it is rounded to nearest (O-8, O-15)."""
-    halves = (seed & 0xFFFFFFFF, seed >> 32)
-
-    def of(which: int) -> philox.Key:
-        words = philox.words(step, 2 * number + which % 2, halves)
-        return words[2:] if which == 2 else words[:2]
-
-    return tuple(of(which) if moment.rounding == "stochastic" else None for which, moment in enumerate(layout.kept))
-
-
-def _moment_state(state: dict[str, Tensor], key: str) -> MomentState:
-    found = [state.get(f"{key}_{field}") for field in MomentState._fields]
-    codes, *rest = (None if x is None else _local(x) for x in found)
-    assert codes is not None
-    return MomentState(codes.view(-1), *rest)
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _flat(x: Tensor) -> Tensor:
-    """This rank's elements in C order."""
-    return _local(x.detach()).reshape(-1)
-
-
-def _place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
-    """The flat index of this rank's first element of a parameter, and the groups of ranks that have
-    the others."""
-    if not isinstance(p, DTensor):
-        return 0, ()
-    cut = [i for i, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
-    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    row = p.numel() // p.shape[0] if p.ndim else 1
-    start = min(offset[0] * row if offset else 0, p.numel())
-    return start, tuple(p.device_mesh.get_group(i) for i in cut)
-
-
-def _check_cut(p: Tensor, layout: Layout) -> None:
-    """ValueError unless a rank's part is a range of flat indices where the layout has blocks."""
-    if not isinstance(p, DTensor):
-        return
-    blocks = any(moment.block is not None for moment in (layout.m, layout.v))
-    if blocks and not all(isinstance(x, Replicate) or (type(x) is Shard and x.dim == 0) for x in p.placements):
-        raise ValueError(
-            f"layout {layout.name!r} has blocks of consecutive elements, so parameters are cut by Shard(0) alone (O-11); got "
-            f"{p.placements} of {tuple(p.shape)}. Use a layout with one scale a tensor, such as 'sqrt_e5m2'."
-        )
-
-
-def _reduce(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
-    """Replace each tensor by its maximum over the ranks of its groups, in one all-reduce a group."""
-    of_groups: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}
-    for groups, tensors in found:
-        of_groups.setdefault(groups, []).extend(tensors)
-    for groups, tensors in of_groups.items():
-        if not tensors:
-            continue
-        flat = torch.cat([x.reshape(-1) for x in tensors])
-        # Backends may drop a NaN from a maximum (P-3). No amax is infinite (O-2), so infinity stands for it.
-        flat = torch.where(flat.isnan(), torch.inf, flat)
-        for group in groups:
-            distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=group)
-        flat = torch.where(flat == torch.inf, torch.nan, flat)
-        for x, value in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
-            x.copy_(value.view(x.shape))

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
-import torch._inductor.config
 
 # defines all_gather_into_tensor of _c10d_functional
 import torch.distributed._functional_collectives
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
@@ -28,10 +26,10 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 
 from fp8ref import linear_selection
 from fp8ref.recipe import Style
-from fp8ref.torch import torchao_linear
+from fp8ref.torch import tensor_parallel_checks
 from fp8ref.torch.linear import Linear
 from fp8ref.torch.linear_cut import Cut
-from fp8ref.torch.model_checks import is_compiled
+from fp8ref.torch.tensor_parallel_checks import check_linear
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _WHOLE, _TOKENS = Replicate(), Shard(1)  # placements of activations [B, T, ...]
@@ -81,7 +79,7 @@ def parallelize(
               linear, or on CPUs. In the forward pass: a sequence that the ranks do not cut
               evenly.
     """
-    ranks = _mesh_size(mesh)
+    ranks = tensor_parallel_checks.mesh_size(mesh)
     own: TensorPlan | None = getattr(model, "tensor_plan", None)
     if plan is None and own is None:
         raise ValueError(
@@ -96,8 +94,8 @@ def parallelize(
     if plan is not None and not plan:
         raise ValueError("a plan cuts at least one linear; got none. Name linears in it, or leave tensor parallelism out.")
     styles = _styles(model, plan if plan is not None else own.styles if own else {})
-    _check_model(model, amax_group)
-    _check_asynchronous(model, mesh)
+    tensor_parallel_checks.check_model(model, amax_group)
+    tensor_parallel_checks.check_asynchronous(model, mesh)
     for name, style in styles.items():
         check_linear(name, model, style, ranks)
     if mesh.device_type == "cpu":
@@ -105,7 +103,7 @@ def parallelize(
     every = None if amax_group is None else amax_group.group_name
     _replace_parameters(model, mesh, styles, _TOKENS if sequence else _WHOLE, own, planned=plan is not None, every=every)
     if own:
-        model.register_forward_pre_hook(lambda _, args: _check_length(args[0], ranks) if sequence else None)
+        model.register_forward_pre_hook(lambda _, args: tensor_parallel_checks.check_length(args[0], ranks) if sequence else None)
         # A tied lm_head is F.linear on the embedding's weight: no module lays its output out, so
         # the model does.
         model.register_forward_hook(lambda _, args, out: _local(out))
@@ -257,92 +255,6 @@ def _lay_out(module: nn.Module, mesh: DeviceMesh, before: Placement, after: Plac
 
 def _local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _mesh_size(mesh: DeviceMesh) -> int:
-    """The number of ranks of a mesh of one dim; ValueError for any other mesh."""
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        got = f"dims {mesh.mesh_dim_names or tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
-        raise ValueError(f"parallelize takes a DeviceMesh of one dim; got {got}. Give that of one dim, mesh['tensor'].")
-    return mesh.size()
-
-
-def _check_model(model: nn.Module, amax_group: ProcessGroup | None) -> None:
-    """ValueError for a module that would lose something, or that DTensor cannot run."""
-    for name, module in model.named_modules():
-        what = name or "the model"
-        if is_compiled(module):
-            raise ValueError(f"{what} is compiled. Parallelize a model first, then compile it.")
-        if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            raise ValueError(f"{what} is sharded already. Parallelize a model once, and before fully_shard.")
-        if isinstance(module, Linear) and module.group is not None and amax_group is None:
-            raise ValueError(
-                f"{what} shares amaxes with the ranks of its batch (convert's amax_group), which tensor-parallel ranks then share too. "
-                "Give amax_group, the process group of both together."
-            )
-        # the children of fp8ref's own linear are states of delayed scaling, without parameters
-        if not isinstance(module, Linear) and any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
-            raise ValueError(
-                f"{what} holds parameters next to modules, and would mix plain and distributed tensors. Move the parameters to a module."
-            )
-
-
-def _check_asynchronous(model: nn.Module, mesh: DeviceMesh) -> None:
-    """ValueError if torch's asynchronous tensor parallelism is on, and would do nothing."""
-    own = next((name for name, module in model.named_modules() if isinstance(module, Linear)), None)
-    if torch._inductor.config._micro_pipeline_tp and (own is not None or mesh.device_type != "cuda"):
-        what = f"a mesh of {mesh.device_type}" if own is None else f"{own or 'the model'}, fp8ref's own Linear, which casts between them"
-        raise ValueError(
-            f"asynchronous tensor parallelism (torch._inductor.config._micro_pipeline_tp) fuses gathers with GEMMs of GPUs; got {what}. "
-            "Set it to False, or use a recipe and scope of torchao's Float8Linear on GPUs."
-        )
-
-
-def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
-    """ValueError unless a linear can be cut by its style."""
-    module = model.get_submodule(name)
-    assert isinstance(module, nn.Linear)
-    if type(module) not in (nn.Linear, Float8Linear, torchao_linear.Float8Linear, Linear):
-        raise ValueError(f"{name} is a {type(module).__name__}; nn.Linear and what convert makes of it are cut. Leave it out of the plan.")
-    if type(module.weight.data) is not torch.Tensor:
-        raise ValueError(
-            f"{name} has a weight that is a {type(module.weight.data).__name__}; plain ones are cut. Parallelize first, then wrap it."
-        )
-    for key, p in module.named_parameters():
-        places = [
-            f"{n}.{k}" for n, m in model.named_modules(remove_duplicate=False) for k, q in m.named_parameters(recurse=False) if q is p
-        ]
-        if len(places) > 1:
-            raise ValueError(f"{name} shares its {key}, and is cut: {', '.join(places)}. Untie them, or leave it out of the plan.")
-    n, k = module.weight.shape
-    which, dim = ("out_features", n) if style == "colwise" else ("in_features", k)
-    if dim % ranks:
-        raise ValueError(
-            f"{name} is {style}, its {which} divisible by {ranks} ranks; got {dim}. Use fewer ranks, or leave it out of the plan."
-        )
-    if isinstance(module, Linear) and dim // ranks % (multiple := module.recipe.multiple(style)):
-        raise ValueError(
-            f"{name} is {style} under recipe {module.recipe.name!r}, whose blocks no rank boundary cuts (P-5): its {which} is a multiple of "
-            f"{multiple} on each of {ranks} ranks; got {dim}, {dim // ranks} on each. Use fewer ranks, or name it in filter_fqns."
-        )
-    if isinstance(module, Float8Linear | Linear) and dim // ranks % 16:
-        raise ValueError(
-            f"{name} is FP8 and {style}, its {which} a multiple of 16 on each of {ranks} ranks; got {dim}, {dim // ranks} on each. "
-            "Use fewer ranks, or name it in filter_fqns."
-        )
-    head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
-    if isinstance(head_dim, int) and dim // ranks % head_dim:
-        raise ValueError(
-            f"{name} has {dim // head_dim} heads of {head_dim}, which {ranks} ranks do not cut evenly. Use a divisor of the heads."
-        )
-
-
-def _check_length(tokens: torch.Tensor, ranks: int) -> None:
-    """ValueError unless the ranks divide T of tokens [B, T]."""
-    if tokens.shape[1] % ranks:
-        raise ValueError(
-            f"under sequence parallelism tokens [B, T] have T divisible by {ranks} ranks; got T = {tokens.shape[1]}. Pad them."
-        )
 
 
 @functools.cache

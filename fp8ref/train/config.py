@@ -20,12 +20,13 @@ import tyro
 from fp8ref import attention, attention_casts, attention_delayed, grouped, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
 from fp8ref.attention import Variant
-from fp8ref.errors import ConfigError, require
+from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import Rule
 from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
-from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.recipe import Recipe
 from fp8ref.train import architecture as architectures
+from fp8ref.train import config_checks
 from fp8ref.train import schedule as schedules
 from fp8ref.train.schedule import Phase, Schedule
 from fp8ref.train.sections import (
@@ -57,153 +58,9 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        """Raises:   ValueError: a vocabulary below 256 or above int32's range. ``load`` and
-        ``from_dict`` raise it, and those of the sections, as a ConfigError."""
-        require(
-            self.parallel.accumulate_dtype == "float32" or self.data.microbatches > 1,
-            "parallel.accumulate_dtype is of the gradients of data.microbatches, of which there is 1. Leave it out, or use more.",
-        )
-        require(
-            self.numerics.rules is None or self.parallel.devices == 1,
-            f"numerics.rules are for one device; parallel has {self.parallel.devices}. Leave one of them out.",
-        )
-        if faults := architectures.faults(self) + self.numerics.unattended(self.model.head_dim) + self.without_experts():
-            require(False, faults[0])
-        require(
-            self.numerics.attention is None or self.parallel.attention in ("xla", "tiles", "kernel"),
-            f"parallel.attention chooses among JAX's own attentions; numerics.attention {self.numerics.attention!r} is none of them; got "
-            f"{self.parallel.attention!r}. Leave one of them out.",
-        )
-        require(
-            self.numerics.attention is not None or self.parallel.attention not in ("tiles", "kernel"),
-            f"parallel.attention {self.parallel.attention!r} is of numerics.attention, which is left out. Name a variant, or leave it out.",
-        )
-        if self.parallel.attention == "kernel":
-            self._check_kernel()
-        if self.numerics.attention_operands is not None:
-            self._check_attention_operands(self.numerics.attention_operands)
-        if self.parallel.context > 1:
-            self._check_context()
-        if self.model.attention_softcap is not None or self.model.attention_sinks:
-            self._check_softcap_and_sinks()
-        require(
-            self.numerics.attention_arithmetic == "fast" or self.parallel.compile == "none",
-            "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
-            f"{self.parallel.compile!r}. Set it to none, or the arithmetic to fast.",
-        )
-        size = self.model.vocab_size
-        require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
-        schedules.starts(self.phases, self.optimizer, self.run.steps)
-        require(
-            self.statistics.every > 0 or not schedules.is_measured(self.numerics.schedule),
-            "measurements in numerics.schedule, 'sqnr' and 'update_error', are of the steps that statistics.every records; got 0. Set it to 1 or "
-            "more.",
-        )
-        layout = self.optimizer.moment_layout
-        require(
-            all(phase.update_error is None for phase in self.phases) or (layout is not None and layout.m.fmt.bits < 32),
-            "'update_error' in numerics.schedule is of states narrower than float32, by optimizer.kind 'adamw_states'; got kind "
-            f"{self.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name such a layout, or begin at a step.",
-        )
-
-    def without_experts(self) -> list[str]:
-        """The error messages for keys that a model with experts does not take (M-8)."""
-        keys, experts = self.parallel, self.model.num_experts
-        if not experts:
-            return (
-                [] if keys.expert == 1 else [f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, or use fsdp."]
-            )
-        return [
-            f"model.num_experts is for {what}. {remedy}"
-            for taken, what, remedy in (
-                (
-                    keys.tensor == 1,
-                    f"devices that share the batch; got parallel.tensor {keys.tensor}",
-                    "Set it to 1, and use parallel.expert.",
-                ),
-                (
-                    keys.context == 1,
-                    f"devices that have whole sequences; got parallel.context {keys.context}",
-                    "Set it to 1.",
-                ),
-                (
-                    experts % keys.expert == 0,
-                    f"equal numbers of experts on each of parallel.expert {keys.expert}; got {experts}",
-                    "Set parallel.expert to a divisor.",
-                ),
-                (
-                    keys.devices == 1 or (keys.through, keys.reduce) == ("shard_map", "rounded"),
-                    f"rows that devices send, and gradients that they round before they sum; got parallel.through {keys.through!r}, reduce "
-                    f"{keys.reduce!r}",
-                    "Set them to shard_map and rounded.",
-                ),
-                (
-                    keys.reduce_dtype != "float8_e4m3fn",
-                    "gradients that are summed in float32 or bfloat16; got parallel.reduce_dtype 'float8_e4m3fn'",
-                    "Set it to float32.",
-                ),
-                (
-                    keys.compile == "none",
-                    f"eager PyTorch, as the host reads each group's size; got parallel.compile {keys.compile!r}",
-                    "Set it to none.",
-                ),
-                (
-                    self.numerics.accumulate in (None, "native"),
-                    f"the framework's own GEMMs; got numerics.accumulate {self.numerics.accumulate!r}",
-                    "Leave it out.",
-                ),
-                (
-                    not self.optimizer.keeps_masters,
-                    f"float32 masters; optimizer.layout {self.optimizer.layout!r} stores narrower ones",
-                    "Name a layout of moments alone, such as sqrt_e4m3.",
-                ),
-            )
-            if not taken
-        ]
-
-    def uncut_sequences(self) -> list[str]:
-        """The error messages for a length of sequences that context and sequence parallelism do not divide (P-10, A-24)."""
-        keys, length = self.parallel, self.data.sequence_length
-        parts = keys.context * (keys.tensor if keys.sequence else 1)
-        what = "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence if keys.context > 1 else "tensor"
-        under = "under parallel.sequence " * (keys.context == 1)
-        return [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."] if length % parts else []
-
-    def _check_context(self) -> None:
-        """ValueError for attention that parts of the tokens do not compute (A-21, A-24)."""
-        variant, keys = self.attention_variant, self.parallel
-        require(
-            variant is not None and not variant.real and variant.granularity in ("tensor", None),
-            "parallel.context cuts sequences, and takes attention with one scale for a tensor, or none; got numerics.attention "
-            f"{self.numerics.attention!r}. Use cudnn or bf16, or leave parallel.context out.",
-        )
-        require(
-            keys.compile == "none",
-            f"parallel.context gathers keys and values within attention, which is traced eagerly alone; got parallel.compile {keys.compile!r}. Set it "
-            "to none.",
-        )
-
-    def _check_softcap_and_sinks(self) -> None:
-        """ValueError for attention that has neither softcap nor sinks (A-28)."""
-        keys, parallel = self.model, self.parallel
-        names = [f"model.attention_{name}" for name in ("softcap", "sinks") if getattr(keys, f"attention_{name}")]
-        what = " and ".join(names)
-        require(
-            self.numerics.attention is not None and self.numerics.attention_operands is None and parallel.attention != "kernel",
-            f"{what} are of attention by a whole variant, in tiles; got numerics.attention {self.numerics.attention!r}, attention_operands "
-            f"{self.numerics.attention_operands} and parallel.attention {parallel.attention!r}. Name a variant, such as bf16, or leave them out.",
-        )
-        variant = self.attention_variant
-        require(
-            variant is None or not variant.smoothed,
-            f"{what} are of attention whose k is not smoothed: smoothing moves all scores of a row (A-26); got numerics.attention "
-            f"{self.numerics.attention!r}. Name another variant, such as fa3, or leave them out.",
-        )
-        require(
-            parallel.context == 1 and (parallel.tensor == 1 or not keys.attention_sinks),
-            f"{what} take devices that have whole sequences, and sinks all heads; got parallel.context {parallel.context} and tensor "
-            f"{parallel.tensor}. Use data and fsdp.",
-        )
+        """Raises:   ValueError: what ``config_checks`` refuses. ``load`` and ``from_dict`` raise it, and
+        what the sections raise, as a ConfigError."""
+        config_checks.check(self)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -231,24 +88,6 @@ class Config:
         """The config of a run in this recipe alone."""
         return self.replace(numerics={"recipe": recipe, "schedule": None})
 
-    def unswitched(self, backend: str) -> list[str]:
-        """The error messages for a mesh on which this backend switches no recipe (T-9)."""
-        keys = self.parallel
-        if self.numerics.schedule is None or backend == "jax" or keys.devices == 1:
-            return []
-        if keys.tensor > 1:
-            return [f"in PyTorch numerics.schedule takes parallel.tensor 1, whose hooks are of one recipe; got {keys.tensor}. Set it to 1."]
-        delayed = [name for name in self.recipes if RECIPES[name].delayed]
-        if keys.amax_scope == "local" and delayed:
-            return [f"recipe {delayed[0]!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global."]
-        gathered = [name for name in self.recipes if RECIPES[name].fp8 and RECIPES[name].serves_both("weight")]
-        if keys.gather == "fp8" and gathered:
-            return [
-                f"in PyTorch FSDP gathers weights in one way for all phases of numerics.schedule, and {gathered[0]!r} gathers in FP8. Set "
-                "parallel.gather to compute, which gives the same bits."
-            ]
-        return []
-
     def require_one_recipe(self, who: str) -> None:
         """ConfigError for a schedule, which ``who`` does not take."""
         if self.numerics.schedule is not None:
@@ -256,52 +95,6 @@ class Config:
                 f"{who} takes one recipe; got numerics.schedule with {', '.join(self.recipes)}. Leave it out, on the command line by "
                 "--numerics.schedule None, and name one by --recipe."
             )
-
-    def _check_kernel(self) -> None:
-        """ValueError for a config that no library's FP8 kernel trains."""
-        keys, tiles = self.numerics, "Use parallel.attention 'tiles'."
-        by_flash = keys.attention in ("fa3", "fa3_promoted")  # which has gradients by attention_backward 'bf16' alone
-        require(
-            by_flash or (keys.attention == "cudnn" and keys.attention_scaling == "delayed" and keys.attention_backward == "own"),
-            "parallel.attention 'kernel' is cuDNN's FP8 attention, which casts with scales that are given: numerics.attention 'cudnn' with "
-            "numerics.attention_scaling 'delayed' and its own backward pass; or in PyTorch FlashAttention-3: 'fa3' or 'fa3_promoted' with "
-            f"numerics.attention_backward 'bf16'; got {keys.attention!r} with {keys.attention_scaling!r} and {keys.attention_backward!r}. {tiles}",
-        )
-        if by_flash:
-            require(
-                self.model.head_dim % 16 == 0 and self.parallel.compile == "none" and not keys.simulates and not self.statistics.every,
-                "parallel.attention 'kernel' of FlashAttention-3 takes heads of multiples of 16, in eager mode, without numerics.accumulate and "
-                f"statistics.every, which look into the tiles; got {self.model.head_dim}, {self.parallel.compile!r}, {keys.accumulate!r} and "
-                f"{self.statistics.every}. {tiles}",
-            )
-            return
-        length = self.data.sequence_length
-        require(
-            self.model.head_dim == 128 and length % 128 == 0,
-            f"parallel.attention 'kernel' takes heads of 128 features, and data.sequence_length in multiples of 128; got {self.model.head_dim} and "
-            f"{length}. {tiles}",
-        )
-        require(
-            self.parallel.devices == 1 and not keys.simulates and not self.statistics.every,
-            "parallel.attention 'kernel' is of one device, without numerics.accumulate and statistics.every, which look into the tiles; got "
-            f"{self.parallel.devices} devices, {keys.accumulate!r} and {self.statistics.every}. {tiles}",
-        )
-
-    def _check_attention_operands(self, operands: Sequence[str]) -> None:
-        """ValueError for a config whose attention has no single casts, and for a pattern that names no layer (E-9)."""
-        keys = self.parallel
-        require(
-            keys.devices == 1 and not keys.scan and keys.compile == "none" and keys.attention == "xla",
-            f"numerics.attention_operands are of one device, eager or without a scan over layers; got {keys.devices} devices, parallel.scan "
-            f"{keys.scan}, parallel.compile {keys.compile!r} and parallel.attention {keys.attention!r}. Leave one of them out.",
-        )
-        for operand in operands:
-            pattern, slash, _ = operand.rpartition("/")
-            if slash and not any(linear_selection.matches(pattern, layer) for layer in self.attention_layers):
-                raise ValueError(
-                    f"every pattern of numerics.attention_operands names a layer's attention (R-3); got {operand!r} for "
-                    f"{', '.join(self.attention_layers)}. Write layers.0/q, or q for all."
-                )
 
     def attention_operands(self, layer: str) -> attention_casts.Casts | None:
         """The operands of a layer's attention that alone are cast (E-9); None: it is computed by its variant, or the framework."""
@@ -400,20 +193,7 @@ class Config:
         return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
 
 
-for _section in (
-    LlamaConfig,
-    ArchitectureConfig,
-    DataConfig,
-    NumericsConfig,
-    Rule,
-    OptimizerConfig,
-    ParallelConfig,
-    StatisticsConfig,
-    RunConfig,
-    CheckpointConfig,
-    LogConfig,
-    Config,
-):
+for _section in (*(section.default_factory for section in dataclasses.fields(Config)), Rule, Config):
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 
@@ -425,7 +205,6 @@ INSTEAD = {
     "graph contains. Use 'model', which gives the same bits, or fp8ref.torch.compiled_fsdp.shard in your own training loop."
 }
 """Values that a key does not take, and what to use instead."""
-
 
 TABLES = ("numerics.rules",)
 """Keys that are tables of a file, and no options."""

@@ -11,6 +11,7 @@ from fp8ref import recipe as recipes
 from fp8ref.errors import ConfigError
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
+from fp8ref.train import config_checks
 from fp8ref.train.config import Config
 
 
@@ -124,7 +125,7 @@ def check(config: Config, backend: str) -> None:
         *_cut(config),
         *config.optimizer.uncut(config.parallel, backend),
         *config.parallel.unreduced(backend),
-        *config.unswitched(backend),
+        *config_checks.unswitched(config, backend),
     ]
     for one in map(config.under, config.recipes):
         decisions: list[Decision] = []
@@ -167,7 +168,7 @@ def _cut(config: Config) -> list[str]:
     keys, model, data, faults = config.parallel, config.model, config.data, []
     if data.batch_size % (keys.batch_parts * data.microbatches):
         faults.append(data.indivisible(keys.of_batch, "devices"))
-    faults += config.uncut_sequences()
+    faults += config_checks.uncut_sequences(config)
     faults += [
         f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}."
         for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")

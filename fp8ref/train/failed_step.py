@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp8ref.errors import ConfigError
+from fp8ref.errors import ConfigError, NonFiniteError
 from fp8ref.train import checkpoint
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 from fp8ref.train.processes import Processes, together
+from fp8ref.train.trainer import Trainer
 
 FOLDER = "failures"
 """The directory of failed steps in a run directory."""
@@ -81,6 +82,28 @@ def write(
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return path
+
+
+def error(
+    out: Path, model: Trainer, config: Config, tokens: np.ndarray, metrics: Mapping[str, Any], processes: Processes, *, recipe: str
+) -> NonFiniteError:
+    """The error that ends a run at a step whose loss or gradient norm is not finite, which is kept. Arguments as of ``write``."""
+    try:
+        kept = write(out, model, config, tokens, metrics, processes, recipe=recipe)
+        replays = config.architecture.kind == "llama"
+        remedy = f"fp8ref crosscheck --replay {kept} names where it began." if replays else f"{kept} has the state and the batch."
+    except Exception as error:  # a failure to save must not hide the non-finite loss
+        remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
+    return NonFiniteError(_explain(model, metrics, remedy))
+
+
+def _explain(model: Trainer, metrics: Mapping[str, Any], remedy: str) -> str:
+    bad = [name for name, value in model.weights().items() if not np.isfinite(value).all()]
+    where = f"non-finite weights: {', '.join(bad)}" if bad else "all weights are finite"
+    return (
+        f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the optimizer step was not taken (T-4), {where}. "
+        f"{remedy} Lower optimizer.learning_rate, or compare with --recipe bf16."
+    )
 
 
 def read(path: Path) -> Failure:

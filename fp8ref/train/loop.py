@@ -7,123 +7,23 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from fp8ref import console, gradient_reduction, health, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
-from fp8ref.linear_selection import Decision
 from fp8ref.train import architecture, coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
+from fp8ref.train.config_checks import check_backend
 from fp8ref.train.data import loader
 from fp8ref.train.processes import Alone, Processes, together
 from fp8ref.train.schedule import Schedule, measured
+from fp8ref.train.trainer import Provable, Trainer
 
 BACKENDS = ("jax", "torch")
 """The backends that train, by name."""
-
-
-class Trainer(Protocol):
-    """One model in training: what ``jax.trainer.Trainer`` and ``torch.trainer.Trainer`` both offer.
-
-    A batch is integers [B, T + 1], inputs and the targets after them. Weights and gradients are
-    float32 arrays by parameter name, whole on every process.
-    """
-
-    backend: str
-    decisions: list[Decision]
-    device: str
-
-    def switch(self, recipe: str) -> None:
-        """Compute in another of the config's recipes from now on; no state changes (T-9)."""
-        ...
-
-    def step(self, tokens: np.ndarray) -> dict[str, float]:
-        """Train on a batch; returns "loss" and "grad_norm" before the update.
-
-        If either is not finite, no state changes (T-4).
-        """
-        ...
-
-    def evaluate(self, tokens: np.ndarray) -> float:
-        """The mean loss of a batch, in nats; no state changes."""
-        ...
-
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [B, T, vocab_size] of inputs [B, T]."""
-        ...
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """The float32 masters."""
-        ...
-
-    def moments(self) -> dict[str, dict[str, np.ndarray]]:
-        """AdamW's moments: {"exp_avg": {parameter: array}, "exp_avg_sq": ...}."""
-        ...
-
-    def save(self, directory: Path) -> Callable[[], None]:
-        """Copy the state and write it in the background.
-
-        Returns a function that waits until it is written.
-        """
-        ...
-
-    def load(self, directory: Path, step: int) -> None:
-        """Restore the state that was saved after ``step`` steps."""
-        ...
-
-    def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
-        """Take a state of so many steps, of arrays by the names of ``train_state.schema``."""
-        ...
-
-    def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """The gradients of a batch's mean loss, before clipping; no state changes."""
-        ...
-
-    def observe(self, tokens: np.ndarray, observer, attention=None) -> None:
-        """Run one forward and backward pass.
-
-        Each FP8 GEMM calls observer(layer, gemm, a, b, out); each pass of attention by a variant calls attention(layer, phase,
-        arrays), if given, with what it made (``attention_products.SHOWN``).
-        """
-        ...
-
-    def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantization statistics of every FP8 operand of a batch (Q-8); no state changes."""
-        ...
-
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
-        """The results of ``step`` and of ``statistics`` on one batch, and the health of the states that
-        the step made, by parameter (Q-12); none of an optimizer without a layout."""
-        ...
-
-    def gradient_factors(self) -> dict[str, dict[str, float]]:
-        """Of each linear whose gradient is exchanged in FP8 by an automatic mu: mu after the last step, and the elements that
-        its casts saturated (P-22)."""
-        ...
-
-    def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """States of delayed scaling by ``<layer>/<role>``: (scale, amax_history, step)."""
-        ...
-
-    def peak_memory(self) -> int | None:
-        """The most bytes in use on a device; None if it does not count them, as CPUs."""
-        ...
-
-
-@runtime_checkable
-class Provable(Protocol):
-    """A trainer that can prove which GEMMs of its step run in FP8."""
-
-    def prove(self, tokens: np.ndarray) -> dict:
-        """The proof of a step on this batch, for the manifest.
-
-        ConfigError if a planned FP8 GEMM is missing.
-        """
-        ...
 
 
 def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | None = None) -> Trainer:
@@ -137,12 +37,7 @@ def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | 
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
-    if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
-        raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
-    architecture.check_backend(config, backend)
-    parallel, optimizer = config.parallel, config.optimizer
-    if refused := optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + config.unswitched(backend):
-        raise ConfigError(refused[0])
+    check_backend(config, backend)
     multiply = hardware.of(config, backend)
     kind = "trainer" if config.architecture.kind == "llama" else "custom_trainer"
     return importlib.import_module(f"fp8ref.train.{backend}.{kind}").Trainer(config, weights, multiply=multiply)
@@ -354,14 +249,7 @@ class _Training:
                 metrics = self.model.step(tokens)
         seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
-            try:
-                about = {"step": step} | metrics
-                kept = failed_step.write(self.out, self.model, config, tokens, about, self.processes, recipe=self.recipe)
-                replays = config.architecture.kind == "llama"
-                remedy = f"fp8ref crosscheck --replay {kept} names where it began." if replays else f"{kept} has the state and the batch."
-            except Exception as error:  # a failure to save must not hide the non-finite loss
-                remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
-            raise NonFiniteError(_explain(self.model, step, metrics, remedy))
+            raise failed_step.error(self.out, self.model, config, tokens, {"step": step} | metrics, self.processes, recipe=self.recipe)
         line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds} | columns
         every = config.run.eval_every
         if (every and (step + 1) % every == 0) or step + 1 == config.run.steps:
@@ -425,12 +313,3 @@ class _Training:
                 together(self.processes, self.checkpoints.finish)
         if stop and not last:
             raise stop(f"after {done} {'step, which is' if done == 1 else 'steps, which are'} saved; --resume continues.")
-
-
-def _explain(model: Trainer, step: int, metrics: dict[str, float], remedy: str) -> str:
-    bad = [name for name, value in model.weights().items() if not np.isfinite(value).all()]
-    where = f"non-finite weights: {', '.join(bad)}" if bad else "all weights are finite"
-    return (
-        f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the optimizer step was not taken (T-4), {where}. "
-        f"{remedy} Lower optimizer.learning_rate, or compare with --recipe bf16."
-    )

@@ -466,21 +466,6 @@ def test_what_only_shard_map_can_do_is_refused_elsewhere():
         )
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"m": "data"}, r"m is a tuple.*\('data',\)"),
-        ({"m": ("data",), "n": ("data",)}, "one of m, n and k; got data"),
-        ({"fsdp": ("fsdp",)}, "among m; got fsdp"),
-        ({"sequence": True}, "column-parallel"),
-        ({"scope": "shard"}, "'global' or 'local'; got 'shard'"),
-    ],
-)
-def test_placements_check_themselves(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Placement(**fields)
-
-
 def test_uneven_shards_are_refused_by_name():  # P-1
     placement, mesh = placement_of("column, sequence"), {"data": 2, "fsdp": 2, "tensor": 2}
     sharding.check_shapes("fc", 64, (256, 128), placement, mesh)

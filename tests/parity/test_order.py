@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8ref.train.data import loader
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.torch.step import Step
+from fp8ref.train.torch import rank_parts
 
 STEPS = 1000
 
@@ -15,12 +15,11 @@ STEPS = 1000
 def torch_pieces(config, tokens: np.ndarray) -> list[np.ndarray]:
     """What every rank takes, in their order on the mesh."""
 
-    def rank(data: int, fsdp: int) -> SimpleNamespace:
-        at = {"data": data, "fsdp": fsdp}
-        return SimpleNamespace(config=config, context=None, mesh=SimpleNamespace(get_local_rank=at.get))
+    def mesh(data: int, fsdp: int) -> SimpleNamespace:
+        return SimpleNamespace(get_local_rank={"data": data, "fsdp": fsdp}.get)
 
     keys = config.parallel
-    return [Step.own(rank(i, j), tokens) for i in range(keys.data) for j in range(keys.fsdp)]
+    return [rank_parts.own(tokens, config, mesh(i, j), None) for i in range(keys.data) for j in range(keys.fsdp)]
 
 
 def jax_pieces(layout: Layout, tokens: np.ndarray) -> list[np.ndarray]:

@@ -315,15 +315,18 @@ def test_weights_are_the_state_dict_of_the_model_that_was_converted(recipe):
 )
 def test_compiled_rowwise_casts_round_where_eager_ones_do(recipe, accelerator, emulated, monkeypatch):  # P-12
     """A model on the meta device will lie on the accelerator, if there is one."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator and torch.device(accelerator))
     with torch._inductor.config.patch(emulate_precision_casts=False, inductor_choices_class=None):
         convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), recipe)
         assert torch._inductor.config.emulate_precision_casts is emulated
 
 
 def test_a_model_on_the_meta_device_multiplies_as_others_will(monkeypatch):  # G-7
-    """It will lie on a CPU here, whose GEMM is torch's own then."""
+    """It will lie on a CPU here, whose GEMM is torch's own then; a build of torch for CUDA names its accelerator also where there is none."""
     calls = []
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else torch.device("cuda")
+    )
     monkeypatch.setattr(convert.gemm, "use_native_scaled_mm", lambda: calls.append("native"))
     convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), "tensorwise")
     assert calls == ["native"]

@@ -76,7 +76,7 @@ def test_scales_of_either_axis_have_no_direction():
 @pytest.mark.parametrize(("accelerator", "expected"), [("cuda", fusion.Choices), (None, None)])
 def test_convert_sets_the_choices_off_a_cpu(accelerator, expected, monkeypatch):
     """A model on the meta device will lie on the accelerator, if there is one."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator and torch.device(accelerator))
     convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), "tensorwise")
     assert config.inductor_choices_class is expected
     assert type(V.choices) is (expected or InductorChoices)

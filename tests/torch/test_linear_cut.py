@@ -18,7 +18,6 @@ from fp8ref.sim import gemm, scaling, sharded_gemm, sharding
 from fp8ref.sim.mesh import Layout, Mesh
 from fp8ref.torch import convert, delayed, tensor_parallel
 from fp8ref.torch.gemm_observer import observe_gemms
-from fp8ref.torch.linear_cut import Groups
 
 PLAN = {"0": "colwise", "1": "rowwise"}
 MESH = Mesh(axes={"data": 2, "tensor": 2})
@@ -185,26 +184,6 @@ def test_a_bias_is_added_after_the_sum(ranks):  # G-15, P-16
 def test_compiled_it_has_the_same_bits(ranks):  # P-14
     for rank in ranks:
         assert rank["compiled"] == [True] * (2 + 4 + 6)
-
-
-def test_ranks_share_a_scale_where_they_cut_its_group():  # P-5
-    groups = {style: Groups(batch="b", tensor="t", every="e", style=style) for style in ("colwise", "rowwise")}
-    shared = {
-        (style, role, granularity, axis): g.sharing(role, granularity, axis)
-        for style, g in groups.items()
-        for role in ("input", "weight", "grad_output")
-        for granularity in ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32")
-        for axis in (-2, -1)
-    }
-    expected = {}
-    for axis in (-2, -1):
-        expected |= {("colwise", role, "tensorwise", axis): g for role, g in (("input", "b"), ("weight", "t"), ("grad_output", "e"))}
-        expected |= {("rowwise", role, "tensorwise", axis): g for role, g in (("input", "e"), ("weight", "t"), ("grad_output", "b"))}
-    expected |= {(style, role, "rowwise", -2): "b" for style in groups for role in ("input", "grad_output")}
-    expected |= {("colwise", "weight", "rowwise", -2): "t", ("colwise", "grad_output", "rowwise", -1): "t"}
-    expected |= {("rowwise", "weight", "rowwise", -1): "t", ("rowwise", "input", "rowwise", -1): "t"}
-    assert {key: group for key, group in shared.items() if group} == expected
-    assert Groups().sharing("input", "tensorwise", -1) is None
 
 
 @pytest.mark.parametrize(("name", "multiple"), [("blockwise", 128), ("mxfp8", 32), ("delayed", 1), ("rowwise", 1), ("mixed", 128)])

@@ -18,6 +18,7 @@ from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim
 from fp8ref.torch import cast, convert, scaling, torchao_linear
 from fp8ref.torch import linear as layer
+from fp8ref.torch.scaling import Groups
 
 IMPLEMENTED = [name for name, p in POLICIES.items() if p.floored_quotient]
 policies = pytest.mark.parametrize("policy", IMPLEMENTED)
@@ -227,3 +228,23 @@ def test_a_compiler_sees_casts_of_one_tensor_as_one():
     with torch.no_grad():
         graph = fx_graph_cse(make_fx(casts)(torch.ones(16, 32)).graph)
     assert sum(node.target is torch.ops.aten.amax.default for node in graph.nodes) == 2
+
+
+def test_ranks_share_a_scale_where_they_cut_its_group():  # P-5
+    groups = {style: Groups(batch="b", tensor="t", every="e", style=style) for style in ("colwise", "rowwise")}
+    shared = {
+        (style, role, granularity, axis): g.sharing(role, granularity, axis)
+        for style, g in groups.items()
+        for role in ("input", "weight", "grad_output")
+        for granularity in ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32")
+        for axis in (-2, -1)
+    }
+    expected = {}
+    for axis in (-2, -1):
+        expected |= {("colwise", role, "tensorwise", axis): g for role, g in (("input", "b"), ("weight", "t"), ("grad_output", "e"))}
+        expected |= {("rowwise", role, "tensorwise", axis): g for role, g in (("input", "e"), ("weight", "t"), ("grad_output", "b"))}
+    expected |= {(style, role, "rowwise", -2): "b" for style in groups for role in ("input", "grad_output")}
+    expected |= {("colwise", "weight", "rowwise", -2): "t", ("colwise", "grad_output", "rowwise", -1): "t"}
+    expected |= {("rowwise", "weight", "rowwise", -1): "t", ("rowwise", "input", "rowwise", -1): "t"}
+    assert {key: group for key, group in shared.items() if group} == expected
+    assert Groups().sharing("input", "tensorwise", -1) is None

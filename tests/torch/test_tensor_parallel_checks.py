@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fp8ref.torch import convert, tensor_parallel
+from fp8ref.torch import convert, tensor_parallel, tensor_parallel_checks
 from fp8ref.train.torch.llama import Llama
 
 
@@ -129,21 +129,21 @@ def in_fp8(k, n):
 def test_the_dim_that_a_style_cuts_is_divided_evenly(style, shape):
     model, which = nn.Sequential(nn.Linear(*shape)), {"colwise": "out_features", "rowwise": "in_features"}[style]
     for ranks in (1, 2, 3, 6):
-        tensor_parallel.check_linear("0", model, style, ranks)
+        tensor_parallel_checks.check_linear("0", model, style, ranks)
     for ranks in (4, 5, 12):
         with pytest.raises(ValueError, match=rf"^0 is {style}, its {which} divisible by {ranks} ranks; got 6\. Use fewer ranks"):
-            tensor_parallel.check_linear("0", model, style, ranks)
+            tensor_parallel_checks.check_linear("0", model, style, ranks)
 
 
 @pytest.mark.parametrize(("style", "shape"), [("colwise", (32, 96)), ("rowwise", (96, 32))])
 def test_the_parts_of_an_fp8_linear_are_multiples_of_16(style, shape):
     model = in_fp8(*shape)
     for ranks in (1, 2, 3, 6):  # parts of 96, 48, 32 and 16
-        tensor_parallel.check_linear("0", model, style, ranks)
+        tensor_parallel_checks.check_linear("0", model, style, ranks)
     for ranks in (4, 12):
         with pytest.raises(ValueError, match=rf"FP8 and {style}.* of 16 on each of {ranks} ranks; got 96, {96 // ranks} on each"):
-            tensor_parallel.check_linear("0", model, style, ranks)
-        tensor_parallel.check_linear("0", nn.Sequential(nn.Linear(*shape)), style, ranks)  # in high precision it may be anything
+            tensor_parallel_checks.check_linear("0", model, style, ranks)
+        tensor_parallel_checks.check_linear("0", nn.Sequential(nn.Linear(*shape)), style, ranks)  # in high precision it may be anything
 
 
 class Heads(nn.Module):
@@ -158,10 +158,10 @@ def test_heads_stay_whole():
     model = nn.ModuleDict({"attention": Heads()})
     for name, style in (("attention.q", "colwise"), ("attention.o", "rowwise")):
         for ranks in (1, 2, 3, 6):
-            tensor_parallel.check_linear(name, model, style, ranks)
+            tensor_parallel_checks.check_linear(name, model, style, ranks)
         for ranks in (4, 8, 12):
             with pytest.raises(ValueError, match=rf"^{name} has 6 heads of 4, which {ranks} ranks do not cut evenly"):
-                tensor_parallel.check_linear(name, model, style, ranks)
+                tensor_parallel_checks.check_linear(name, model, style, ranks)
 
 
 class Other(torch.Tensor):
@@ -172,23 +172,23 @@ def test_a_weight_of_another_kind_is_not_cut():
     model = nn.Sequential(nn.Linear(16, 16))
     model[0].weight = nn.Parameter(torch.ones(16, 16).as_subclass(Other))
     with pytest.raises(ValueError, match=r"^0 has a weight that is a Other; plain ones are cut\. Parallelize first"):
-        tensor_parallel.check_linear("0", model, "colwise", 2)
+        tensor_parallel_checks.check_linear("0", model, "colwise", 2)
 
 
 def test_every_place_of_a_shared_parameter_is_named():
     model = nn.ModuleDict({"up": nn.Linear(16, 16), "down": nn.Linear(16, 16), "last": nn.Linear(16, 16)})
     model["down"].bias = model["last"].bias = model["up"].bias
     with pytest.raises(ValueError, match=r"^down shares its bias, and is cut: up\.bias, down\.bias, last\.bias\. Untie"):
-        tensor_parallel.check_linear("down", model, "rowwise", 2)
+        tensor_parallel_checks.check_linear("down", model, "rowwise", 2)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 def test_models_of_plain_linears_torchaos_and_fp8refs_are_cut(recipe):
-    tensor_parallel._check_model(build(recipe), None)
+    tensor_parallel_checks.check_model(build(recipe), None)
 
 
 def test_a_sequence_is_cut_evenly():
     for ranks in (1, 2, 4, 8):
-        tensor_parallel._check_length(torch.zeros(3, 8), ranks)
+        tensor_parallel_checks.check_length(torch.zeros(3, 8), ranks)
     with pytest.raises(ValueError, match=r"T divisible by 3 ranks; got T = 8\. Pad them"):
-        tensor_parallel._check_length(torch.zeros(3, 8), 3)  # B is, T is not
+        tensor_parallel_checks.check_length(torch.zeros(3, 8), 3)  # B is, T is not

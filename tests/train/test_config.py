@@ -403,9 +403,3 @@ def test_a_batch_lies_in_contiguous_parts():  # T-7
     assert [part[:, 0].tolist() for part in data.parts(rows)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(ValueError, match=r"data.microbatches = 3 equal parts; got 4 sequences"):
         data.parts(rows[:4])
-
-
-@pytest.mark.parametrize("attention", ["tiles", "chunked"])
-def test_single_casts_of_attention_have_no_tiles(attention):  # E-9
-    with pytest.raises(ValueError, match=f"numerics.attention(_operands are of one device|.* is none of them).*{attention}"):
-        Config().replace(numerics={"attention": "cudnn", "attention_operands": ("p",)}, parallel={"attention": attention})

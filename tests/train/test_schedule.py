@@ -11,7 +11,7 @@ from fp8ref import health
 from fp8ref.crosscheck import rerun
 from fp8ref.errors import ConfigError, NonFiniteError
 from fp8ref.train import config as configs
-from fp8ref.train import log, loop, train_state
+from fp8ref.train import config_checks, log, loop, train_state
 from fp8ref.train.data import loader
 from fp8ref.train.schedule import lowest_sqnr, measured
 
@@ -98,8 +98,9 @@ def test_meshes_that_cannot_switch_are_refused_before_anything_is_made(small, ke
     config = scheduled(small, (0, "tensorwise"), (2, "bf16"), (4, "delayed"), parallel=keys)
     with pytest.raises(ConfigError, match=message):
         loop.trainer("torch", config)
-    assert config.unswitched("jax") == []
-    assert scheduled(small, (0, "rowwise"), (2, "bf16"), parallel={"fsdp": 2}).unswitched("torch") == []
+    assert config_checks.unswitched(config, "jax") == []
+    config = scheduled(small, (0, "rowwise"), (2, "bf16"), parallel={"fsdp": 2})
+    assert config_checks.unswitched(config, "torch") == []
 
 
 # ---- which step runs in which recipe ----

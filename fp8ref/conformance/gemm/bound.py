@@ -13,6 +13,7 @@ from fp8ref.formats import Format
 from fp8ref.granularity import block_of
 from fp8ref.sim import accumulate, cast, scaling
 from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.tensor_core import TensorCore
 
 ROUNDINGS = 9
 """Float32 roundings of B-1 besides K: K - 1 additions, at most five products with scales, three
@@ -55,6 +56,36 @@ def bound(
     roundings = 3 if by_name(epilogue).round_first else 1
     largest = np.maximum(np.abs(found), np.abs(simulated)).astype(np.float64)
     return gamma(a.codes.shape[1] + ROUNDINGS) * magnitudes + roundings * ulp(largest, out_dtype)
+
+
+def of_tensor_core(a: Quantized, b: Quantized, unit: TensorCore) -> np.ndarray:
+    """Bound on what one tensor core's steps lose of a GEMM's scaled sum, elementwise [M, N], in float64 (B-1).
+
+    For every chain of steps over neighboring K, promoted or not.
+    """
+    # A step cuts fused_width products and the accumulator below 2^-fraction_bits of the largest of
+    # them, its result below 2^-output_bits of itself. A product's coded exponent is that of its
+    # factors, of which a subnormal one counts as the smallest normal number. The accumulator is a sum
+    # over neighboring K: a difference of two prefixes.
+    x, y = (_coded(q) for q in (a, b))
+    p, q = (np.asarray(scaling.dequantize(of), np.float64) for of in (a, b))
+    prefix = np.zeros((len(p), len(q)))
+    largest, products, steps = prefix.copy(), prefix.copy(), 0
+    for k in range(0, p.shape[1], unit.fused_width):
+        part = slice(k, k + unit.fused_width)
+        prefix += p[:, part] @ q[:, part].T
+        np.maximum(largest, np.abs(prefix), out=largest)
+        products += x[:, part] @ y[:, part].T  # no less than the largest of them
+        steps += 1
+    lost = (unit.fused_width + 1) * 2.0**-unit.fraction_bits
+    return lost * products + steps * (lost + 2.0**-unit.output_bits) * 2 * largest
+
+
+def _coded(q: Quantized) -> np.ndarray:
+    """Magnitudes [rows, K], float64, a subnormal one as the smallest normal number of its format."""
+    codes = cast.decode(q.codes, q.fmt).astype(np.float64)
+    magnitudes = np.where(codes == 0, 0, np.maximum(np.abs(codes), 2.0**q.fmt.emin))
+    return magnitudes * scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
 
 
 def exact(a: Quantized, b: Quantized) -> np.ndarray:

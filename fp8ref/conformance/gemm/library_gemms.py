@@ -73,7 +73,8 @@ def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> ScaledGemm:
 def _torch_device(torch: Any, device: str) -> dict[str, str]:
     if device == "cpu":
         return {"device": "cpu"}
-    return {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": str(torch._C._cuda_getDriverVersion())}
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return {"device": torch.cuda.get_device_name(), "capability": capability, "cuda": str(torch.version.cuda)}
 
 
 def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:

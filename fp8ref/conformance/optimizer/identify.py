@@ -2,108 +2,22 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fp8ref import states
 from fp8ref.conformance import subject as subjects_of_arrays
-from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, table
 from fp8ref.conformance.optimizer import forms, search, subjects
 from fp8ref.conformance.optimizer.forms import Form, Numbers
+from fp8ref.conformance.optimizer.outcome import NAMED, OptimizerOutcome, counterexample, findings, summary
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
 from fp8ref.conformance.subject import ConformanceError
-from fp8ref.result import Result
-from fp8ref.states import LAYOUTS, WITH_MASTERS, Layout, Moment
+from fp8ref.states import LAYOUTS, Layout, Moment
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-NAMED = LAYOUTS | WITH_MASTERS
-"""The layouts that have a name."""
-
-FIELDS = {
-    "m": "the average of m",
-    "v": "the average of v",
-    "bias_m": "the bias of m",
-    "bias_v": "the bias of v",
-    "numbers": "powers of betas",
-    "eps": "eps",
-    "decay": "decay",
-    "change": "the change",
-    "root": "the root",
-}
-"""{field of ``Form``: what it is called}."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOutcome(Result):
-    """What an optimizer was identified as.
-
-    layout     the name in LAYOUTS or WITH_MASTERS, or of a variation such as "torchao with block 128 of m and v"; None if
-               none explains it.
-    form       the order of operations that explains every weight; else the nearest.
-    known      whether a form of AdamW explains the first step, or nearly so. Otherwise it is another optimizer, or has other numbers,
-               and ``form`` says nothing.
-    exact      whether layout and form explain every bit of weights, and of states that are shown.
-    findings   with their evidence.
-    expected   the layout that it should have, if any.
-    departure  from that layout in the form found, or else from the nearest layout.
-    """
-
-    name: str
-    kind: str
-    layout: str | None
-    form: Form
-    known: bool
-    exact: bool
-    shown: bool
-    findings: Sequence[Finding]
-    summary: str
-    expected: str | None = None
-    departure: Counterexample | None = field(default=None)
-
-    @property
-    def ok(self) -> bool:
-        """Of the expected layout, or of a named one; AdamW; and every bit is explained."""
-        return self.exact and self.form.sound and (self.layout == self.expected if self.expected else self.layout in NAMED)
-
-    @property
-    def message(self) -> str:
-        """The summary, and the first difference."""
-        first = f"\n  {self.departure}" if self.departure else ""
-        if self.expected is None:
-            return self.summary + first
-        return (
-            f"{self.name} is {self.expected!r}: {self.summary}"
-            if self.ok
-            else f"{self.name} is not {self.expected!r}: {self.summary}{first}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """What --json writes."""
-        return {
-            "ok": self.ok,
-            "name": self.name,
-            "kind": "optimizer",
-            "taken_as": self.kind,
-            "is": {"layout": self.layout, **(dataclasses.asdict(self.form) if self.known else {})},
-            "exact": self.exact,
-            "state_shown": self.shown,
-            "summary": self.summary,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "expected": self.expected,
-            "departure": self.departure and self.departure.to_dict(),
-        }
-
-    def render(self, console: "Console") -> None:
-        """Print the findings, then the message."""
-        from rich.text import Text
-
-        console.print(table(self.findings, title=Text(f"{self.name}: an optimizer, taken as {self.kind}"), title_justify="left"))
-        console.out(self.message, highlight=False)
+    pass
 
 
 def identify_optimizer(
@@ -152,10 +66,10 @@ def identify_optimizer(
         known=fit != "far",
         exact=exact,
         shown=found.shown,
-        findings=_findings(searched, layout, of_nearest, exact, known=fit != "far"),
-        summary=_summary(layout, of_nearest, exact, nearest, known=fit != "far"),
+        findings=findings(searched, layout, of_nearest, exact, known=fit != "far"),
+        summary=summary(layout, of_nearest, exact, nearest, known=fit != "far"),
         expected=expect,
-        departure=None if first is None else _counterexample(first, wanted),
+        departure=None if first is None else counterexample(first, wanted),
     )
 
 
@@ -179,7 +93,7 @@ def require_optimizer(
     first = found.departure(layout, Form(m=layout.average, v=layout.average))
     if first is not None:
         raise AssertionError(
-            f"{name} departs from layout {layout.name!r}: {_counterexample(first, layout)}; {first.differing} of {first.of} differ"
+            f"{name} departs from layout {layout.name!r}: {counterexample(first, layout)}; {first.differing} of {first.of} differ"
         )
 
 
@@ -358,74 +272,3 @@ def _orders(layout: Layout) -> tuple[list[str], list[str]]:
     """The orders of the averages of m and of v, the layout's own first."""
     m, v = (list(forms.AVERAGES), [*forms.AVERAGES, *forms.SQUARES])
     return [layout.average, *(x for x in m if x != layout.average)], [layout.average, *(x for x in v if x != layout.average)]
-
-
-def _counterexample(first: Departure, wanted: Layout) -> Counterexample:
-    clause = "O-15" if "master" in first.what else "O-6" if first.what == "weight" else "O-7" if first.what.startswith("scale") else "O-8"
-
-    def said(value: Any) -> str:
-        return (
-            value
-            if isinstance(value, str)
-            else f"0x{value:02X}"
-            if isinstance(value, int)
-            else f"{show(value)} ({bits_of(value, 'float32')})"
-        )
-
-    return Counterexample(
-        input=str(first),
-        bits=(),
-        dtype="float32",
-        got=said(first.got),
-        expected=f"{said(first.expected)} of layout {wanted.name!r}",
-        clause=clause,
-    )
-
-
-def _findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, known: bool) -> list[Finding]:
-    steps, elements = len(found.made), sum(w.size for w in found.asked.weights.values())
-    shown = "codes and scales" if any(one.m and one.m.scale_inv is not None for one in found.made[0].values()) else "numbers"
-    compared = f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} elements, {steps} steps"
-    made = [
-        Finding(
-            what="layout", value=None if layout is None else layout.name, evidence=compared, words="" if layout else "none that has a name"
-        )
-    ]
-    count, most = (0, 0.0) if exact or layout is None else found.far(layout, form)
-    words = (
-        "every bit"
-        if exact
-        else "not explained"
-        if layout is None
-        else f"not every bit: the nearest form differs by {most:.3g} ulps at most"
-    )
-    total = steps * found.asked.weights[PROBE].size
-    evidence = compared if exact else f"{count:,} of {total:,} weights of tensor {PROBE} differ" if layout else "no form of a named layout"
-    made.append(Finding(what="weights", value=exact, words=words, evidence=evidence))
-    plain = Form(m=layout.average, v=layout.average) if layout else Form()
-    for key, title in FIELDS.items() if known else ():
-        value = getattr(form, key)
-        as_clause = "as clause O" if value == getattr(plain, key) else f"clause O: {getattr(plain, key)}"
-        formula = forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
-        made.append(Finding(what=title, value=value, words=f"{value}: {formula}" if formula else "", evidence=as_clause))
-    return made
-
-
-def _summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, known: bool) -> str:
-    if not known:
-        of = "no layout explains it" if layout is None else f"its states are those of layout {layout.name!r}, its weights are not"
-        return (
-            f"{of}: its first step is that of no form of AdamW, nor of Adam, with these numbers. It is another optimizer, or has other "
-            "numbers than it is compared with"
-        )
-    plain = Form(m=layout.average, v=layout.average) if layout else Form()
-    others = [f"{title} is {getattr(form, key)}" for key, title in FIELDS.items() if getattr(form, key) != getattr(plain, key)]
-    how = "the order of clause O" if not others else f"another form: {', '.join(others)}"
-    if layout is None:
-        return f"no layout explains every bit; the nearest is {nearest.name!r}, in {how}"
-    certain = "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
-    adam = ". It is Adam, not AdamW: the decay is added to the gradient"
-    faulty = (
-        "" if form.sound else adam if form.decay == "coupled" else ". It is not AdamW: a bias is not corrected, or a decay is not applied"
-    )
-    return f"layout {layout.name!r}, {certain}, in {how}{faulty}"

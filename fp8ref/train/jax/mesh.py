@@ -22,6 +22,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.jax import sharding
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Role
+from fp8ref.train import config_checks
 from fp8ref.train.config import Config, ParallelConfig
 from fp8ref.train.jax import gathers
 
@@ -307,7 +308,7 @@ class Layout:
         rows, tensor, shards = self.config.batch_parts, sizes["tensor"], self.config.shards
         if config.data.batch_size % (rows * config.data.microbatches):
             raise ConfigError(config.data.indivisible(self.config.of_batch, "devices"))
-        if faults := config.uncut_sequences():
+        if faults := config_checks.uncut_sequences(config):
             raise ConfigError(faults[0])
         for key in ("num_attention_heads", "num_key_value_heads"):
             if getattr(config.model, key) % tensor:

@@ -29,7 +29,7 @@ class CustomStep(Step):
     def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None, device: torch.device, multiply: Multiply | None) -> None:
         self.config, self.mesh, self.device, self.multiply = config, None, device, multiply
         self._keeps_masters, self.copies, self.factors, self._casts_anew = False, None, None, False
-        self._copied = ((), torch.empty(0))
+        self.context, self._norm = None, optimizer.GradientNorm(None, 1)
         model = custom_model.build(config.architecture, config.model.vocab_size, seed=config.run.seed)
         if weights is not None:
             _set(model, weights)

@@ -2,8 +2,9 @@
 
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from fp8ref import llama
@@ -12,6 +13,7 @@ from fp8ref.attention_casts import Casts
 from fp8ref.llama import LlamaConfig
 from fp8ref.torch import attention, attention_casts, attention_delayed, attention_kernel
 from fp8ref.torch.tensor_parallel import TensorPlan
+from fp8ref.train.config import Config
 from fp8ref.train.torch import experts
 from fp8ref.train.torch.experts import MixtureMLP
 
@@ -259,6 +261,26 @@ class Llama(nn.Module):
         that share the batch."""
         found = [module.balance for module in self.modules() if isinstance(module, MixtureMLP) and module.balance is not None]
         return experts.balancing_loss(found, self.config.num_experts_per_tok, ranks)
+
+
+def llama_of(config: Config, mesh: DeviceMesh | None, context: ProcessGroup | None) -> Llama:
+    """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors (A-2)."""
+    model = Llama(config.model)
+    if context is not None:
+        model.part = context.rank(), context.size()
+    group = None if mesh is None else distributed.group.WORLD  # the mesh has all processes
+    for layer, module in model.named_modules():
+        if isinstance(module, Attention):
+            keys, module.casts = config.numerics, config.attention_operands(layer)
+            name = None if group is None else group.group_name
+            parts = None if context is None else context.group_name
+            how: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
+            how["by_kernel"] = config.parallel.attention == "kernel"
+            module.attend_by(config.attention_variant, keys.attention_arithmetic, name, **how)
+        elif isinstance(module, MixtureMLP) and mesh is not None and config.parallel.expert > 1:
+            module.group = mesh.get_group("expert")
+            module.in_codes = config.parallel.expert_dispatch == "fp8"
+    return model
 
 
 def _make_tables(model: nn.Module, args: tuple) -> None:

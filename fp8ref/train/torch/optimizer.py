@@ -1,14 +1,17 @@
 """AdamW for PyTorch: torch's, torch's fused, torchao's in FP8, or fp8ref's with the moments and masters of a
 layout (spec T-1, T-6)."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8ref.torch import states
 from fp8ref.train.sections import OptimizerConfig
+from fp8ref.train.torch.rank_parts import local, of_ranks
 from fp8ref.train.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in_fp8
 
 
@@ -159,6 +162,41 @@ def _whole_of(piece: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
     return DTensor.from_local(piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
+class GradientNorm:
+    """The norm of all gradients of a step, the same on every rank.
+
+    devices   the number of ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, devices: int) -> None:
+        self._mesh, self._devices = mesh, devices
+        self._copied: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
+
+    def __call__(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """float32 (): norm of all gradients together (T-2).
+
+        Squares are summed in float64, so that another sharding changes at most the last bit of the
+        result.
+        """
+        held = [g for g in grads if local(g).numel()]
+        squares = torch.stack(torch._foreach_norm([local(g) for g in held], 2, torch.float64)).square()
+        # ranks that hold the same piece, whose squares are counted once
+        copies = self._on_device(squares.device, tuple(self._copies(g) for g in held))
+        return of_ranks((squares / copies).sum(), self._mesh).sum().sqrt().float()
+
+    def _on_device(self, device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
+        """float64 of numbers that seldom change, copied to the device where they did."""
+        if self._copied[0] != numbers:
+            self._copied = numbers, torch.tensor(numbers, dtype=torch.float64, device=device)
+        return self._copied[1]
+
+    def _copies(self, x: torch.Tensor) -> int:
+        if not isinstance(x, DTensor):
+            return 1
+        cut = math.prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
+        return self._devices // cut
+
+
 def check_states(optimizer: torch.optim.Optimizer) -> None:
     """Check after loading that every moment has the shape and format that this sharding gives it
     (T-6).
@@ -176,8 +214,3 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
                 f"{key} of a parameter whose piece here is {tuple(piece.shape)} is {formats[expected]} of that shape; got "
                 f"{formats[in_fp8(moment)]} {tuple(moment.shape)}. Load states into the sharding that saved them."
             )
-
-
-def local(x: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x

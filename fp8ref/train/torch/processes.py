@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8ref.errors import ConfigError, LostProcessError
 from fp8ref.torch.parallel import AXES
+from fp8ref.train import config_checks
 from fp8ref.train.config import Config
 from fp8ref.train.torch.failure_reporting import FailureStore
 
@@ -160,7 +161,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
         )
     if config.data.batch_size % (keys.batch_parts * config.data.microbatches):
         raise ConfigError(config.data.indivisible(keys.of_batch, "processes"))
-    if faults := config.uncut_sequences():
+    if faults := config_checks.uncut_sequences(config):
         raise ConfigError(faults[0])
     if ranks == 1:
         return None

@@ -16,8 +16,6 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import llama
@@ -31,10 +29,9 @@ from fp8ref.torch.parallel import amax_group, check_copies, parallelize, share_g
 from fp8ref.torch.switch import Switch
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
-from fp8ref.train.torch import optimizer
+from fp8ref.train.torch import optimizer, rank_parts
 from fp8ref.train.torch.cross_entropy import cross_entropy
-from fp8ref.train.torch.experts import MixtureMLP
-from fp8ref.train.torch.llama import Attention, Llama, widen_before_passes
+from fp8ref.train.torch.llama import Llama, llama_of, widen_before_passes
 from fp8ref.train.torch.processes import context_of
 
 
@@ -62,7 +59,7 @@ class Step:
         self.config, self.mesh, self.device, self.multiply = config, mesh, device, multiply
         self.context = context_of(config)
         with torch.device("meta"):  # a rank makes its own shards
-            model = self._llama()
+            model = llama_of(config, mesh, self.context)
         keys, self._keeps_masters = config.parallel, config.optimizer.keeps_masters
         if self._keeps_masters:
             model.to(torch.bfloat16)
@@ -94,9 +91,9 @@ class Step:
         for name, p in self.params.items():
             if self._keeps_masters and isinstance(self.optimizer, states.AdamW):
                 p.grad_dtype = torch.float32  # also of the sum over microbatches (T-7)
-                states.set_weight(self.optimizer, p, _shard(p, weights[name]).to(device))
+                states.set_weight(self.optimizer, p, rank_parts.shard(p, weights[name]).to(device))
             else:
-                _fill(p, weights[name])
+                rank_parts.fill(p, weights[name])
         self.switch = Switch(self.model, config.numerics.recipe, {recipe: self._twin(recipe) for recipe in config.recipes[1:]})
         if mesh is not None and "data" in (mesh.mesh_dim_names or ()):
             check_copies(self.model, mesh)
@@ -107,27 +104,7 @@ class Step:
         if auto is not None:
             self.factors = Factors(self.model, auto)
         self._casts_anew = False
-        self._copied: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
-
-    def _llama(self) -> Llama:
-        """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors (A-2)."""
-        model = Llama(self.config.model)
-        context = self.context
-        if context is not None:
-            model.part = context.rank(), context.size()
-        group = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
-        for layer, module in model.named_modules():
-            if isinstance(module, Attention):
-                keys, module.casts = self.config.numerics, self.config.attention_operands(layer)
-                name = None if group is None else group.group_name
-                parts = None if context is None else context.group_name
-                how: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
-                how["by_kernel"] = self.config.parallel.attention == "kernel"
-                module.attend_by(self.config.attention_variant, keys.attention_arithmetic, name, **how)
-            elif isinstance(module, MixtureMLP) and self.mesh is not None and self.config.parallel.expert > 1:
-                module.group = self.mesh.get_group("expert")
-                module.in_codes = self.config.parallel.expert_dispatch == "fp8"
-        return model
+        self._norm = optimizer.GradientNorm(mesh, keys.devices)
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
         """This rank's losses of the microbatches, [microbatches], detached.
@@ -258,7 +235,7 @@ class Step:
     def _twin(self, recipe: str) -> Llama:
         """The model in another recipe, on the meta device, whose linears the switch takes (T-9)."""
         with torch.device("meta"):
-            model = self._llama()
+            model = llama_of(self.config, self.mesh, self.context)
         keys, group = self.config.numerics, amax_group(self.mesh, self.config.parallel.amax_scope)
         twin = convert(model, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)
         if self.mesh is not None and self.config.parallel.expert > 1:
@@ -296,7 +273,7 @@ class Step:
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """Mean over all ranks' losses [microbatches]: float64 (), on the device."""
-        return self._of_ranks(losses.double().mean()).mean()
+        return rank_parts.of_ranks(losses.double().mean(), self.mesh).mean()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -316,33 +293,8 @@ class Step:
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found.to(self.device)
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
-        """This rank's rows of a batch [B, T + 1] (spec P-10); under parallel.context of them its part of the tokens, with the one after
-        it (A-24)."""
-        if self.mesh is None:
-            return tokens
-        keys = self.config.parallel
-        rows = len(tokens) // keys.batch_parts
-        index = self.mesh.get_local_rank("data") * keys.fsdp + self.mesh.get_local_rank("fsdp") // keys.context
-        if keys.expert > 1:
-            index = index * keys.expert + self.mesh.get_local_rank("expert")
-        rows_of = tokens[index * rows :][:rows]
-        return rows_of if self.context is None else rows_of[:, self.own_tokens(tokens.shape[1] - 1, behind=1)]
-
-    def own_tokens(self, length: int, behind: int = 0) -> slice:
-        """The tokens of a sequence of this length that this rank has, and so many behind them."""
-        group = self.context
-        if group is None:
-            return slice(length + behind)
-        part = length // group.size()
-        return slice(group.rank() * part, (group.rank() + 1) * part + behind)
-
-    def of_context(self, parts: torch.Tensor) -> torch.Tensor:
-        """The parts [B, T / n, ...] of all ranks that share sequences, as [B, T, ...]; as they are without such ranks."""
-        if self.context is None:
-            return parts
-        found = [torch.empty_like(parts) for _ in range(self.context.size())]
-        distributed.all_gather(found, parts.contiguous(), group=self.context)
-        return torch.cat(found, dim=1)
+        """This rank's part of a batch [B, T + 1] (P-10, A-24)."""
+        return rank_parts.own(tokens, self.config, self.mesh, self.context)
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:
@@ -365,51 +317,3 @@ class Step:
         finally:
             for module, key, p in places:
                 module._parameters[key] = p
-
-    def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """float32 (): norm of all gradients together (T-2).
-
-        Squares are summed in float64, so that another sharding changes at most the last bit of the
-        result.
-        """
-        held = [g for g in grads if optimizer.local(g).numel()]
-        squares = torch.stack(torch._foreach_norm([optimizer.local(g) for g in held], 2, torch.float64)).square()
-        # ranks that hold the same piece, whose squares are counted once
-        copies = self._on_device(tuple(self._copies(g) for g in held))
-        return self._of_ranks((squares / copies).sum()).sum().sqrt().float()
-
-    def _on_device(self, numbers: tuple[int, ...]) -> torch.Tensor:
-        """float64 of numbers that seldom change, copied to the device where they did."""
-        if self._copied[0] != numbers:
-            self._copied = numbers, torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        return self._copied[1]
-
-    def _copies(self, x: torch.Tensor) -> int:
-        if not isinstance(x, DTensor):
-            return 1
-        cut = math.prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
-        return self.config.parallel.devices // cut
-
-    def _of_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """All-gather a scalar: [ranks]."""
-        if self.mesh is None:
-            return value[None]
-        found = [torch.empty_like(value) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(found, value)
-        return torch.stack(found)
-
-
-@torch.no_grad()
-def _fill(parameter: torch.Tensor, weight: llama.Weight) -> None:
-    """Copy a weight's values into a parameter, of a DTensor this rank's shard alone."""
-    optimizer.local(parameter).copy_(_shard(parameter, weight))
-
-
-def _shard(parameter: torch.Tensor, weight: llama.Weight) -> torch.Tensor:
-    """A weight's values, float32 on the host, of a DTensor those of this rank's shard alone."""
-    if not isinstance(parameter, DTensor):
-        return torch.from_numpy(weight[...])
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if 0 in shape:
-        return torch.empty(shape, dtype=torch.float32)
-    return torch.from_numpy(weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])

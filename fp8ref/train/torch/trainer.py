@@ -25,7 +25,7 @@ from fp8ref.torch.parallel import AXES
 from fp8ref.torch.proof.records import unwrapped
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
-from fp8ref.train.torch import optimizer
+from fp8ref.train.torch import optimizer, rank_parts
 from fp8ref.train.torch.checkpoint import Store
 from fp8ref.train.torch.llama import Attention, Llama
 from fp8ref.train.torch.processes import mesh_of
@@ -107,8 +107,8 @@ class Trainer:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]; under parallel.context of all ranks, which divide T."""
         with self._step.computing():
-            own = self._step.tokens(tokens[:, self._step.own_tokens(tokens.shape[1])])
-            return self._step.of_context(self._step.logits(own).float()).cpu().numpy()
+            own = self._step.tokens(tokens[:, rank_parts.own_tokens(tokens.shape[1], self._step.context)])
+            return rank_parts.of_context(self._step.logits(own).float(), self._step.context).cpu().numpy()
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""

@@ -1,0 +1,307 @@
+"""The decisions of an attention kernel, and the keys that a query sees (spec A-1, A-3). ``attention`` has the values of libraries."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fp8ref import policy as policies
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32, Format
+
+Granularity = Literal["tensor", "head", "rows_128", "mx_1x32", "int8_thread"]
+"""Which elements of q, k or v share a scale (A-2).
+
+tensor    all
+head      those of one sequence and one head of keys; of q, those of all query heads that use it
+rows_128  128 consecutive tokens of one head
+mx_1x32   32 consecutive elements of a head: of q and k along the features, of v along the tokens
+int8_thread
+          q and k are in INT8, by the rows that a thread of a tensor core holds: of q, rows n and n + 8 of each 16; of k, of each 128
+          keys those with one floor((j mod 8) / 2). v is in ``fmt``, by feature (A-26)
+"""
+
+Scores = Literal["raw", "scaled", "shifted"]
+"""``raw``: maxima are taken of unscaled sums, and all scales enter the exponent in one factor (A-5); ``scaled``: sums
+are multiplied by each factor first (A-4); ``shifted``: maxima are of the exponents themselves, less the offset (A-26)."""
+
+Factor = Literal["scale", "q", "k", "qk"]
+"""What multiplies a score: the softmax scale, scale_inv of q, of k, or the product of both (A-4)."""
+
+SumOrder = Literal["tile", "quad", "packed", "warp"]
+"""The order in which a row's probabilities are added (A-7)."""
+
+Arithmetic = Literal["fast", "stated"]
+"""How a backend computes between its products: ``fast``, by the framework's own sums and functions, within A-18's bound of
+this specification; ``stated``, every operation in the stated order, rounded once."""
+
+ARITHMETIC: tuple[Arithmetic, ...] = get_args(Arithmetic)
+"""The values of ``Arithmetic``; the first is the default."""
+
+Backward = Literal["own", "bf16"]
+"""Whose backward pass gives a variant's gradients: its ``own``; or that of the variant ``bf16``, of q, k and v themselves (A-25)."""
+
+LogSum = Literal["fused", "log2", "sum", "smoothed"]
+"""How the log-sum-exp is made of the maximum and the sum (A-11); ``smoothed``: with what smoothing of k took from scores (A-26)."""
+
+OPERAND_FORMATS = (E4M3FN, E5M2, BFLOAT16, FLOAT32)
+"""The formats of q, k, v and the probabilities."""
+
+OUT_FORMATS = (BFLOAT16, FLOAT32, E4M3FN, E5M2)
+"""The formats of an output."""
+
+ROLES = ("q", "k", "v", "s", "o")
+"""Tensors of the forward pass that have scales. s is the probabilities, in cuDNN's words."""
+
+GRADIENT_ROLES = ("do", "ds", "dq", "dk", "dv")
+"""Tensors of the backward pass that have scales. cuDNN calls the scale of ds scale_dP (A-15)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The keys of a tile, for heads of at most ``features``, by the kind of mask (A-6)."""
+
+    features: int
+    full: int
+    causal: int
+    local: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """Which keys a query sees (A-3).
+
+    causal     none after its own position.
+    window     (left, right): at most so many before and after it; None leaves a side open.
+    alignment  the position of query i among the keys: ``end``, i + Tk - Tq; ``start``, i.
+
+    Raises:    ValueError: an unknown alignment; a window that is no pair of integers of at least 0.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    alignment: Literal["end", "start"] = "end"
+
+    def __post_init__(self) -> None:
+        if self.alignment not in ("end", "start"):
+            raise ValueError(f"alignment is 'end' or 'start'; got {self.alignment!r}.")
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal is True or False; got {self.causal!r}.")
+        if self.window is not None and not (
+            isinstance(self.window, tuple) and len(self.window) == 2 and all(side is None or _is_int(side, 0) for side in self.window)
+        ):
+            raise ValueError(f"window is a pair (left, right) of integers of at least 0, or None for an open side; got {self.window!r}.")
+
+    @property
+    def kind(self) -> Literal["full", "causal", "local"]:
+        """What tile lengths depend on."""
+        return "local" if self.window is not None else "causal" if self.causal else "full"
+
+
+FULL = Mask()
+"""Every query sees every key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Every decision of an attention kernel (A-1).
+
+    real          real arithmetic, rounded once; no other field counts but ``source``.
+    fmt           of q, k, v and the probabilities.
+    granularity   which elements of q, k, v share a scale; None in high precision.
+    policy        how a scale is made of an amax.
+    rotated       a Hadamard rotation of q and k before they are quantized (A-13).
+    smoothed      k less its mean over the tokens, before it is quantized (A-26).
+    scores        ``raw``, ``scaled`` or ``shifted``.
+    factors       what multiplies scaled scores, in order.
+    base          of the exponential: 2 or e.
+    bias          raw scores alone: m * factor - offset is ``fused`` in one rounding, or ``separate``.
+    offset        added to the exponent, a power of two of every probability; of shifted scores any number.
+    p_scale       the scale of probabilities: a number, or ``state``: given, or made of the amax 1.
+    threshold     a row's maximum stays behind its tile's by up to so much, in units of the exponent.
+    tiles         their lengths.
+    descending    tiles from the last to the first.
+    sum_order     of a row's probabilities.
+    plan          of both GEMMs (G-2, G-3, G-12).
+    promotion     tiles of a chain of PV; None: one chain over all of them.
+    out_scales    where scale_inv of v and p multiply: at the ``end``, or in each ``tile``.
+    finish        ``reciprocal``: multiplied by (1 / sum) * scale; ``divide``: divided by max(sum, 1); ``feature``: multiplied by
+                  1 / sum, then by each feature's scale.
+    lse           ``fused``, ``log2``, ``sum`` or ``smoothed``.
+    out           format of the output.
+    backward      its gradients: ``exact``, ``cast``, or those of ``bf16`` (A-14, A-15, A-25); None: it has none.
+    gradient_fmt  of do and ds; None: fmt.
+    source        where it comes from.
+
+    Raises:       ValueError: decisions that contradict each other, naming the remedy.
+    """
+
+    name: str
+    real: bool = False
+    fmt: Format = E4M3FN
+    granularity: Granularity | None = "tensor"
+    policy: str = "te_current"
+    rotated: bool = False
+    smoothed: bool = False
+    scores: Scores = "scaled"
+    factors: tuple[Factor, ...] = ("scale", "q", "k")
+    base: Literal["2", "e"] = "e"
+    bias: Literal["fused", "separate"] = "fused"
+    offset: float = 0
+    p_scale: float | Literal["state"] = 1.0
+    threshold: float = 0.0
+    tiles: tuple[Tiles, ...] = (Tiles(features=256, full=128, causal=128, local=128),)
+    descending: bool = False
+    sum_order: SumOrder = "tile"
+    plan: str = "exact"
+    promotion: int | None = 1
+    out_scales: Literal["end", "tile"] = "end"
+    finish: Literal["reciprocal", "divide", "feature"] = "divide"
+    lse: LogSum = "sum"
+    out: Format = BFLOAT16
+    backward: Literal["exact", "cast", "bf16"] | None = None
+    gradient_fmt: Format | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for key, choices in (
+            ("fmt", OPERAND_FORMATS),
+            ("granularity", (*get_args(Granularity), None)),
+            ("scores", get_args(Scores)),
+            ("base", ("2", "e")),
+            ("bias", ("fused", "separate")),
+            ("sum_order", get_args(SumOrder)),
+            ("out_scales", ("end", "tile")),
+            ("finish", ("reciprocal", "divide", "feature")),
+            ("lse", get_args(LogSum)),
+            ("out", OUT_FORMATS),
+            ("backward", ("exact", "cast", "bf16", None)),
+        ):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"{key} is one of {', '.join(map(str, choices))}; got {getattr(self, key)!r}.")
+        policies.by_name(self.policy)
+        self._check_numbers()
+        self._check_int8()
+        self._check_scales()
+
+    def _check_numbers(self) -> None:
+        whole = _is_int(self.offset, 0) or (self.scores == "shifted" and isinstance(self.offset, float) and self.offset >= 0)
+        if not whole or self.offset > 16:
+            raise ValueError(f"offset is an integer in [0, 16], or a number of shifted scores; got {self.offset!r}.")
+        if not 0 <= self.threshold <= 16:
+            raise ValueError(f"threshold is in [0, 16]; got {self.threshold!r}.")
+        if self.promotion is not None and not _is_int(self.promotion, 1):
+            raise ValueError(f"promotion is a number of tiles, or None for one chain; got {self.promotion!r}.")
+        if self.p_scale != "state" and not (isinstance(self.p_scale, float) and 0 < self.p_scale < math.inf):
+            raise ValueError(f"p_scale is a positive float or 'state'; got {self.p_scale!r}.")
+        lengths = [tiles.features for tiles in self.tiles]
+        if not lengths or lengths != sorted(set(lengths)):
+            raise ValueError(f"tiles ascend by their features; got {lengths}.")
+        if any(n % 16 or n < 16 for tiles in self.tiles for n in (tiles.full, tiles.causal, tiles.local)):
+            raise ValueError(f"a tile has a multiple of 16 keys; got {self.tiles}.")
+        if self.plan == "exact" and self.promotion != 1:
+            raise ValueError(f"an exact sum has no accumulator to go on from: plan 'exact' needs promotion=1; got {self.promotion!r}.")
+
+    def _check_int8(self) -> None:
+        """INT8 comes with its own rules for scores, sums and the end (A-26)."""
+        own = (self.scores == "shifted", self.sum_order == "warp", self.finish == "feature", self.lse == "smoothed", self.smoothed)
+        if not self.int8:
+            if any(own):
+                raise ValueError(
+                    f"shifted scores, the sum order 'warp', the finish 'feature', the log-sum-exp 'smoothed' and smoothing are of granularity "
+                    f"'int8_thread'; got {self.granularity!r}. Leave them out."
+                )
+            return
+        rest = (self.base == "2", self.threshold == 0, self.p_scale == 1.0, self.out_scales == "end", not self.rotated, not self.descending)
+        if not all(own) or not all(rest) or self.fmt.bits != 8 or self.promotion != 1 or self.backward not in (None, "bf16"):
+            raise ValueError(
+                "granularity 'int8_thread' needs fmt in FP8, smoothed=True, scores 'shifted', base '2', sum_order 'warp', promotion 1, finish "
+                "'feature', lse 'smoothed', out_scales 'end', ascending tiles, no threshold, p_scale or rotation, and backward None or 'bf16' "
+                f"(A-26); got variant {self.name!r}. Start from VARIANTS['sage']."
+            )
+        for key in ("policy", "factors", "bias"):
+            default = type(self).__dataclass_fields__[key].default
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"granularity 'int8_thread' has no use for {key} (A-26): {default!r}; got {getattr(self, key)!r}. Leave it out."
+                )
+        if self.out.bits == 8:
+            raise ValueError(f"granularity 'int8_thread' has its output in high precision (A-26); got {self.out}. Use BFLOAT16.")
+        if 2.0**self.offset > self.fmt.max:
+            raise ValueError(
+                f"the largest probability is 2^offset, which fmt has to hold (A-26): at most {math.log2(self.fmt.max):.4g} for {self.fmt}; "
+                f"got {self.offset}."
+            )
+        if any({t.full, t.causal, t.local} != {128} for t in self.tiles):
+            raise ValueError(f"scales of k in INT8 need tiles of 128 keys; got {self.tiles}.")
+
+    def _check_scales(self) -> None:
+        if (self.fmt.bits == 8) != (self.granularity is not None):
+            raise ValueError(f"FP8 operands have a granularity, others none; got {self.granularity!r} with {self.fmt}.")
+        if self.fmt.bits != 8 and (self.p_scale != 1.0 or self.rotated):
+            raise ValueError(f"operands in {self.fmt} take no p_scale and no rotation; got {self.p_scale!r}, rotated={self.rotated}.")
+        if self.fmt.bits != 8 and self.plan not in ("f32",) and not self.real:
+            raise ValueError(f"tensor cores and exact sums take FP8 (G-12); operands in {self.fmt} need plan='f32'; got {self.plan!r}.")
+        if self.gradient_fmt is not None and (self.backward != "cast" or self.fmt.bits != 8 or self.gradient_fmt not in (E4M3FN, E5M2)):
+            raise ValueError(
+                f"gradient_fmt is an FP8 format, of a variant with backward='cast' in FP8; got {self.gradient_fmt}. Leave it out."
+            )
+        if self.backward == "bf16" and self.fmt.bits != 8:
+            raise ValueError(f"backward 'bf16' is of a forward pass in FP8; got {self.fmt}. Use 'cast'.")
+        if self.backward == "cast" and (self.granularity == "rows_128" or self.rotated):
+            raise ValueError(f"a backward pass has no scales of rows, and no rotation; got {self.granularity!r}. Use backward=None.")
+        mx = (self.out.bits == 8, self.plan, self.factors, self.scores, self.base)
+        if self.backward == "cast" and self.granularity == "mx_1x32" and mx != (False, "exact", ("scale",), "scaled", "e"):
+            raise ValueError(
+                "the MX backward pass has exact sums, base 'e', the factor 'scale' alone, and o in high precision (A-16); got "
+                f"{self.plan!r}, {self.base!r}, {self.factors} and {self.out}. Use backward=None."
+            )
+        if self.backward == "cast" and self.scores == "scaled" and self.base == "2":
+            raise ValueError("a backward pass with scaled scores has base 'e' (A-15); got '2'. Use backward=None.")
+        if self.scores == "raw" and (self.base != "2" or self.granularity not in ("tensor", "head", None)):
+            raise ValueError(
+                f"raw scores have one factor for a row, in a power of two: base '2', granularity 'tensor' or 'head'; got {self.base!r}, "
+                f"{self.granularity!r}. Use scores='scaled'."
+            )
+        if self.scores == "scaled" and self.bias != "fused":
+            raise ValueError("scaled scores have no bias to round. Leave bias out.")
+        if self.base == "e" and self.offset:
+            raise ValueError(f"an offset is a power of two: it needs base '2'; got offset={self.offset}.")
+        if self.granularity in ("rows_128", "mx_1x32") and self.out_scales != "tile":
+            raise ValueError(
+                f"scales of v that differ from tile to tile need out_scales='tile'; got {self.granularity!r}, {self.out_scales!r}."
+            )
+        if self.granularity in ("rows_128", "mx_1x32") and any({t.full, t.causal, t.local} != {128} for t in self.tiles):
+            raise ValueError(f"scales of blocks need tiles of 128 keys; got {self.tiles}.")
+        if self.out_scales == "tile" and self.promotion != 1:
+            raise ValueError(
+                f"a chain over several tiles has no scales inside: out_scales='tile' needs promotion=1; got {self.promotion!r}."
+            )
+
+    def tile(self, features: int, mask: Mask) -> int:
+        """The keys of a tile, for heads of so many features under that mask (A-6).
+
+        Raises:   ValueError: more features than the variant has a length for.
+        """
+        for tiles in self.tiles:
+            if features <= tiles.features:
+                return int(getattr(tiles, mask.kind))
+        raise ValueError(f"variant {self.name!r} takes heads of at most {self.tiles[-1].features} features; got {features}.")
+
+    @property
+    def int8(self) -> bool:
+        """Whether q and k are in INT8 (A-26)."""
+        return self.granularity == "int8_thread"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The tensors that may have scales: without casts of gradients, those of the forward pass."""
+        return ROLES if self.backward in (None, "bf16") else (*ROLES, *GRADIENT_ROLES)
+
+    @property
+    def largest_probability(self) -> float:
+        """The bound of an unrounded probability (A-8): base^threshold 2^offset."""
+        base = 2.0 if self.base == "2" else math.e
+        return float(base**self.threshold * 2.0**self.offset)
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,76 @@
+"""What a GEMM's output is held to on the device that a backend multiplies on (spec B-1, B-16).
+
+A CPU sums in float32, in an order of its own: the exact result, within B-1's bound. The tensor cores of
+NVIDIA's GPUs cut off products and sums: the result under their plan, within what their steps lose.
+"""
+
+import functools
+
+import numpy as np
+
+from fp8ref.crosscheck import bounds
+from fp8ref.formats import BFLOAT16
+from fp8ref.granularity import by_name as granularity_of
+from fp8ref.recipe import GemmSpec
+from fp8ref.sim import accumulate, gemm
+from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.tensor_core import TensorCore
+
+PLANS = {
+    (8, 9): {"fast": "ada", "slow": "ada"},
+    (9, 0): {"fast": "hopper_fast", "slow": "hopper_slow"},
+    (10, 0): {"fast": "blackwell", "slow": "blackwell"},
+    (10, 3): {"fast": "blackwell", "slow": "blackwell"},
+}
+"""Compute capability -> the plan of an FP8 GEMM that is fast, and of one that is slow."""
+
+
+@functools.cache
+def capability(backend: str) -> tuple[int, int] | None:
+    """The compute capability of the first NVIDIA GPU that a backend uses; None on anything else."""
+    if backend == "torch":
+        import torch
+
+        return torch.cuda.get_device_capability() if torch.cuda.is_available() and torch.version.cuda else None
+    import jax
+
+    found = getattr(jax.devices()[0], "compute_capability", None) if jax.default_backend() == "gpu" else None
+    try:
+        major, minor = map(int, str(found).split("."))
+    except ValueError:  # another vendor's name for it, or none
+        return None
+    return major, minor
+
+
+def plan(backend: str, spec: GemmSpec) -> Accumulation | None:
+    """The plan of the tensor cores that a backend multiplies FP8 operands on; None where there are
+    none, or where operands in blocks are dequantized first (G-16)."""
+    if spec.accumulate is None or any(cast is not None and granularity_of(cast.granularity).reduced for cast in (spec.a, spec.b)):
+        return None
+    known = PLANS.get(capability(backend) or (0, 0))
+    found = accumulate.by_name(known[spec.accumulate]) if known else None
+    assert found is None or isinstance(found, Accumulation)
+    return found
+
+
+def simulated(backend: str, a: Quantized, b: Quantized, spec: GemmSpec) -> np.ndarray:
+    """The simulator's output, [M, K] x [N, K] -> [M, N], rounded to bfloat16: under the device's plan, or exact.
+
+    With tensor cores the scales of two tensors are multiplied first, as cuBLASLt does (G-14).
+    """
+    of = plan(backend, spec)
+    by_tensor = {a.granularity, b.granularity} == {"tensorwise"} and spec.epilogue == "scale_then_round"
+    epilogue = "product_then_round" if of is not None and by_tensor else spec.epilogue
+    return gemm.matmul(a, b, accumulate=of or "exact", epilogue=epilogue, out_dtype=BFLOAT16)
+
+
+def bound(backend: str, a: Quantized, b: Quantized, spec: GemmSpec, found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Bound on |found - expected| of outputs on that device, elementwise [M, N], float64."""
+    return bounds.gemm(a, b, spec, found, expected, unit=unit(backend, spec))
+
+
+def unit(backend: str, spec: GemmSpec) -> TensorCore | None:
+    """The tensor core of the plan; None where there is none."""
+    of = plan(backend, spec)
+    return None if of is None else of.unit

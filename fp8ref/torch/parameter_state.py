@@ -1,0 +1,165 @@
+"""What ``states.AdamW`` keeps of one parameter: the fields of its state, its master, and the part of it that a rank has."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from fp8ref.formats import BFLOAT16
+from fp8ref.states import Layout
+from fp8ref.torch import cast, moments, philox
+from fp8ref.torch.moments import MomentState, Part
+
+
+def keeps_apart(layout: Layout) -> bool:
+    """Whether masters are in the optimizer's state, beside the parameters."""
+    return layout.keeps_master and not of_parameter(layout)
+
+
+def in_state(layout: Layout, p: Tensor) -> bool:
+    """Whether the state of a parameter has its master: always that of codes (``copies``)."""
+    return keeps_apart(layout) or isinstance(p, Float8TrainingTensor)
+
+
+def of_parameter(layout: Layout) -> bool:
+    """Whether a parameter that is not float32 is its own master."""
+    return layout.master.fmt == BFLOAT16
+
+
+def dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
+    """The dtypes of parameters."""
+    if not layout.keeps_master:
+        return (torch.float32,)
+    return (torch.bfloat16,) if of_parameter(layout) else (torch.float32, torch.bfloat16)
+
+
+def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
+    """The master of a parameter before the first step (O-14), of its weight w, from all ranks that have parts of it."""
+    moment, (start, ranks), x = layout.master, place(p), cast.to_f32(flat(w))
+    part = Part(p.numel(), start)
+    amax = moments.amax_of(x, moment, part)
+    reduce_amaxes([(ranks, [amax])])
+    made = moments.master(x, amax, moment, part)
+    codes = torch.zeros_like(p, dtype=made.codes.dtype, memory_format=torch.contiguous_format)
+    local(codes).view(-1).copy_(made.codes)
+    return made._replace(codes=codes)
+
+
+def kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[MomentState, ...]:
+    """m, v and, where one is kept, the master, which may be the flat parameter."""
+    both = (moment_state(state, "m"), moment_state(state, "v"))
+    if not layout.keeps_master:
+        return both
+    return (*both, MomentState(flat) if of_parameter(layout) else moment_state(state, "master"))
+
+
+def keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
+    """The seeds of what is kept of a tensor at a step, None where it is rounded to nearest (O-8, O-15)."""
+    halves = (seed & 0xFFFFFFFF, seed >> 32)
+
+    def of(which: int) -> philox.Key:
+        words = philox.words(step, 2 * number + which % 2, halves)
+        return words[2:] if which == 2 else words[:2]
+
+    return tuple(of(which) if moment.rounding == "stochastic" else None for which, moment in enumerate(layout.kept))
+
+
+def moment_state(state: dict[str, Tensor], key: str) -> MomentState:
+    """This rank's part of m, v or the master in a parameter's state, flat. key: "m", "v" or "master"."""
+    found = [state.get(f"{key}_{field}") for field in MomentState._fields]
+    codes, *rest = (None if x is None else local(x) for x in found)
+    assert codes is not None
+    return MomentState(codes.view(-1), *rest)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def flat(x: Tensor) -> Tensor:
+    """This rank's elements in C order."""
+    return local(x.detach()).reshape(-1)
+
+
+def place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
+    """The flat index of this rank's first element of a parameter, and the groups of ranks that have
+    the others."""
+    if not isinstance(p, DTensor):
+        return 0, ()
+    cut = [i for i, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    row = p.numel() // p.shape[0] if p.ndim else 1
+    start = min(offset[0] * row if offset else 0, p.numel())
+    return start, tuple(p.device_mesh.get_group(i) for i in cut)
+
+
+def check(p: Tensor, layout: Layout) -> None:
+    """ValueError for a parameter that a layout does not take."""
+    if p.dtype not in (taken := dtypes(layout)) or p.numel() == 0:
+        raise ValueError(
+            f"fp8ref.torch.states takes {' or '.join(str(d).removeprefix('torch.') for d in taken)} parameters with at least one "
+            f"element under layout {layout.name!r}; got {p.dtype} {tuple(p.shape)}. Cast the parameter, or use another layout."
+        )
+
+
+def check_cut(p: Tensor, layout: Layout) -> None:
+    """ValueError unless a rank's part is a range of flat indices where the layout has blocks."""
+    if not isinstance(p, DTensor):
+        return
+    blocks = any(moment.block is not None for moment in (layout.m, layout.v))
+    if blocks and not all(isinstance(x, Replicate) or (type(x) is Shard and x.dim == 0) for x in p.placements):
+        raise ValueError(
+            f"layout {layout.name!r} has blocks of consecutive elements, so parameters are cut by Shard(0) alone (O-11); got "
+            f"{p.placements} of {tuple(p.shape)}. Use a layout with one scale a tensor, such as 'sqrt_e5m2'."
+        )
+
+
+def reduce_amaxes(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
+    """Replace each tensor by its maximum over the ranks of its groups, in one all-reduce a group."""
+    of_groups: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}
+    for groups, tensors in found:
+        of_groups.setdefault(groups, []).extend(tensors)
+    for groups, tensors in of_groups.items():
+        if not tensors:
+            continue
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        # Backends may drop a NaN from a maximum (P-3). No amax is infinite (O-2), so infinity stands for it.
+        flat = torch.where(flat.isnan(), torch.inf, flat)
+        for group in groups:
+            distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=group)
+        flat = torch.where(flat == torch.inf, torch.nan, flat)
+        for x, value in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+            x.copy_(value.view(x.shape))
+
+
+def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
+    """ValueError unless a saved state of a parameter, if there is one, has its layout and shape, and is cut as it is."""
+    if not saved:
+        return
+    like = torch.empty(p.shape, device="meta")
+    wanted = {"step": ((), torch.float32, False)}
+    kept = [("m", layout.m), ("v", layout.v), *([("master", layout.master)] if in_state(layout, p) else [])]
+    for key, moment in kept:
+        for field, x in moments.zeros(like, moment)._asdict().items():
+            if x is not None:
+                wanted[f"{key}_{field}"] = (tuple(x.shape), x.dtype, field == "codes" and isinstance(p, DTensor))
+    found = {key: (tuple(x.shape), x.dtype, isinstance(x, DTensor)) for key, x in saved.items() if isinstance(x, Tensor)}
+    for key in [*wanted, *saved]:
+        if found.get(key) != wanted.get(key) or key not in wanted:
+            raise ValueError(
+                f"a state of layout {layout.name!r} and shape {tuple(p.shape)} has {key} = {_described(wanted.get(key))}; got "
+                f"{_described(found.get(key))}. States of another layout, or of another tensor, are not converted: build the optimizer "
+                "and the model that they were made with."
+            )
+
+
+def _described(field: tuple | None) -> str:
+    """What a field of a state is, for people."""
+    if field is None:
+        return "nothing"
+    shape, dtype, is_cut = field
+    return f"{'a DTensor ' if is_cut else ''}{str(dtype).removeprefix('torch.')} {shape}"

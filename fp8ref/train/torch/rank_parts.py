@@ -1,0 +1,73 @@
+"""What of the whole this rank has: rows and tokens of a batch, shards of the initial weights; and numbers of all ranks."""
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fp8ref import llama
+from fp8ref.train.config import Config
+
+
+def own(tokens: np.ndarray, config: Config, mesh: DeviceMesh | None, context: ProcessGroup | None) -> np.ndarray:
+    """This rank's rows of a batch [B, T + 1] (spec P-10); under parallel.context of them its part of the tokens, with the one after
+    it (A-24)."""
+    if mesh is None:
+        return tokens
+    keys = config.parallel
+    rows = len(tokens) // keys.batch_parts
+    index = mesh.get_local_rank("data") * keys.fsdp + mesh.get_local_rank("fsdp") // keys.context
+    if keys.expert > 1:
+        index = index * keys.expert + mesh.get_local_rank("expert")
+    rows_of = tokens[index * rows :][:rows]
+    return rows_of if context is None else rows_of[:, own_tokens(tokens.shape[1] - 1, context, behind=1)]
+
+
+def own_tokens(length: int, context: ProcessGroup | None, behind: int = 0) -> slice:
+    """The tokens of a sequence of this length that this rank has, and so many behind them."""
+    if context is None:
+        return slice(length + behind)
+    part = length // context.size()
+    return slice(context.rank() * part, (context.rank() + 1) * part + behind)
+
+
+def of_context(parts: torch.Tensor, context: ProcessGroup | None) -> torch.Tensor:
+    """The parts [B, T / n, ...] of all ranks that share sequences, as [B, T, ...]; as they are without such ranks."""
+    if context is None:
+        return parts
+    found = [torch.empty_like(parts) for _ in range(context.size())]
+    distributed.all_gather(found, parts.contiguous(), group=context)
+    return torch.cat(found, dim=1)
+
+
+def of_ranks(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """All-gather a scalar: [ranks]."""
+    if mesh is None:
+        return value[None]
+    found = [torch.empty_like(value) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(found, value)
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def fill(parameter: torch.Tensor, weight: llama.Weight) -> None:
+    """Copy a weight's values into a parameter, of a DTensor this rank's shard alone."""
+    local(parameter).copy_(shard(parameter, weight))
+
+
+def shard(parameter: torch.Tensor, weight: llama.Weight) -> torch.Tensor:
+    """A weight's values, float32 on the host, of a DTensor those of this rank's shard alone."""
+    if not isinstance(parameter, DTensor):
+        return torch.from_numpy(weight[...])
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if 0 in shape:
+        return torch.empty(shape, dtype=torch.float32)
+    return torch.from_numpy(weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x

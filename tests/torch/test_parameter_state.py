@@ -1,0 +1,45 @@
+"""One parameter's state. What ranks have of it is tested with the optimizer, in ``test_states.py``."""
+
+import pytest
+import torch
+from state_layouts import STOCHASTIC
+
+from fp8ref.states import LAYOUTS, WITH_MASTERS, by_name
+from fp8ref.torch import parameter_state
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *WITH_MASTERS])
+def test_a_layout_takes_parameters_that_its_master_can_be_of(name):  # O-14
+    """Without masters a parameter is its own, in float32; a bfloat16 master is the parameter; a float16 one is in the state."""
+    layout = by_name(name)
+    master = layout.master.fmt.name if layout.keeps_master else "float32"
+    taken = {"float32": {torch.float32}, "bfloat16": {torch.bfloat16}}.get(master, {torch.float32, torch.bfloat16})
+    assert set(parameter_state.dtypes(layout)) == taken
+    assert parameter_state.keeps_apart(layout) == parameter_state.in_state(layout, torch.ones(4)) == (len(taken) == 2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if dtype in taken:
+            parameter_state.check(torch.ones(4, dtype=dtype), layout)
+        else:
+            with pytest.raises(ValueError, match=rf"under layout '{name}'; got {dtype} \(4,\). Cast the parameter"):
+                parameter_state.check(torch.ones(4, dtype=dtype), layout)
+
+
+def test_seeds_are_of_a_seed_a_step_a_tensor_and_what_is_kept():  # O-8
+    name = next(iter(STOCHASTIC))
+    layout = STOCHASTIC[name]
+    found = [parameter_state.keys(*of, layout) for of in ((0, 1, 0), (1, 1, 0), (1 << 32, 1, 0), (0, 2, 0), (0, 1, 1))]
+    drawn = [key for keys in found for key in keys if key is not None]
+    assert len(drawn) == len(set(drawn)) >= len(found)
+    assert set(parameter_state.keys(0, 1, 0, by_name("sqrt_e4m3"))) == {None}
+
+
+def test_a_plain_tensor_is_all_on_this_rank():
+    x = torch.arange(6.0).view(2, 3).T
+    assert parameter_state.local(x) is x
+    assert parameter_state.flat(x).tolist() == [0, 3, 1, 4, 2, 5]
+    assert parameter_state.place(x) == (0, ())
+    state = {"m_codes": torch.zeros(2, 3, dtype=torch.uint8), "m_scale_inv": torch.ones(())}
+    found = parameter_state.moment_state(state, "m")
+    assert found.codes.shape == (6,)
+    assert found.scale_inv is state["m_scale_inv"]
+    assert found.amax is None
