@@ -1,9 +1,10 @@
 """What inductor generates of a Llama block and of a step of AdamW for an H200, on a machine without one: make aot-torch, or python
-benchmarks/aot_torch.py [--show] [--parts states]
+benchmarks/aot_torch.py [--show] [--parts states] [--recipes tensorwise]
 
 One block of an 8-billion-parameter Llama, forward and backward, and one matrix with its optimizer states, compiled by inductor for a device
 that is faked (``fake_h200``). Counted are
-the kernels that it schedules and the bytes of the buffers that they read and write; nothing runs, so that nothing here is a time. With
+the kernels that it schedules, the bytes of the buffers that they read and write, and the sectors of memory that they touch (``sectors``);
+nothing runs, so that nothing here is a time. With
 Triton installed each kernel is also compiled to machine code of sm_90.
 """
 
@@ -26,6 +27,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="aot-to
 warnings.simplefilter("ignore")
 
 import fake_h200
+import sectors
 
 fake_h200.install()
 
@@ -34,14 +36,16 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import nn
 from torch._inductor import compile_fx, cudagraph_utils, ir
+from torch._inductor.choices import InductorChoices
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.virtualized import V
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from fp8ref.llama import LlamaConfig
 from fp8ref.states import LAYOUTS, Scalars, by_name
-from fp8ref.torch import adamw_update, convert, moments
+from fp8ref.torch import adamw_update, convert, fusion, moments
 from fp8ref.train.torch.llama import Layer
 
 MODEL = LlamaConfig(
@@ -78,6 +82,8 @@ COLUMNS = [
     "forward, GB in kernels",
     "backward, GB in kernels",
     "both, GB in kernels",
+    "both, GB by sectors",
+    "scattered kernels",
     "kept, MiB",
     "CUDA graphs of",
     "compiled for sm_90",
@@ -87,10 +93,16 @@ EXPLANATION = """\
 
 Written by `make aot-torch`; kernels that inductor generates, of which none has run. One block of an 8-billion-parameter Llama in bfloat16,
 four sequences of 1024 tokens, forward and backward. torchao is its `Float8Linear` as its own recipes make it. Bytes are what all kernels but
-GEMMs and flash attention read and write, with the number of these kernels. Kept is what the forward pass writes and returns: what the backward
+GEMMs and flash attention read and write, with the number of these kernels. GB by sectors are of the sectors of 32 bytes that their loads and
+stores touch, each load and store by itself: a kernel that reads a buffer twice counts twice, though a cache may serve it. Scattered kernels have a
+load or a store of which a sector serves fewer than 8 bytes. fp8ref's rows fuse by `fp8ref.torch.fusion`, which keeps casts that transpose out of
+reductions; torch's and torchao's as inductor does by itself. Kept is what the forward pass writes and returns: what the backward
 pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`, but for the row that says so. CUDA graphs are of the graphs that
 inductor's rules let become one (`mode="reduce-overhead"`), with the number of tensors that they write in place. The last column is of
 different kernels that Triton compiles to machine code."""
+STALE = """
+Rows without sectors were generated before sectors were counted and before fp8ref kept casts apart; `make aot-torch` makes all rows anew. A row without
+a last column was generated without Triton."""
 STATES = """\
 ## Optimizer states
 
@@ -122,6 +134,8 @@ class Graph:
     """A compiled graph: its kernels, their sources, and what CUDA graphs would refuse of it.
 
     launches    how often its wrapper's text launches a Triton kernel.
+    sectors     bytes of the sectors that all launches touch.
+    scattered   a name for each launch of a kernel with a scattered access.
     kept        bytes of results that are no inputs; of a forward graph, mostly what the backward pass reads.
     mutated     inputs that it writes into, at addresses that another call may change.
     refused     inductor's reason for no CUDA graph; None where it makes one.
@@ -130,6 +144,8 @@ class Graph:
     kernels: list[Kernel]
     launches: int
     sources: dict[str, str]
+    sectors: int
+    scattered: list[str]
     kept: int
     refused: str | None
     mutated: int
@@ -157,8 +173,8 @@ class Recorder(cudagraph_utils.CUDAGraphPolicy):
         return model
 
 
-def generate(model: Callable, *inputs: Any, backward: bool = True) -> list[Graph]:
-    """Inductor's graphs of a model or a function, and of its backward pass; all tensors are fake."""
+def generate(model: Callable, *inputs: Any, backward: bool = True, choices: type[InductorChoices] = InductorChoices) -> list[Graph]:
+    """Inductor's graphs of a model or a function, and of its backward pass; all tensors are fake. ``choices`` say what it fuses."""
     found: list[Graph] = []
     recorder = Recorder()
 
@@ -169,13 +185,17 @@ def generate(model: Callable, *inputs: Any, backward: bool = True) -> list[Graph
 
         def to_module(self: GraphLowering):
             source, _ = self.codegen()
-            launches = len(re.findall(r"^\s*triton_\w+\.run\(", source.value, re.MULTILINE))
-            seen.append((kernels(self), launches, triton_sources(source.value), kept(self)))
+            launched, sources = re.findall(r"^\s*(triton_\w+)\.run\(", source.value, re.MULTILINE), triton_sources(source.value)
+            touched = {name: sectors.accesses(text) for name, text in sources.items()}
+            moved = sum(access.sectors for name in launched for access in touched[name]) * sectors.SECTOR
+            scattered = [name for name in launched if any(access.scattered for access in touched[name])]
+            seen.append((kernels(self), len(launched), sources, moved, scattered, kept(self)))
             return argparse.Namespace(call=run, __file__=os.devnull)
 
         usual, GraphLowering._compile_to_module = GraphLowering._compile_to_module, to_module
         try:
-            made = compile_fx.compile_fx_inner(module, example_inputs, **keys)
+            with V.set_choices_handler(choices()):  # of this thread: a backward pass compiles in another one
+                made = compile_fx.compile_fx_inner(module, example_inputs, **keys)
         finally:
             GraphLowering._compile_to_module = usual
         (counted,) = seen
@@ -264,7 +284,7 @@ def block(recipe: str, who: str, config: LlamaConfig = MODEL, length: int = LENG
         tables = [torch.empty(length, config.head_dim) for _ in "cs"]
         # as torchtitan sets it for rows (pytorch#150859), for all linears alike
         with inductor_config.patch(emulate_precision_casts="rowwise" in recipe and not who.endswith("own casts")):
-            return generate(model, h, *tables)
+            return generate(model, h, *tables, choices=fusion.Choices if who.startswith("fp8ref") else InductorChoices)
 
 
 def optimizer_step(layout: str, size: int = MODEL.hidden_size**2) -> list[Graph]:
@@ -313,6 +333,8 @@ def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
         "gemms": dict(collections.Counter(f"{k.name.split('.')[1]} {k.written}" for g in graphs for k in g.kernels if k.kind == "gemm")),
         "kernels": [len(found) for found in others],
         "bytes": [sum(k.bytes for k in found) for found in others],
+        "sectors": [graph.sectors for graph in graphs],
+        "scattered": [graph.scattered for graph in graphs],
         "kept": graphs[0].kept,
         "mutated": [graph.mutated for graph in graphs],
         "cuda_graph_refused": [graph.refused for graph in graphs],
@@ -322,7 +344,8 @@ def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
 
 def markdown(found: dict) -> str:
     """The table of all rows."""
-    lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    stale = [STALE] if any("sectors" not in each for each in found["rows"]) else []
+    lines = [EXPLANATION, *stale, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     lines += [f"| {' | '.join(cells(each))} |" for each in found["rows"]]
     lines += ["", STATES]
     for each in found["states"]:
@@ -341,6 +364,8 @@ def cells(row: dict) -> list[str]:
         ", ".join(f"{dtype} {n}" for dtype, n in row["gemms"].items()),
         *passes,
         f"{sum(row['bytes']) / 1e9:.2f} in {sum(row['kernels'])}",
+        f"{sum(row['sectors']) / 1e9:.2f}" if "sectors" in row else "-",
+        str(sum(map(len, row["scattered"]))) if "scattered" in row else "-",
         f"{row['kept'] / MEBIBYTE:.0f}",
         "; ".join(refused) or f"both; {sum(row['mutated'])} written in place",
         "-" if row["machine_code"] is None else str(row["machine_code"]),
@@ -352,12 +377,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--show", action="store_true", help="print the kept tables, and generate nothing")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="generate these; the others stay as they are")
+    parser.add_argument("--recipes", nargs="+", help="of the rows, generate those of these recipes; the others stay as they are")
     arguments = parser.parse_args()
     kept_json = RESULTS / "aot_torch.json"
     found = json.loads(kept_json.read_text()) if kept_json.exists() else {}
     if not arguments.show:
         if "rows" in arguments.parts:
-            found["rows"] = [row(recipe, who, block(recipe, who)) for recipe, who in LINEARS]
+            before = {(each["recipe"], each["who"]): each for each in found.get("rows", [])}
+            asked = [key for key in LINEARS if arguments.recipes is None or key[0] in arguments.recipes]
+            made = {key: row(*key, block(*key)) for key in asked}
+            found["rows"] = [(before | made)[key] for key in LINEARS if key in before | made]
         if "states" in arguments.parts:
             found["states"] = [state_row(layout) for layout in LAYOUTS]
         found |= {"torch": torch.__version__, "torchao": importlib.metadata.version("torchao")}

@@ -14,6 +14,7 @@ To resume training, save the whole model.state_dict(): it holds the states of de
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -69,7 +70,7 @@ def convert(
               scale rows on another device than a CPU: compiled kernels then round where eager
               ones do, as torchtitan has them do (pytorch#150859). torch._inductor.config.cpp.simdlen,
               under delayed scaling on a CPU with AVX-512, to 256: inductor (torch 2.13) stores wrong
-              codes there where two scales cast one transposed tensor.
+              codes there where two scales cast one transposed tensor. Off a CPU, which casts inductor fuses (``fusion.install``).
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
     Raises:   ValueError, and nothing is changed: as ``linear_selection.select`` and ``linear_rules.apply``; a lazy module, which
@@ -140,6 +141,8 @@ def convert(
         # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
         # not rounded, and casts become NaN (pytorch#150859).
         torch._inductor.config.emulate_precision_casts = True
+    if devices != {"cpu"}:
+        importlib.import_module("fp8ref.torch.fusion").install()  # here: inductor's scheduler takes seconds to import
     # Run for its side effect: torchao patches inductor's code for FP8 stores
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())

@@ -94,19 +94,16 @@ def rows_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
 
 
 def assert_beside_torchao(rows: dict[tuple[str, str], dict]) -> None:
-    """What convert makes launches what torchao does, and fp8ref's own linear no more kernels and bytes."""
+    """What convert makes multiplies as torchao's linears do, and keeps as much for the backward pass."""
     for recipe in {recipe for recipe, who in rows if who == "torchao"}:
         theirs, ours, own = (rows[recipe, who] for who in ("torchao", "fp8ref, Float8Linear", "fp8ref, Linear"))
-        for key in ("gemms", "kernels", "bytes", "kept"):
-            assert ours[key] == theirs[key], (recipe, key)
-        assert own["gemms"] == theirs["gemms"], recipe
-        assert sum(own["kernels"]) <= sum(theirs["kernels"]), recipe
-        assert sum(own["bytes"]) <= sum(theirs["bytes"]), recipe
+        assert ours["gemms"] == own["gemms"] == theirs["gemms"], recipe
+        assert ours["kept"] == theirs["kept"], recipe
         assert own["kept"] <= 1.001 * theirs["kept"], recipe  # some scales
 
 
 @pytest.mark.slow
-def test_of_a_small_block_nothing_launches_more_than_torchao_and_all_may_be_cuda_graphs():  # P-12
+def test_a_small_block_multiplies_as_torchao_does_and_all_may_be_cuda_graphs():  # P-12
     rows = answer(BLOCKS, json.dumps(SIZES))
     for row in rows:
         assert row["cuda_graph_refused"] == [None, None], row
@@ -123,8 +120,18 @@ def test_the_kept_table():
     for row in rows:
         assert row["cuda_graph_refused"] == [None, None]
         assert sum(row["gemms"].values()) == 21
-        assert row["machine_code"] > 0
+        assert row["machine_code"] is None or row["machine_code"] > 0  # None: without Triton
         assert all(name.endswith(" bfloat16") for name in row["gemms"])
+
+
+def test_nothing_of_fp8refs_scatters_and_torchaos_does():
+    """A cast that transposes within a reduction writes a sector for each code. Apart, it reads once more what it casts."""
+    rows = {key: row for key, row in rows_of(json.loads(KEPT.read_text())["rows"]).items() if "sectors" in row}
+    assert ("tensorwise", "fp8ref, Linear") in rows
+    for (recipe, who), row in rows.items():
+        assert any(row["scattered"]) == (who.startswith("torchao")), (recipe, who)
+        if who.startswith("fp8ref") and (recipe, "torchao") in rows:
+            assert sum(row["sectors"]) < sum(rows[recipe, "torchao"]["sectors"]), recipe
 
 
 @pytest.mark.slow

@@ -316,7 +316,7 @@ def test_weights_are_the_state_dict_of_the_model_that_was_converted(recipe):
 def test_compiled_rowwise_casts_round_where_eager_ones_do(recipe, accelerator, emulated, monkeypatch):  # P-12
     """A model on the meta device will lie on the accelerator, if there is one."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator and torch.device(accelerator))
-    with torch._inductor.config.patch(emulate_precision_casts=False):
+    with torch._inductor.config.patch(emulate_precision_casts=False, inductor_choices_class=None):
         convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), recipe)
         assert torch._inductor.config.emulate_precision_casts is emulated
 
