@@ -14,6 +14,7 @@ from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import V
 
 
@@ -51,13 +52,20 @@ def transposes(node: BaseSchedulerNode) -> bool:
 def _transposes(node: BaseSchedulerNode) -> bool:
     stored = [dep for dep in node.read_writes.writes if isinstance(dep, MemoryDep) and _is_byte(dep.name)]
     loaded = [dep for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
-    along = [{dep.stride1_for_last_dim() for dep in deps if _spans(dep)} for deps in (stored, loaded)]
+    along = [{_is_contiguous(dep) for dep in deps if _spans(dep)} for deps in (stored, loaded)]
     return any(one != other for one in along[0] for other in along[1])
 
 
 def _is_byte(buffer: str) -> bool:
     dtype = V.graph.get_dtype(buffer)
     return dtype.itemsize == 1 and dtype != torch.bool
+
+
+def _is_contiguous(dep: MemoryDep) -> bool:
+    """Whether the innermost loop walks along memory. Its first step tells, also where loops were joined and the index divides."""
+    start = dict.fromkeys(dep.var_names, 0)
+    innermost = next(name for name, size in zip(reversed(dep.var_names), reversed(dep.size), strict=True) if size != 1)
+    return sympy_subs(dep.index, start | {innermost: 1}) - sympy_subs(dep.index, start) == 1
 
 
 def _spans(dep: MemoryDep) -> bool:

@@ -10,6 +10,7 @@ from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from fp8ref.torch import convert, fusion
 
@@ -70,6 +71,16 @@ def test_scales_of_either_axis_have_no_direction():
     cast = node([access("x", BY_COLUMNS), access("scale", COLUMN)], [access("codes", BY_COLUMNS)])
     with V.set_graph_handler(types.SimpleNamespace(get_dtype=DTYPES.__getitem__)):
         assert not fusion.transposes(cast)
+
+
+def test_a_cast_whose_loops_were_joined_transposes_too():
+    """As the loops of a split reduction walk through a tensor: two rows at a time."""
+    stored = FloorDiv(COLUMN, N) + 2 * ROW + M * ModularIndexing(COLUMN, 1, N)
+    sizes = sympy.Integer(M // 2), sympy.Integer(2 * N)
+    reads, writes = [MemoryDep("x", 2 * N * ROW + COLUMN, (ROW, COLUMN), sizes)], [MemoryDep("codes", stored, (ROW, COLUMN), sizes)]
+    with V.set_graph_handler(types.SimpleNamespace(get_dtype=DTYPES.__getitem__)):
+        assert fusion.transposes(node(reads, writes))
+        assert not fusion.transposes(node(reads, [MemoryDep("codes", 2 * N * ROW + COLUMN, (ROW, COLUMN), sizes)]))
 
 
 @pytest.mark.usefixtures("inductor")
