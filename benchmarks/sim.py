@@ -101,7 +101,7 @@ def encode_rows(size: int) -> list[dict]:
             once, slow, slower = medians(on_threads(1, lambda: cast.encode(x, E4M3FN)), with_ml_dtypes, with_gfloat, repetitions=3)
             rows.append(row(work, rate, "ml_dtypes astype", slow / once, 15))
             rows.append(row(work, rate, "gfloat round + encode", slower * (size / few.size) / once, 100))
-            rows.append(row(work, rate, "memory bound", limit / ours, 0.35))
+            rows.append(row(work, rate, "memory bound", limit / ours, 0.78))
         rows.append(
             row(
                 f"stochastic rounding, {threads} thread{'s' * (threads > 1)}",
@@ -144,7 +144,7 @@ def matmul_rows(size: int) -> list[dict]:
     work, rate = f"matmul hopper_fast {size}^3, 2 threads", f"{size**3 / fast / 1e9:.1f} GMAC/s"
     return [
         row(work, rate, "mmaemu", emulated / once, 10),
-        row(work, rate, "torch f32 matmul", native / fast, 0.15),
+        row(work, rate, "torch f32 matmul", native / fast, 0.3),
         row("matmul hopper_slow", f"{size**3 / slow / 1e9:.1f} GMAC/s", "hopper_fast", fast / slow, 0.8),
     ]
 
