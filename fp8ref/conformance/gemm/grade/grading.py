@@ -2,7 +2,8 @@
 
 1. ``structure``: sums of integers that every accumulator of 8 bits has, and every index of K alone.
 2. ``codes``: what each code is taken for.
-3. Random operands: the distance from the exact result, in ulps and in units of B-1's bound.
+3. Random operands: the distance from the exact result, in ulps and in units of B-1's bound. In a long K that bound is
+   wide, so that few products among zeros are asked for too.
 4. ``roundings``: how the scales and the output round; ``accumulators``: which narrow accumulator, or
    which plan of the simulator, gives the sums.
 """
@@ -109,9 +110,9 @@ def grade_gemm(
     measured, equal, compared = {}, 0, 0
     samples = []
     for shape, out in taken.items():
-        one, sample, same, count = _measured(asked, shape, out, named)
+        one, more, same, count = _measured(asked, shape, out, named)
         measured[shape], equal, compared = one, equal + same, compared + count
-        samples.append(sample)
+        samples += more
     out = next(iter(taken.values()))
     severe = any(one.bounds > 1 for one in measured.values())
     plan, epilogue_name = None, None
@@ -180,7 +181,7 @@ def _structures(asked: Asked, shapes: Iterable[Shape]) -> tuple[list[Cause], dic
         raise RefusedError("\n".join(refused.values()))
     if not causes:
         causes += _of_short(asked, asked.short(taken), next(iter(taken.values())))
-    return _merged(causes), taken, refused, unasked
+    return _merged(causes, len(taken)), taken, refused, unasked
 
 
 def _of_short(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
@@ -230,15 +231,17 @@ def _structure(
     return causes, tile or known
 
 
-def _merged(causes: list[Cause]) -> list[Cause]:
+def _merged(causes: list[Cause], shapes: int) -> list[Cause]:
     """Causes of the same name once, the first of them, with the count of shapes.
 
-    A part of K has another length in every shape, and one name.
+    A part of K has another length in every shape, and one name; in one shape it has both names.
     """
     alike = {part: len({cause.name for cause in causes if cause.part == part}) for part in {cause.part for cause in causes}}
     found: dict[str, tuple[Cause, int]] = {}
     for cause in causes:
-        name = cause.part if cause.part and alike[cause.part] > 1 else cause.name
+        name = cause.name
+        if cause.part:
+            name = cause.part if alike[cause.part] > 1 else f"{name}, or {cause.part}" if shapes == 1 else name
         first, count = found.get(name, (cause._replace(name=name), 0))
         found[name] = first, count + 1
     return [first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first for first, count in found.values()]
@@ -246,19 +249,40 @@ def _merged(causes: list[Cause]) -> list[Cause]:
 
 def _measured(
     asked: Asked, shape: Shape, out: Format, named: str | Accumulation | None
-) -> tuple[Measured, tuple[Stimulus, np.ndarray], int, int]:
-    """(errors, the random operands with their results, how many have the expected plan's bits, of how many)."""
-    stimulus = stimuli.random(asked.scaled, shape, asked.formats, out, asked.seed)
-    found, _ = asked.run(stimulus, repeat=True)
-    simulated = gemm.matmul(stimulus.a, stimulus.b, epilogue=asked.epilogue, out_dtype=out)
-    far = bound.distance(stimulus.a, stimulus.b, found, simulated, out_dtype=out, epilogue=asked.epilogue)
-    exact = bound.exact(stimulus.a, stimulus.b)
+) -> tuple[Measured, list[tuple[Stimulus, np.ndarray]], int, int]:
+    """(errors, random operands with their results, how many have the expected plan's bits, of how many)."""
+    m, n, k = shape
+    dense = stimuli.random(asked.scaled, shape, asked.formats, out, asked.seed)
+    given = [(dense, dense)]
+    if k > stimuli.LONG:
+        few = stimuli.random(asked.scaled, (m, n, stimuli.LONG), asked.formats, out, asked.seed)
+        given.append((stimuli.thinned(few, k), few))
+    errors, samples, equal, compared = [], [], 0, 0
+    for stimulus, same in given:
+        found, _ = asked.run(stimulus, repeat=True)
+        simulated = gemm.matmul(same.a, same.b, epilogue=asked.epilogue, out_dtype=out)
+        errors.append(_errors(stimulus, same, found, simulated, out, asked.epilogue))
+        samples.append((stimulus, found))
+        if named is not None:
+            wanted = simulated
+            if named != "exact":
+                wanted = gemm.matmul(stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out)
+            equal += int((wanted.view(np.uint32) == found.view(np.uint32)).sum())
+            compared += found.size
+    worst = max(errors, key=lambda one: (one.bounds, one.ulps))
+    return dataclasses.replace(worst, count=sum(one.count for one in errors)), samples, equal, compared
+
+
+def _errors(stimulus: Stimulus, same: Stimulus, found: np.ndarray, simulated: np.ndarray, out: Format, epilogue: Epilogue) -> Measured:
+    """The errors of random results; same: the operands without their zeros, whose sums are theirs."""
+    far = bound.distance(same.a, same.b, found, simulated, out_dtype=out, epilogue=epilogue)
+    exact = bound.exact(same.a, same.b)
     with np.errstate(all="ignore"):
         finite = np.isfinite(found)
         error = float(np.sqrt(np.mean((found[finite] - exact[finite]) ** 2) / np.mean(exact**2))) if finite.any() else np.inf
     at = np.unravel_index(int(np.argmax(far.bounds)), found.shape)
     worst = structure.counterexample(stimulus, at, found[at], simulated[at], "B-1") if far.bounds[at] else None  # type: ignore[arg-type]
-    measured = Measured(
+    return Measured(
         ulps=float(far.ulps.max()),
         median_ulps=float(np.median(far.ulps)),
         bounds=float(far.bounds[at]),
@@ -266,12 +290,6 @@ def _measured(
         count=found.size,
         worst=worst,
     )
-    if named is None:
-        return measured, (stimulus, found), 0, 0
-    wanted = (
-        simulated if named == "exact" else gemm.matmul(stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out)
-    )
-    return measured, (stimulus, found), int((wanted.view(np.uint32) == found.view(np.uint32)).sum()), found.size
 
 
 def _never(scaled: ScaledGemm, refused: dict[Shape, str]) -> list[str]:

@@ -7,6 +7,7 @@
 ``pairs``     sums of two products under random scales: what the scales and the output do to a float32.
 ``wide``      sums of integers that float32 holds in any order, and a narrower accumulator does not.
 ``random``    numbers of many sizes under random scales.
+``thinned``   the same in few blocks of a long K, zeros elsewhere.
 """
 
 from collections.abc import Iterator
@@ -27,6 +28,16 @@ TERMS = 40
 
 TERMS_OF_BLOCKS = 10
 """The same under scales of blocks, which differ by a factor of 4 within a sum."""
+
+LONG = 4096
+"""Of a longer K few indices are asked for by chance: its ends are asked for on purpose, and ``thinned``
+has as many products as this."""
+
+END = 256
+"""The indices at each end of a long K that have a quarter of the products of ``integers``."""
+
+BLOCK = 128
+"""The length of the blocks of ``thinned``: a multiple of those that scales have."""
 
 
 class Stimulus(NamedTuple):
@@ -49,7 +60,7 @@ class Stimulus(NamedTuple):
 
 
 def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, bias: bool = False) -> Stimulus:
-    """Few small integers in each row of a, small integers everywhere in b.
+    """Few small integers in each row of a, small integers everywhere in b; of a long K, half of them at its ends.
 
     Scales of a and b are other powers of two, so that a scale in the place of another one shows.
     """
@@ -59,7 +70,7 @@ def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[For
     count = min(4 if bias else TERMS_OF_BLOCKS if blocks else TERMS, k)
     a = np.zeros((m, k), np.float32)
     for row in a:
-        row[rng.choice(k, count, replace=False)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
+        row[_places(rng, k, count)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
     b = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
     scales = [
         _powers(rng, one, x.shape, centre)
@@ -73,6 +84,15 @@ def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[For
     if bias:  # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
         made = [operand(q.codes, q.fmt, q.granularity, scale) for q, scale in zip(made, (0.125, 2.0), strict=True)]
     return Stimulus("integers", made[0], made[1], added)
+
+
+def _places(rng: np.random.Generator, k: int, count: int) -> np.ndarray:
+    """Different indices of K: of a long one, a quarter of them in each end."""
+    if k <= LONG:
+        return rng.choice(k, count, replace=False)
+    first, last = (rng.choice(END, count // 4, replace=False) for _ in range(2))
+    others = END + rng.choice(k - 2 * END, count - 2 * (count // 4), replace=False)
+    return np.concatenate([first, others, k - 1 - last])
 
 
 def _powers(rng: np.random.Generator, granularity: str, shape: tuple[int, int], centre: int) -> np.ndarray:
@@ -171,3 +191,23 @@ def random(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Forma
         scales = 2.0 ** (rng.uniform(-1, 1, scale_shape(one, x.shape, -1)) + (k.bit_length() / 2 + 1) * (out == FLOAT16))
         made.append(operand(x, fmt, one, scales))
     return Stimulus("random operands", made[0], made[1])
+
+
+def thinned(few: Stimulus, k: int) -> Stimulus:
+    """A stimulus of ``LONG`` products in blocks of a longer K, the first and the last among them.
+
+    All else is zero: a sum rounds as often as that of ``few``, and has its value, wherever parts of K begin.
+    """
+    blocks = np.linspace(0, k // BLOCK - 2, LONG // BLOCK - 1).astype(np.int64) * BLOCK
+    where = (np.append(blocks, k - BLOCK)[:, None] + np.arange(BLOCK)).reshape(-1)
+    made = []
+    for q in (few.a, few.b):
+        codes = np.zeros((len(q.codes), k), np.uint8)
+        codes[:, where] = q.codes
+        scales = q.scale
+        if scales.ndim and scales.shape[1] > 1:
+            size = LONG // scales.shape[1]
+            scales = np.ones(scale_shape(q.granularity, codes.shape, -1), np.float32)
+            scales[:, where[::size] // size] = q.scale
+        made.append(operand(codes, q.fmt, q.granularity, scales))
+    return Stimulus(f"random operands in {LONG} of K", made[0], made[1])

@@ -8,6 +8,7 @@ import pytest
 from graded_gemms import PLANTED, correct, narrow, to_bfloat16, values, without
 
 from fp8ref.conformance.gemm import ScaledGemm, grade_gemm, named, require_gemm
+from fp8ref.conformance.gemm.grade import stimuli
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim import gemm
 
@@ -115,6 +116,33 @@ def test_a_long_k():
     assert grade_gemm(correct, shapes=[(64, 64, 16384)]).ok
     grade = grade_gemm(without(lambda k: slice(9000, 9001)), shapes=[(64, 64, 16384)])
     assert grade.causes[0].name == "1 of K, 9000, dropped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_gemm_of_a_very_long_k(name):
+    """B-1's bound is wide there: few products among zeros show what it hides."""
+    planted = PLANTED[name]
+    grade = grade_gemm(planted.function, name=name, **planted.options, shapes=[(128, 128, 131072)])
+    assert grade.verdict == planted.verdict, grade.message
+    assert [planted.cause in cause.name for cause in grade.causes] == [True] * bool(planted.cause), grade.message
+
+
+@pytest.mark.parametrize(("granularity", "k"), [("tensorwise", 5000), ("rowwise", 8192), ("mx_1x32", 4128), ("blockwise_128x128", 131072)])
+def test_few_products_among_zeros_have_the_same_sums(granularity, k):
+    scaled = ScaledGemm(name="sim", function=gemm.matmul, granularity=granularity)
+    few = stimuli.random(scaled, (8, 8, stimuli.LONG), (E4M3FN, E5M2), BFLOAT16, 0)
+    long = stimuli.thinned(few, k)
+    assert long.shape == (8, 8, k)
+    assert long.a.codes[:, 0].any()
+    assert long.a.codes[:, -1].any()
+    assert (long.a.codes != 0).sum() == (few.a.codes != 0).sum()
+    np.testing.assert_array_equal(gemm.matmul(long.a, long.b).view(np.uint32), gemm.matmul(few.a, few.b).view(np.uint32))
+
+
+def test_one_shape_leaves_two_names_of_a_part_of_k():
+    grade = grade_gemm(without(lambda k: slice(k // 4 * 3, k)), shapes=[(32, 32, 512)])
+    assert [cause.name for cause in grade.causes] == ["the last 128 of K dropped, or part 3 of 0 to 3 equal parts of K dropped"]
 
 
 def test_the_result_as_json(tmp_path):
