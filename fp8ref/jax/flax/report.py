@@ -18,12 +18,16 @@ from jax import lax
 from fp8ref import fp8_report
 from fp8ref.fp8_report import Row
 from fp8ref.jax.flax.grouped_linear import GroupedLinear
+from fp8ref.jax.flax.linen import Fp8DotGeneral, Fp8Einsum
 from fp8ref.jax.flax.nnx import Hook
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import Recipe
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 """The primitives that multiply."""
+
+LINEARS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, GroupedLinear, nn.Dense, nn.DenseGeneral, nn.Einsum)
+"""The layers that ``convert`` chooses from."""
 
 RAGGED = "experts: a ragged product has no hook"
 """Why lax.ragged_dot has no FP8."""
@@ -62,10 +66,19 @@ def of_nnx(
         if not shapes:
             continue
         name = _name(path, model)
-        hook = next((v for v in vars(node).values() if isinstance(v, Hook)), None)
-        row = _row(name, type(node).__name__, shapes, dims.get(name), hook.recipe if hook else None, (decisions or {}).get(name), traced)
+        recipe = next((v.recipe for v in vars(node).values() if isinstance(v, Hook)), None) or next(
+            (hook.recipe for hook in _bridged(node).values()), None
+        )
+        row = _row(name, node, shapes, dims.get(name), recipe, (decisions or {}).get(name), traced)
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
+
+
+def _bridged(layer: nnx.Module) -> dict[str, Fp8DotGeneral | Fp8Einsum]:
+    """Linen hooks of an NNX layer of somebody's own, by attribute: it called ``nnx.bridge.ToNNX`` or another that keeps the module by
+    that name, such as MaxText's."""
+    modules = {key: getattr(value, "to_nnx__module", None) for key, value in vars(layer).items()}
+    return {key: module for key, module in modules.items() if isinstance(module, Fp8DotGeneral | Fp8Einsum)}
 
 
 def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
@@ -91,6 +104,9 @@ def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
                 attribute = "einsum_op" if hasattr(layer, "einsum_op") else "dot_general"
                 if not isinstance(own := getattr(layer, attribute), Hook):
                     setattr(layer, attribute, scoped(own or lax.dot_general, name))
+            elif isinstance(layer, nnx.Module):
+                for attribute in _bridged(layer):
+                    setattr(layer, attribute, nnx.static(scoped(getattr(layer, attribute), name)))
         return [leaf for leaf in jax.tree.leaves(copy(*args)) if hasattr(leaf, "shape")]
 
     return _Traced(jax.make_jaxpr(run)(state, *inputs).jaxpr)
@@ -112,9 +128,8 @@ def of_linen(
     rows: list[Row] = []
     vectors: list[Row] = []
     for name, shapes in by_module.items():
-        kind = type(modules[name]).__name__ if name in modules else "module"
         decision = decisions.get(name)
-        row = _row(name, kind, shapes, decision.shape if decision else None, recipes.get(name), decision, traced)
+        row = _row(name, modules.get(name), shapes, decision.shape if decision else None, recipes.get(name), decision, traced)
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
 
@@ -170,21 +185,22 @@ def _multiplications(eqn) -> int:
 
 def _row(
     name: str,
-    kind: str,
+    layer: nnx.Module | nn.Module | None,
     shapes: Mapping,
     dims: tuple[int, int] | None,
     recipe: Recipe | None,
     decision: Decision | None,
     traced: "_Traced | None",
 ) -> Row:
-    """The row of one layer, from the shapes of its parameters; dims: [N, K] of a linear."""
+    """The row of one layer, from the shapes of its parameters; dims: [N, K] of a linear; layer: None if it was never called."""
+    kind = "module" if layer is None else type(layer).__name__
     sizes = {key: math.prod(shape) for key, shape in shapes.items()}
     largest = dims or max(shapes.values(), key=math.prod)
     fp8 = recipe is not None and recipe.fp8
     if dims is None and not fp8 and max(map(len, shapes.values())) < 2:
         return Row(path=name, kind="vectors", shape=(), recipe=None, reason="no matrix", parameters=sum(sizes.values()))
     count = None if traced is None else traced.layers.get(name, 0)
-    reason = decision.reason if decision else "has a hook" if fp8 else _why_not(kind, largest)
+    reason = decision.reason if decision else "has a hook" if fp8 else _why_not(layer, kind, largest)
     return Row(
         path=name,
         kind=kind,
@@ -197,9 +213,9 @@ def _row(
     )
 
 
-def _why_not(kind: str, shape: tuple[int, ...]) -> str:
+def _why_not(layer: nnx.Module | nn.Module | None, kind: str, shape: tuple[int, ...]) -> str:
     """Why a layer that convert does not choose has no FP8."""
-    if kind in ("Linear", "LinearGeneral", "Dense", "DenseGeneral", "Einsum", "GroupedLinear"):
+    if isinstance(layer, LINEARS):
         if any(size % 16 for size in shape[-2:]):
             return "dims that are not multiples of 16 (L-5)"
         return "no hook: filtered, or not converted"

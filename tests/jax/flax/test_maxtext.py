@@ -143,6 +143,13 @@ def test_its_linears_are_the_specified_ones(recipe, rng):  # L-1
             np.testing.assert_array_equal(y.reshape(expected.shape), expected, err_msg=name)
 
 
+def test_the_report_names_its_linears():
+    with decoder_layer("tensorwise") as (layer, _):
+        rows = {row.path: row for row in fj.flax.report(layer).rows if row.recipe}
+    assert set(rows) == set(LINEARS)
+    assert {row.recipe for row in rows.values()} == {"tensorwise"}
+
+
 def test_a_layer_without_a_recipe_has_no_fp8(rng):
     """The count above is not of products that MaxText itself makes in FP8."""
     with decoder_layer(None) as (layer, forward):

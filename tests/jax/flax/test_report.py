@@ -156,3 +156,33 @@ def test_a_linen_model(caplog):
 def test_only_converted_linen_models_show_their_layers(model):
     with pytest.raises(ValueError, match=r"report takes an NNX model, .*Convert it first"):
         fj.flax.report(model)
+
+
+class OwnDense(nnx.Module):
+    """A linear of somebody's own, which bridges a linen hook as MaxText's does."""
+
+    def __init__(self, recipe, rngs):
+        self.kernel = nnx.Param(jnp.ones((D, 4, 16)))
+        self.hook = nnx.bridge.ToNNX(fj.flax.linen_dot_general(recipe)(), rngs=rngs) if recipe else None
+
+    def __call__(self, x):
+        dot_general = self.hook or lax.dot_general
+        return dot_general(x, self.kernel.get_value().astype(x.dtype), (((2,), (0,)), ((), ())))
+
+
+class DenseGeneral(OwnDense):
+    """Its name is that of Flax's."""
+
+
+def test_a_bridged_hook_of_somebodys_own_layer():
+    model = nnx.Dict(fp8=OwnDense("rowwise", nnx.Rngs(0)), plain=DenseGeneral(None, nnx.Rngs(0)))
+    fp8, plain = fj.flax.report(model).rows
+    assert (fp8.path, fp8.recipe, fp8.reason, fp8.in_fp8) == ("fp8", "rowwise", "has a hook", D * 64)
+    assert plain.recipe is None
+    assert "3 dims outside linears" in plain.reason
+    assert "multiples of 16" not in plain.reason
+
+
+def test_multiplications_of_a_bridged_hook():
+    (row,) = fj.flax.report(OwnDense("tensorwise", nnx.Rngs(0)), (X,)).rows
+    assert (row.recipe, row.multiplications) == ("tensorwise", TOKENS * D * 64)
