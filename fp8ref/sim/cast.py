@@ -73,17 +73,22 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
         return codes
     key = np.uint64(0 if seed is None else seed)
 
+    undecided: list[np.ndarray] = []
+
     def encode_range(begin: int, end: int) -> None:
         late = kernel(bits[begin:end], target[begin:end], start + begin, key)
-        if late is not None and late.size:  # 16 random bits did not decide these: the definition draws 32 more
-            late += begin
-            target[late] = encode_plain(
-                bits[late].view(np.float32), fmt, rounding=rounding, saturate=saturate, seed=seed, start=start + late
-            )
+        if late is not None and late.size:
+            undecided.append(begin + late)
 
     for start, piece in _pieces(x):
         bits, target = float32_bits(piece), flat[start : start + piece.size]
         threads.run(encode_range, bits.size, unit=philox.BLOCK, grain=1 << 17)
+        if undecided:  # 16 random bits did not decide these: the definition draws 32 more
+            late = np.concatenate(undecided)
+            undecided.clear()
+            target[late] = encode_plain(
+                bits[late].view(np.float32), fmt, rounding=rounding, saturate=saturate, seed=seed, start=start + late
+            )
     return codes
 
 

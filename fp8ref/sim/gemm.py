@@ -7,6 +7,7 @@ GEMM in high precision (G-9). ``finish_plain`` defines the epilogue; its compile
 bfloat16, is in ``kernels.gemm``.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -147,6 +148,11 @@ def finish(
             if turned:
                 return _finish_bfloat16(kernel, acc.T, np.transpose(scale_inv_b), np.transpose(scale_inv_a)).T  # [N, M] -> [M, N]
             return _finish_bfloat16(kernel, acc, scale_inv_a, scale_inv_b)
+    if bias is None and out_dtype == FLOAT32:
+        if acc.flags.c_contiguous:
+            return _finish_float32(acc, scale_inv_a, scale_inv_b, epilogue)
+        scales = np.transpose(scale_inv_b), np.transpose(scale_inv_a)
+        return _finish_float32(acc.T, *scales, dataclasses.replace(epilogue, scale=_TURNED[epilogue.scale])).T
     return finish_plain(acc, scale_inv_a, scale_inv_b, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
 
 
@@ -171,6 +177,23 @@ def finish_plain(
 
 _ORDERS = {"product": ("product", "product"), "each": ("rows", "columns"), "b_first": ("columns", "rows")}
 """How ``kernels.finisher`` takes an epilogue's scales, for [M, N] and for [N, M]."""
+
+
+_TURNED: dict[str, epilogues.Scale] = {"product": "product", "each": "b_first", "b_first": "each"}
+"""The order of the scales of a result's transpose."""
+
+
+def _finish_float32(acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray, epilogue: Epilogue) -> np.ndarray:
+    """``finish_plain``, rows after rows: a float32 needs no rounding."""
+    out = np.empty(acc.shape, np.float32)
+
+    def rows(begin: int, end: int) -> None:
+        part, own = slice(begin, end), of_rows[begin:end] if of_rows.ndim else of_rows
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # a thread has its own
+            np.multiply(*_factors(acc[part], own, of_columns, epilogue), out=out[part])
+
+    threads.run(rows, len(acc), grain=max(1, (1 << 17) // max(1, acc.shape[1])))
+    return out
 
 
 def _finish_bfloat16(kernel: Callable, acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray) -> np.ndarray:

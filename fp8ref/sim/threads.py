@@ -12,6 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+PIECES = 4
+"""Ranges for each thread."""
+
 _threads: ContextVar[int | None] = ContextVar("fp8ref_threads", default=None)
 
 
@@ -48,12 +51,17 @@ def ranges(size: int, unit: int, pieces: int) -> list[tuple[int, int]]:
 
 def run(function: Callable[[int, int], None], size: int, *, unit: int = 1, grain: int = 1) -> None:
     """function(begin, end) over ranges that cover [0, size), on several threads when there are at
-    least ``grain`` for each."""
-    pieces = ranges(size, unit, max(1, min(threads(), size // grain)))
-    if len(pieces) == 1:
-        function(*pieces[0])
+    least ``grain`` for each.
+
+    A thread that is done takes another range: a processor that something else slows down does less.
+    """
+    workers = min(threads(), size // grain)
+    pieces = ranges(size, unit, max(1, min(workers * PIECES, size // grain)) if workers > 1 else 1)
+    if len(pieces) < 2:
+        for piece in pieces:
+            function(*piece)
     else:
-        list(_pool(len(pieces)).map(lambda piece: function(*piece), pieces))
+        list(_pool(workers).map(lambda piece: function(*piece), pieces))
 
 
 def each(function: Callable[..., None], items: Sequence[tuple]) -> None:

@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 import threading
@@ -16,18 +17,19 @@ def test_ranges_cover_everything_once_and_start_at_units(size, unit, pieces):
 
 
 def test_run_uses_as_many_threads_as_it_is_given_and_no_more_than_pay():
-    for count, size, expected in ((1, 100, 1), (3, 100, 3), (3, 19, 1), (3, 20, 2)):
-        both = threading.Barrier(expected)
-        seen = []
+    for count, size, expected, pieces in ((1, 100, 1, 1), (3, 200, 3, 12), (3, 100, 3, 10), (3, 19, 1, 1), (3, 20, 2, 2)):
+        first, begun, seen = threading.Barrier(expected), itertools.count(), []
 
-        def work(begin, end, both=both, seen=seen):
-            both.wait(timeout=10)  # passes only when all pieces run at once
-            seen.append((begin, end))
+        def work(begin, end, first=first, begun=begun, seen=seen, expected=expected):
+            if next(begun) < expected:
+                first.wait(timeout=10)  # passes only when so many ranges run at once
+            seen.append((begin, end, threading.get_ident()))
 
         with threads.using(count):
             threads.run(work, size, grain=10)
-        assert sum(end - begin for begin, end in seen) == size
-        assert len(seen) == expected
+        assert sum(end - begin for begin, end, _ in seen) == size
+        assert len(seen) == pieces
+        assert len({ident for *_, ident in seen}) == expected
 
 
 def test_each_item_has_one_thread_and_one_alone_has_all():

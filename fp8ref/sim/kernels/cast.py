@@ -148,9 +148,10 @@ class Stochastic:
 
     def __init__(self, to: Layout) -> None:
         @compiled
-        def add(bits, random, out):
-            """Random becomes the 16 bits below the sum: all ones where they do not decide."""
+        def add(bits, random, out, late):
+            """Random becomes the 16 bits below the sum. Returns how many of them are all ones: they do not decide, and late holds their places."""
             prefer_wide_vectors()
+            count = 0
             for begin in range(0, bits.size, AT_A_TIME):
                 fetch_ahead(bits, begin, AT_A_TIME)
                 part, drawn, coded = bits[begin : begin + AT_A_TIME], random[begin : begin + AT_A_TIME], out[begin : begin + AT_A_TIME]
@@ -161,6 +162,15 @@ class Stochastic:
                     total = u32(fixed + u32(drawn[i]))
                     drawn[i] = np.uint16(total & u32(0xFFFF))
                     coded[i] = np.uint8(pack(b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to))
+                most = np.uint16(0)
+                for i in range(part.size):
+                    most = drawn[i] if drawn[i] > most else most
+                if most == np.uint16(0xFFFF):
+                    for i in range(part.size):
+                        if drawn[i] == np.uint16(0xFFFF):
+                            late[count] = begin + i
+                            count += 1
+            return count
 
         self._add: Any = add
 
@@ -174,13 +184,13 @@ class Stochastic:
         blocks = min(BLOCKS, (bits.size + 2 * philox.BLOCK - 2) // philox.BLOCK)  # which so many elements touch at most
         random, late, done = np.empty(blocks * (philox.BLOCK // 4), np.uint64), [], 0
         halves = random.view(np.uint16)
+        places = np.empty(halves.size, np.int64)
         while done < bits.size:
             block, offset = divmod(start + done, philox.BLOCK)
             fill(random, u64(block * (philox.BLOCK // 8)), keys)
             n = min(halves.size - offset, bits.size - done)
-            drawn = halves[offset : offset + n]
-            self._add(bits[done : done + n], drawn, out[done : done + n])
-            late.append(done + np.flatnonzero(drawn == 0xFFFF))
+            count = self._add(bits[done : done + n], halves[offset : offset + n], out[done : done + n], places)
+            late.append(done + places[:count])
             done += n
         return np.concatenate(late) if late else np.empty(0, np.int64)
 
