@@ -1,9 +1,9 @@
 """A training state as another config keeps it: other layouts of moments and masters, other delayed scales (spec E-8).
 
-    source = of_trainer(trainer)                          # what a run's state is worth, in float32
+    source = Source(weights=trainer.weights(), moments=trainer.moments(), step=step)  # in float32
     other.adopt(converted(source, config, backend), step)
 
-An ablation begins variants from one checkpoint whose own state has other names or formats.
+An ablation (``ablation_start``) begins variants from one checkpoint whose own state has other names or formats.
 """
 
 import math
