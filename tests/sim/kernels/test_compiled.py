@@ -1,6 +1,7 @@
 """Kernels that are kept on disk are those that were asked for."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -158,3 +159,33 @@ def test_first_calls_of_few_elements_compile_nothing_and_change_no_bit():
         counts.append(int(count))
     assert bits[0] == bits[1]
     assert counts == [0, 8]
+
+
+OLDER = """
+import numpy as np
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.sim import accumulate, cast
+from fp8ref.sim.kernels import chains
+
+x = (np.random.default_rng(0).standard_normal((96, 256)) * 30).astype(np.float32)
+for how, seed in (("nearest_even", None), ("toward_zero", None), ("stochastic", 5)):
+    np.testing.assert_array_equal(cast.encode(x, E4M3FN, rounding=how, seed=seed), cast.encode_plain(x, E4M3FN, rounding=how, seed=seed))
+a, b = cast.encode(x, E4M3FN), cast.encode(x[::-1], E5M2)
+for name in ("hopper_slow", "blackwell"):
+    plan = accumulate.ACCUMULATIONS[name]
+    found = accumulate.chains_of_codes(a, b, E4M3FN, E5M2, plan)
+    expected = accumulate.chains_plain(cast.decode(a, E4M3FN), cast.decode(b, E5M2), E4M3FN, E5M2, plan)
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+text = "".join(chains.chains.inspect_asm().values())
+print([name for name in ("zmm", "ymm", "xmm") if name in text][0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the names are of processors of x86-64")
+@pytest.mark.parametrize(("processor", "features", "registers"), [("haswell", "+avx2,+fma", "ymm"), ("nehalem", "", "xmm")])
+def test_older_processors_give_the_same_bits(processor, features, registers, tmp_path):
+    """Compiled for one with AVX2, and for one without AVX."""
+    own = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path), "FP8REF_COMPILE": "always"}
+    done = subprocess.run([sys.executable, "-c", OLDER], env=os.environ | own, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == registers, done.stderr
