@@ -148,7 +148,14 @@ def finish(
             if turned:
                 return _finish_bfloat16(kernel, acc.T, np.transpose(scale_inv_b), np.transpose(scale_inv_a)).T  # [N, M] -> [M, N]
             return _finish_bfloat16(kernel, acc, scale_inv_a, scale_inv_b)
-    if bias is None and out_dtype == FLOAT32:
+    # Of two NaNs NumPy keeps one or the other, as its loop is cut: then one thread takes all.
+    if (
+        bias is None
+        and out_dtype == FLOAT32
+        and not epilogue.round_first
+        and np.isfinite(scale_inv_a).all()
+        and np.isfinite(scale_inv_b).all()
+    ):
         if acc.flags.c_contiguous:
             return _finish_float32(acc, scale_inv_a, scale_inv_b, epilogue)
         scales = np.transpose(scale_inv_b), np.transpose(scale_inv_a)
@@ -165,7 +172,7 @@ def finish_plain(
     out_dtype: Format,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The definition of ``finish``, which has a compiled kernel for bfloat16."""
+    """The definition of ``finish``, which has a compiled kernel for bfloat16, and threads for float32."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         acc = cast.round_to(acc, out_dtype, rounding=epilogue.rounding) if epilogue.round_first else acc
         x, y = _factors(acc, scale_inv_a, scale_inv_b, epilogue)
@@ -189,7 +196,7 @@ def _finish_float32(acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray
 
     def rows(begin: int, end: int) -> None:
         part, own = slice(begin, end), of_rows[begin:end] if of_rows.ndim else of_rows
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # a thread has its own
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # each thread has its own error state
             np.multiply(*_factors(acc[part], own, of_columns, epilogue), out=out[part])
 
     threads.run(rows, len(acc), grain=max(1, (1 << 17) // max(1, acc.shape[1])))

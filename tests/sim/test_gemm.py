@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E8M0FNU, FLOAT16, FLOAT32, FP8_FORMATS
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim import cast, gemm, scaling, threads
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.tensor_core import UNITS
 
@@ -294,3 +294,17 @@ def test_nan_scales_over_nan_codes_give_nan():  # S-5
     out = gemm.matmul(a, b)
     assert np.isnan(out[0, 0])
     assert np.isfinite(out[1, 0])
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "hopper_fast"])
+def test_nans_have_the_same_bits_on_any_number_of_threads(accumulate):
+    """Of two NaNs NumPy keeps the first or the second, as its loop is cut."""
+    nan = np.full((515, 1), np.nan, np.float32)
+    a = scaling.Quantized(np.full((515, 32), 0x7F, np.uint8), nan, nan, E4M3FN, "rowwise", -1)
+    b = scaling.quantize(np.ones((1021, 32), np.float32), E4M3FN, granularity="rowwise")
+    found = []
+    for count in (1, 2, 3):
+        with threads.using(count):
+            found.append(gemm.matmul(a, b, accumulate=accumulate).view(np.uint32))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])

@@ -137,7 +137,7 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
     """Run ``use``, a contraction of x, with the hook's state, and thread its observations through
     collection SEEN."""
     recipe: Recipe = hook.recipe
-    name = ".".join(hook.path[:-1]) or type(hook.parent).__name__
+    name = ".".join(hook.path[:-1]) or type(hook.parent if isinstance(hook.parent, nn.Module) else hook).__name__
     amax_observations.check_precision(name, recipe, precision)
     use = functools.partial(
         use,

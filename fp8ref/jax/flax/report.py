@@ -7,7 +7,7 @@ products and the ragged products of experts.
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -66,19 +66,21 @@ def of_nnx(
         if not shapes:
             continue
         name = _name(path, model)
-        recipe = next((v.recipe for v in vars(node).values() if isinstance(v, Hook)), None) or next(
-            (hook.recipe for hook in _bridged(node).values()), None
-        )
-        row = _row(name, node, shapes, dims.get(name), recipe, (decisions or {}).get(name), traced)
+        hooks = [v for v in vars(node).values() if isinstance(v, Hook)] or [bridge.to_nnx__module for bridge in _bridged(node)]
+        row = _row(name, node, shapes, dims.get(name), [hook.recipe for hook in hooks], (decisions or {}).get(name), traced)
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
 
 
-def _bridged(layer: nnx.Module) -> dict[str, Fp8DotGeneral | Fp8Einsum]:
-    """Linen hooks of an NNX layer of somebody's own, by attribute: it called ``nnx.bridge.ToNNX`` or another that keeps the module by
-    that name, such as MaxText's."""
-    modules = {key: getattr(value, "to_nnx__module", None) for key, value in vars(layer).items()}
-    return {key: module for key, module in modules.items() if isinstance(module, Fp8DotGeneral | Fp8Einsum)}
+def _bridged(layer: nnx.Module) -> list[nnx.Module]:
+    """What holds linen hooks in an NNX layer of somebody's own: ``nnx.bridge.ToNNX``, or another that keeps the module by that name, as
+    MaxText's does."""
+    return [v for v in vars(layer).values() if isinstance(getattr(v, "to_nnx__module", None), Fp8DotGeneral | Fp8Einsum)]
+
+
+def _named(hook: Fp8DotGeneral | Fp8Einsum, name: str) -> Fp8DotGeneral | Fp8Einsum:
+    """A linen hook that runs in a scope of this name: that of its class, as it is in no module of linen's."""
+    return type(name, (type(hook),), {})(hook.recipe, hook.multiply, hook.placement)
 
 
 def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
@@ -105,8 +107,8 @@ def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
                 if not isinstance(own := getattr(layer, attribute), Hook):
                     setattr(layer, attribute, scoped(own or lax.dot_general, name))
             elif isinstance(layer, nnx.Module):
-                for attribute in _bridged(layer):
-                    setattr(layer, attribute, nnx.static(scoped(getattr(layer, attribute), name)))
+                for bridge in _bridged(layer):
+                    bridge.to_nnx__module = _named(bridge.to_nnx__module, name)
         return [leaf for leaf in jax.tree.leaves(copy(*args)) if hasattr(leaf, "shape")]
 
     return _Traced(jax.make_jaxpr(run)(state, *inputs).jaxpr)
@@ -129,7 +131,8 @@ def of_linen(
     vectors: list[Row] = []
     for name, shapes in by_module.items():
         decision = decisions.get(name)
-        row = _row(name, modules.get(name), shapes, decision.shape if decision else None, recipes.get(name), decision, traced)
+        of_hook = [recipes[name]] if name in recipes else []
+        row = _row(name, modules.get(name), shapes, decision.shape if decision else None, of_hook, decision, traced)
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
 
@@ -188,27 +191,31 @@ def _row(
     layer: nnx.Module | nn.Module | None,
     shapes: Mapping,
     dims: tuple[int, int] | None,
-    recipe: Recipe | None,
+    recipes: Sequence[Recipe],
     decision: Decision | None,
     traced: "_Traced | None",
 ) -> Row:
-    """The row of one layer, from the shapes of its parameters; dims: [N, K] of a linear; layer: None if it was never called."""
+    """The row of one layer, from the shapes of its parameters; dims: [N, K] of a linear; layer: None if it was never called;
+    recipes: of its hooks, of which a layer of somebody's own may have several."""
     kind = "module" if layer is None else type(layer).__name__
     sizes = {key: math.prod(shape) for key, shape in shapes.items()}
     largest = dims or max(shapes.values(), key=math.prod)
-    fp8 = recipe is not None and recipe.fp8
+    names = ", ".join(dict.fromkeys(recipe.name for recipe in recipes if recipe.fp8))
+    fp8 = bool(recipes) and all(recipe.fp8 for recipe in recipes)
+    matrices = sum(sizes[key] for key, shape in shapes.items() if len(shape) > 1)
     if dims is None and not fp8 and max(map(len, shapes.values())) < 2:
         return Row(path=name, kind="vectors", shape=(), recipe=None, reason="no matrix", parameters=sum(sizes.values()))
     count = None if traced is None else traced.layers.get(name, 0)
-    reason = decision.reason if decision else "has a hook" if fp8 else _why_not(layer, kind, largest)
+    some = f"only some of its hooks have FP8: {names}" if names and not fp8 else ""
+    reason = some or (decision.reason if decision else "has a hook" if fp8 else _why_not(layer, kind, largest))
     return Row(
         path=name,
         kind=kind,
         shape=largest,
-        recipe=recipe.name if recipe is not None and fp8 else None,
+        recipe=names if fp8 else None,
         reason="never called" if dims and count == 0 else reason,
         parameters=sum(sizes.values()),
-        in_fp8=sizes.get("kernel", 0) if fp8 else 0,
+        in_fp8=sizes.get("kernel", matrices) if fp8 else 0,
         multiplications=count,
     )
 

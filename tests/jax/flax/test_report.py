@@ -186,3 +186,50 @@ def test_a_bridged_hook_of_somebodys_own_layer():
 def test_multiplications_of_a_bridged_hook():
     (row,) = fj.flax.report(OwnDense("tensorwise", nnx.Rngs(0)), (X,)).rows
     assert (row.recipe, row.multiplications) == ("tensorwise", TOKENS * D * 64)
+
+
+class Pair(nnx.Module):
+    """A layer of somebody's own with two hooks, which it looks at."""
+
+    def __init__(self, recipes, rngs):
+        self.up, self.down = nnx.Param(jnp.ones((D, F))), nnx.Param(jnp.ones((F, D)))
+        self.first, self.second = (nnx.bridge.ToNNX(fj.flax.linen_dot_general(recipe)(), rngs=rngs) for recipe in recipes)
+
+    def __call__(self, x):
+        assert isinstance(self.first, nnx.Module)
+        for hook, kernel in ((self.first, self.up), (self.second, self.down)):
+            x = hook(x, kernel.get_value(), (((2,), (0,)), ((), ())))
+        return x
+
+
+def test_two_bridged_hooks():
+    (row,) = fj.flax.report(Pair(("rowwise", "tensorwise"), nnx.Rngs(0)), (X,)).rows
+    assert (row.recipe, row.in_fp8, row.multiplications) == ("rowwise, tensorwise", 2 * D * F, 2 * TOKENS * D * F)
+
+
+def test_a_layer_of_which_one_hook_has_fp8_is_not_in_fp8():
+    (row,) = fj.flax.report(Pair(("bf16", "rowwise"), nnx.Rngs(0)), (X,)).rows
+    assert (row.recipe, row.in_fp8, row.reason) == (None, 0, "only some of its hooks have FP8: rowwise")
+
+
+def test_a_stack_of_bridged_hooks():
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.vmap(lambda key: OwnSquare(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    (row,) = fj.flax.report(Stack(), (X,)).rows
+    assert (row.recipe, row.multiplications) == ("rowwise", 3 * TOKENS * D * D)
+
+
+class OwnSquare(nnx.Module):
+    """A layer whose hook has random numbers of its own, as ToNNX gives it."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jnp.ones((D, D)))
+        self.hook = nnx.bridge.ToNNX(fj.flax.linen_dot_general("rowwise")(), rngs=rngs)
+
+    def __call__(self, x):
+        return self.hook(x, self.kernel.get_value(), (((2,), (0,)), ((), ())))

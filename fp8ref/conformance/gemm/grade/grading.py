@@ -110,7 +110,7 @@ def grade_gemm(
     measured, equal, compared = {}, 0, 0
     samples = []
     for shape, out in taken.items():
-        one, more, same, count = _measured(asked, shape, out, named)
+        one, more, same, count = _measured(asked, shape, out, named, unasked)
         measured[shape], equal, compared = one, equal + same, compared + count
         samples += more
     out = next(iter(taken.values()))
@@ -181,7 +181,7 @@ def _structures(asked: Asked, shapes: Iterable[Shape]) -> tuple[list[Cause], dic
         raise RefusedError("\n".join(refused.values()))
     if not causes:
         causes += _of_short(asked, asked.short(taken), next(iter(taken.values())))
-    return _merged(causes, len(taken)), taken, refused, unasked
+    return _merged(causes, len({k for _, _, k in taken})), taken, refused, unasked
 
 
 def _of_short(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
@@ -204,6 +204,8 @@ def _structure(
     """
     m, n, k = shape
     calls = -(-k // (m * n))
+    if k > stimuli.LONG:
+        unasked.append(f"every index of K = {k} in every tile of a result: one result asks for each, and many for both ends")
     if calls > MOST_CALLS:
         unasked.append(f"indices of K from {MOST_CALLS * m * n} on, of K = {k}")
     causes, tile = structure.of_integers(stimulus, found, out, None, known)
@@ -231,24 +233,24 @@ def _structure(
     return causes, tile or known
 
 
-def _merged(causes: list[Cause], shapes: int) -> list[Cause]:
+def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
     """Causes of the same name once, the first of them, with the count of shapes.
 
-    A part of K has another length in every shape, and one name; in one shape it has both names.
+    A part of K has another length for every K, and one name; where one K was asked it has both names.
     """
     alike = {part: len({cause.name for cause in causes if cause.part == part}) for part in {cause.part for cause in causes}}
     found: dict[str, tuple[Cause, int]] = {}
     for cause in causes:
         name = cause.name
         if cause.part:
-            name = cause.part if alike[cause.part] > 1 else f"{name}, or {cause.part}" if shapes == 1 else name
+            name = cause.part if alike[cause.part] > 1 else f"{name}, or {cause.part}" if lengths == 1 else name
         first, count = found.get(name, (cause._replace(name=name), 0))
         found[name] = first, count + 1
     return [first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first for first, count in found.values()]
 
 
 def _measured(
-    asked: Asked, shape: Shape, out: Format, named: str | Accumulation | None
+    asked: Asked, shape: Shape, out: Format, named: str | Accumulation | None, unasked: list[str]
 ) -> tuple[Measured, list[tuple[Stimulus, np.ndarray]], int, int]:
     """(errors, random operands with their results, how many have the expected plan's bits, of how many)."""
     m, n, k = shape
@@ -259,7 +261,13 @@ def _measured(
         given.append((stimuli.thinned(few, k), few))
     errors, samples, equal, compared = [], [], 0, 0
     for stimulus, same in given:
-        found, _ = asked.run(stimulus, repeat=True)
+        try:
+            found, _ = asked.run(stimulus, repeat=True)
+        except RefusedError as error:
+            if stimulus is dense:
+                raise
+            unasked.append(f"{stimulus}, for which it raised ({str(error).partition(chr(10))[0][:120]})")
+            continue
         simulated = gemm.matmul(same.a, same.b, epilogue=asked.epilogue, out_dtype=out)
         errors.append(_errors(stimulus, same, found, simulated, out, asked.epilogue))
         samples.append((stimulus, found))
@@ -270,7 +278,8 @@ def _measured(
             equal += int((wanted.view(np.uint32) == found.view(np.uint32)).sum())
             compared += found.size
     worst = max(errors, key=lambda one: (one.bounds, one.ulps))
-    return dataclasses.replace(worst, count=sum(one.count for one in errors)), samples, equal, compared
+    largest = {key: max(getattr(one, key) for one in errors) for key in ("ulps", "median_ulps", "error")}
+    return dataclasses.replace(worst, **largest, count=sum(one.count for one in errors)), samples, equal, compared
 
 
 def _errors(stimulus: Stimulus, same: Stimulus, found: np.ndarray, simulated: np.ndarray, out: Format, epilogue: Epilogue) -> Measured:

@@ -140,6 +140,35 @@ def test_few_products_among_zeros_have_the_same_sums(granularity, k):
     np.testing.assert_array_equal(gemm.matmul(long.a, long.b).view(np.uint32), gemm.matmul(few.a, few.b).view(np.uint32))
 
 
+def test_a_gemm_that_refuses_zeros_in_a_long_k_alone():
+    def function(a, b):
+        if 0.01 < (a.codes != 0).mean() < 0.1:
+            raise ValueError("a block of zeros")
+        return correct(a, b)
+
+    whole = grade_gemm(correct, shapes=[(16, 16, 131072)])
+    assert whole.ok
+    assert whole.worst.count == 2 * 16 * 16
+    grade = grade_gemm(function, shapes=[(16, 16, 131072)])
+    assert grade.ok
+    assert grade.worst.count == 16 * 16
+    assert any("random operands in 4096 of K" in one and "a block of zeros" in one for one in grade.unasked)
+
+
+def test_an_accumulator_is_looked_for_where_results_differ():
+    """A tile lacks one index, which no sum of 8 bits shows: the rest of the result has the bits of any accumulator that is wide enough."""
+
+    def function(a, b):
+        x, y = values(a).copy(), values(b)
+        out = correct(a, b)
+        x[:, 5000] = 0
+        out[16:20, 8:12] = (x @ y.T * a.scale_inv * b.scale_inv.T)[16:20, 8:12]
+        return out
+
+    grade = grade_gemm(function, shapes=[(32, 32, 16384)])
+    assert not any("rounded to bfloat16" in cause.name for cause in grade.causes), grade.message
+
+
 def test_one_shape_leaves_two_names_of_a_part_of_k():
     grade = grade_gemm(without(lambda k: slice(k // 4 * 3, k)), shapes=[(32, 32, 512)])
     assert [cause.name for cause in grade.causes] == ["the last 128 of K dropped, or part 3 of 0 to 3 equal parts of K dropped"]

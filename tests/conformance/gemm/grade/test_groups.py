@@ -51,7 +51,8 @@ def test_the_end_of_k_of_the_last_group():
         return out
 
     grade = grade_grouped(function)
-    assert [cause.name for cause in grade.grades[3].causes] == ["the last 64 of K dropped"]
+    (cause,) = grade.grades[3].causes
+    assert cause.name.startswith("the last 64 of K dropped, or part ")
 
 
 @pytest.mark.parametrize("sizes", [[0, 0], [4, -1]])
