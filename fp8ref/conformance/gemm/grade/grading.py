@@ -266,7 +266,7 @@ def _measured(
         except RefusedError as error:
             if stimulus is dense:
                 raise
-            unasked.append(f"{stimulus}, for which it raised ({str(error).partition(chr(10))[0][:120]})")
+            unasked.append(f"{stimulus}, for which it raised ({str(error).partition(chr(10))[0][:240]})")
             continue
         simulated = gemm.matmul(same.a, same.b, epilogue=asked.epilogue, out_dtype=out)
         errors.append(_errors(stimulus, same, found, simulated, out, asked.epilogue))
