@@ -250,6 +250,14 @@ def _report(rows: list[Row], vectors: list[Row], traced: _Traced | None) -> Repo
                 parameters=sum(v.parameters for v in vectors),
             )
         )
+    if traced:
+        held = {row.path for row in rows}
+        unheld = "by a hook of fp8ref's that no layer with parameters holds"
+        rows += [
+            Row(path=name, kind="product", shape=(), recipe=None, reason=unheld, multiplications=count)
+            for name, count in traced.layers.items()
+            if name not in held
+        ]
     for (primitive, shape), count in traced.others.items() if traced else ():
         reason = {
             "ragged_dot_general": RAGGED,

@@ -233,3 +233,13 @@ class OwnSquare(nnx.Module):
 
     def __call__(self, x):
         return self.hook(x, self.kernel.get_value(), (((2,), (0,)), ((), ())))
+
+
+def test_a_bridged_layer_with_a_hook_is_not_silent():
+    """Of a linen layer in ToNNX the product is shown, without its recipe."""
+    dense = nnx.bridge.ToNNX(nn.Dense(F, dot_general_cls=fj.flax.linen_dot_general("rowwise")), rngs=nnx.Rngs(0))
+    nnx.bridge.lazy_init(dense, jnp.ones((1, TOKENS, D)))
+    (layer, product) = (row for row in fj.flax.report(dense, (X,)).rows if row.kind != "vectors")
+    assert (layer.parameters, layer.recipe) == (D * F + F, None)
+    assert (product.recipe, product.multiplications) == (None, TOKENS * D * F)
+    assert "no layer with parameters holds" in product.reason
