@@ -142,14 +142,14 @@ def test_few_products_among_zeros_have_the_same_sums(granularity, k):
 
 def test_a_gemm_that_refuses_zeros_in_a_long_k_alone():
     def function(a, b):
-        if 0.01 < (a.codes != 0).mean() < 0.1:
+        if 0.2 < (a.codes != 0).mean() < 0.3:
             raise ValueError("a block of zeros")
         return correct(a, b)
 
-    whole = grade_gemm(correct, shapes=[(16, 16, 131072)])
+    whole = grade_gemm(correct, shapes=[(16, 16, 16384)])
     assert whole.ok
     assert whole.worst.count == 2 * 16 * 16
-    grade = grade_gemm(function, shapes=[(16, 16, 131072)])
+    grade = grade_gemm(function, shapes=[(16, 16, 16384)])
     assert grade.ok
     assert grade.worst.count == 16 * 16
     assert any("random operands in 4096 of K" in one and "a block of zeros" in one for one in grade.unasked)
