@@ -199,7 +199,8 @@ def outside_gemms(text: str) -> dict[str, float]:
 
 def quantizing(text: str) -> dict[str, dict[str, float]]:
     """Kernels of a mebibyte or more that do no more than quantize, or scale a GEMM's result, by purpose (``fp8ref.estimate.kernels.Part``):
-    their number and GB. A kernel that also writes a wide tensor is that tensor's. u8 are codes, and bits beside them (P-6)."""
+    their number and GB. A kernel that also writes a wide tensor is that tensor's. u8 are codes, and bits beside them (P-6). Amaxes
+    that XLA partitions or splits by itself have lost their path."""
     found: dict[str, dict[str, float]] = {part: {"kernels": 0, "gb": 0.0} for part in ("amax", "cast", "layout", "rescale")}
     for one, read in kernels(text):
         moved = sum(map(_bytes, (*one.types, *read)))
@@ -210,7 +211,7 @@ def quantizing(text: str) -> dict[str, dict[str, float]]:
         made = made - {"s16", "u16"} or made  # an amax's parts beside
         if made == {"f8"}:
             part = "layout" if given == {"f8"} else "cast"
-        elif "_largest" in one.path and {dtype for dtype, _ in one.types} <= {"s16", "u16", "s32", "u32"}:
+        elif ("_largest" in one.path or not one.path) and {dtype for dtype, _ in one.types} <= {"s16", "u16", "s32", "u32"}:
             part = "amax"
         elif made == {"bf16"} and one.path.endswith("/convert_element_type") and hlo.place(one.path)[1] and "kind=kLoop" in one.line:
             part = "rescale"

@@ -268,9 +268,9 @@ def _beside(served: list[_Served], n: float, gathered: float | None) -> list[Ker
 
 
 def _paired(n: float, gathered: float) -> list[Kernel]:
-    """Codes of rows and of columns that are gathered as one of them and a bit an element (P-6): the amax of columns, codes, bits; and both codes
+    """Codes of rows and of columns that are gathered as one of them and a bit an element (P-6): both amaxes, codes, bits; and both codes
     of what is gathered, of which one kernel reads codes twice, of both neighbours, and writes bytes beside."""
-    sent = [Kernel("scale", 0), Kernel("scale", 0), Kernel("amax", 2 * n), Kernel("cast", 3 * n), Kernel("cast", (2 + 1 / 8) * n)]
+    sent = [Kernel("scale", 0), Kernel("amax", 2 * n)] * 2 + [Kernel("cast", 3 * n), Kernel("cast", (2 + 1 / 8) * n)]
     return [*sent, Kernel("layout", (2 + 1 / 8) * gathered), Kernel("layout", 4 * gathered)]
 
 

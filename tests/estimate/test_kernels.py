@@ -14,9 +14,7 @@ from fp8ref.recipe import RECIPES, ROLES
 from fp8ref.train.config import Config
 
 COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
-QUANTIZED = [
-    r for r in COMPILED["rows"] if r["recipe"] != "bf16" and "through" not in r["mesh"] and not any("triton" in k for k in r["kernels"])
-]
+QUANTIZED = [r for r in COMPILED["rows"] if r["recipe"] != "bf16" and not any("triton" in k for k in r["kernels"])]
 
 
 def moved(recipe, how, role, **keys):
@@ -122,9 +120,9 @@ def test_pieces_of_sequences_have_a_kernel_for_each_order():
 
 
 def test_paired_codes_of_a_gathered_gradient():  # P-6
-    """Of 1 of 2 elements an amax, codes, and a bit; of both in bfloat16's place codes, bits and codes, and then codes twice, codes and bytes."""
+    """Of 1 of 2 elements two amaxes, codes, and a bit; of both in bfloat16's place codes, bits and codes, and then codes twice, codes and bytes."""
     found = moved("rowwise", "xla", "grad_output", linear="o_proj", gathered={"grad_output": 2})
-    assert found == {"amax": 2, "cast": 3 + 2.125, "layout": 2 * 2.125 + 2 * 4}
+    assert found == {"amax": 4, "cast": 3 + 2.125, "layout": 2 * 2.125 + 2 * 4}
 
 
 def test_a_state_of_its_own_casts_beside_another_linears():  # H-4
@@ -164,8 +162,12 @@ def test_who_fuses():
     assert kernels.fusion(sizes.config(compile="block"), "torch") == "inductor"
 
 
-def predicted(row):
-    """(GB by part, kernels of a mebibyte and more) of the estimate for a row's model, recipe and mesh."""
+@pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
+def test_kernels_are_those_that_xla_compiles_for_h200s(row):
+    """Of a mebibyte and more. What is left: operands that are not of the tensors themselves, scales and amaxes of rows, 0.2 %; under delayed scaling
+    and rowwise_with_gw_hp how the first norm reads the table, 0.9 %; at 2048 features a layout of a gradient that is a cast, 1.7 % of casts; under
+    plain jit, where XLA writes codes of an input that several linears share for each of them, and takes amaxes of norms with other kernels, 1.5 %, of
+    one part 4.1 %. Kernels are a fifth more or fewer: XLA makes one of several linears' casts, amaxes of a mebibyte of a row's parts are kernels there."""
     model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
@@ -177,26 +179,11 @@ def predicted(row):
             for kernel in roofline.quantizing(decision.recipe, gemms, "xla", **linear_place.of(decision, config, "jax")):
                 made[kernel.part] += kernel.bytes / 1e9
                 count += kernel.bytes >= 2**20
-    return made, count
-
-
-@pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
-def test_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of a mebibyte and more. What is left: operands that are not of the tensors themselves, scales and amaxes of rows, 0.2 %; under delayed scaling
-    and rowwise_with_gw_hp how the first norm reads the table, 0.9 %; at 2048 features a layout of a gradient that is a cast, 1.7 % of casts. Kernels
-    are a fifth more or fewer: XLA makes one of several linears' casts, amaxes of a mebibyte of a row's parts are kernels there."""
-    made, count = predicted(row)
     found = row["quantizing"]
     whole = sum(part["gb"] for part in found.values())
-    assert made.total() == pytest.approx(whole, rel=0.01 if row["recipe"] in ("delayed", "rowwise_with_gw_hp") or "model" in row else 0.002)
+    jit, other = "through" in row["mesh"], row["recipe"] in ("delayed", "rowwise_with_gw_hp") or "model" in row
+    assert made.total() == pytest.approx(whole, rel=0.015 if jit else 0.01 if other else 0.002)
     assert count == pytest.approx(sum(part["kernels"] for part in found.values()), rel=0.2)
-    assert {part: made[part] for part in found} == pytest.approx({part: of["gb"] for part, of in found.items()}, abs=0.017 * whole)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_plain_jit_takes_amaxes_with_other_kernels(recipe):
-    """No rule of it is known: what the page says of the estimate there."""
-    (row,) = (r for r in COMPILED["rows"] if r["recipe"] == recipe and "through" in r["mesh"])
-    made, whole = predicted(row)[0], sum(part["gb"] for part in row["quantizing"].values())
-    assert made.total() / whole - 1 == pytest.approx({"tensorwise": 0.015, "rowwise": 0.22}[recipe], abs=0.005)
-    assert made["layout"] == pytest.approx(row["quantizing"]["layout"]["gb"], rel=0.001)
+    assert {part: made[part] for part in found} == pytest.approx(
+        {part: of["gb"] for part, of in found.items()}, abs=(0.041 if jit else 0.017) * whole
+    )
