@@ -164,7 +164,9 @@ def tensors(
 
 
 def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
-    """At most so many examples of a strategy, the same in every call."""
+    """At most so many examples of a strategy, the same in every call. ValueError: fewer than one."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"examples is an integer of at least 1; got {most!r}.")
     found: list[_T] = []
 
     @hypothesis.settings(
