@@ -190,7 +190,10 @@ def subject_of(implementation: Any, *, takes: str = "amax", framework: str = "nu
     if isinstance(implementation, Subject):
         return implementation
     if not isinstance(implementation, Functions) and not callable(implementation):
-        raise ValueError(f"a delayed scaling state is a class, or conformance.delayed.Functions; got {type(implementation).__name__}. Of an object give the class, or a function that makes one.")
+        raise ValueError(
+            f"a delayed scaling state is a class, or conformance.delayed.Functions; got {type(implementation).__name__}. "
+            "Of an object give the class, or a function that makes one."
+        )
     functions = implementation if isinstance(implementation, Functions) else of_class(implementation)
     name = getattr(implementation, "__name__", "the implementation")
     return Subject(functions=functions, name=name, takes=takes, framework=framework)

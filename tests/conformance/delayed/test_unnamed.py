@@ -72,7 +72,10 @@ class Raises(Scaling):
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (Shared, "a new state knows of earlier ones: after amax 1 its scale is 448, and 0.4375 where a state before it had amax 1024 (H-2)"),
+        (
+            Shared,
+            "a new state knows of earlier ones: after amax 1 its scale is 448, and 0.4375 where a state before it had amax 1024 (H-2)",
+        ),
         (Late, "its scale is a step late: after amaxes 2 and 8 it is that of 2. shows='stored'"),
         (Wide, "its scale is not rounded to float32"),
         (Narrow, "its scale is rounded to bfloat16"),
@@ -111,5 +114,5 @@ def test_examples_are_some():
 
 
 def test_an_object_is_no_class():
-    with pytest.raises(ValueError, match="got Scaling. Of an object give the class, or a function that makes one"):
+    with pytest.raises(ValueError, match=r"got Scaling\. Of an object give the class, or a function that makes one"):
         require_delayed(Scaling(), "delayed")
