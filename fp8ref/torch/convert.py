@@ -278,5 +278,5 @@ def _reduce(linear: nn.Linear) -> tuple:
 
 def _empty(fp8: type[nn.Linear], kind: type[nn.Linear]) -> nn.Linear:
     """A linear of a class that ``_with_methods`` makes, for copies and pickles to fill."""
-    made = _with_methods(fp8, kind)
+    made = _with_methods(fp8, kind)  # type: ignore[arg-type]
     return made.__new__(made)
