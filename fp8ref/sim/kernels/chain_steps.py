@@ -56,7 +56,8 @@ def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_part
     """Some rows of acc [M, LANES] become the results of a step. The rounding mode is TOWARD_ZERO; arrays are flat and contiguous.
 
     a, parts  float32 if a step's sum is below MOST_UNITS, else float64: magnitudes of a [any rows, width]; parts
-              [any steps, width, 3, LANES]: b's magnitudes, its negative numbers, and its positive ones times -1, other numbers being 0.
+              [any steps, LANES / lanes, width, 3, lanes], lanes that of ``Vectors``: b's magnitudes, its negative numbers, and its positive
+              ones times -1, other numbers being 0.
     of_a      uint32 [any rows, width], four times the byte of an exponent; of_b uint8 [any steps, width, LANES], with the bias.
     signs     uint32 [any rows]: bit k is the sign of a's number k.
     sizes     ``Sizes``.
@@ -75,40 +76,49 @@ def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_part
 class Step(Vectors):
     """Writes the loop of ``step`` over rows, and those within: for the largest exponent, and for the sums."""
 
+    def __init__(self, builder: ir.IRBuilder, double: bool) -> None:
+        super().__init__(builder, double)
+        self.together = 2 if LANES == 64 else 1  # rows at a time, as many as keep their sums in registers
+
     def write(self, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows) -> None:
         """``step``, of pointers."""
         b = self.b
         width = self.size(sizes, "width")
         fraction_bits, output_bits = (b.trunc(self.size(sizes, name), I32) for name in ("fraction_bits", "output_bits"))
+        fraction = ir.Constant(I32, self.fraction)
+        places = self.splat(b.shl(self.widened(b.sub(fraction, fraction_bits)), ir.Constant(self.bits, self.fraction)), self.n)
+        mask = self.splat(b.shl(ir.Constant(self.bits, -1), self.widened(b.sub(fraction, output_bits))), self.n)
         numbers = b.mul(b.mul(of_parts, width), ir.Constant(I64, LANES))  # of b before the step
         parts = b.gep(parts, [b.mul(numbers, ir.Constant(I64, PARTS))])
         of_b = b.gep(b.bitcast(of_b, I8.as_pointer()), [numbers])
         acc = b.gep(acc, [b.mul(of_acc, ir.Constant(I64, LANES))])
-        fraction = ir.Constant(I32, self.fraction)
-        places = self.splat(b.shl(self.widened(b.sub(fraction, fraction_bits)), ir.Constant(self.bits, self.fraction)), self.n)
-        mask = self.splat(b.shl(ir.Constant(self.bits, -1), self.widened(b.sub(fraction, output_bits))), self.n)
-        together = 2 if LANES == 64 and not self.double else 1  # as many as keep their sums in registers
-        last = b.sub(rows, ir.Constant(I64, 1))
+        with cgutils.for_range_slice(b, *(ir.Constant(I64, n) for n in (0, LANES, self.lanes)), intp=I64) as (lane, _):
+            of_lanes = b.gep(parts, [b.mul(b.mul(lane, width), ir.Constant(I64, PARTS))])
+            self._columns(a, of_a, signs, of_lanes, b.gep(of_b, [lane]), b.gep(acc, [lane]), width, places, mask, first, rows)
+
+    def _columns(self, a, of_a, signs, parts, of_b, acc, width, places, mask, first, rows) -> None:
+        """Some columns: of each row the largest exponent is found beside the sums of the rows before it."""
+        b, last = self.b, self.b.sub(rows, ir.Constant(I64, 1))
         beside = cgutils.alloca_once_value(b, ir.Constant(ir.ArrayType(F32, LANES), [0.0] * LANES))
         beside = b.bitcast(beside, acc.type)  # accumulators of a row behind the last
 
         def rows_from(index) -> list:
             """Some rows of a; in place of those behind the last, the last."""
-            some = [b.add(index, ir.Constant(I64, i)) for i in range(together)]
+            some = [b.add(index, ir.Constant(I64, i)) for i in range(self.together)]
             return [b.add(first, b.select(b.icmp_signed("<", i, last), i, last)) for i in some]
 
         def exponents(some: list) -> list:
             return [b.gep(of_a, [b.mul(row, width)]) for row in some]
 
-        ahead = self.registers([ir.Constant(ir.VectorType(I8, LANES), [0] * LANES)] * together)
+        ahead = self.registers([ir.Constant(ir.VectorType(I8, self.lanes), [0] * self.lanes)] * self.together)
         begin = exponents(rows_from(ir.Constant(I64, 0)))
         with cgutils.for_range(b, width) as loop:
             self._largest(ahead, begin, of_b, loop.index)
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), rows, ir.Constant(I64, together), intp=I64) as (index, _):
-            lines = [b.gep(acc, [b.mul(b.add(index, ir.Constant(I64, i)), ir.Constant(I64, LANES))]) for i in range(together)]
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), rows, ir.Constant(I64, self.together), intp=I64) as (index, _):
+            lines = [b.gep(acc, [b.mul(b.add(index, ir.Constant(I64, i)), ir.Constant(I64, LANES))]) for i in range(self.together)]
             lines[1:] = [b.select(b.icmp_signed("<", index, last), line, beside) for line in lines[1:]]
             sums = [self._start(line, self._fields(register), places) for line, register in zip(lines, ahead, strict=True)]
-            some, following = rows_from(index), rows_from(b.add(index, ir.Constant(I64, together)))
+            some, following = rows_from(index), rows_from(b.add(index, ir.Constant(I64, self.together)))
             of_rows = [(b.gep(a, [b.mul(row, width)]), b.load(b.gep(signs, [row]))) for row in some]
             self._add(of_rows, parts, width, sums, (ahead, exponents(following), of_b))
             for line, (magnitudes, negatives) in zip(lines, sums, strict=True):
@@ -117,10 +127,10 @@ class Step(Vectors):
 
     def _largest(self, registers: list, of_a: list, of_b, k) -> None:
         """Include the product k of each lane in the largest exponents, a byte each, of each row."""
-        b, bytes_ = self.b, ir.VectorType(I8, LANES)
+        b, bytes_ = self.b, ir.VectorType(I8, self.lanes)
         columns = self.load(b.gep(of_b, [b.mul(k, ir.Constant(I64, LANES))]), 0, bytes_)
         for register, row in zip(registers, of_a, strict=True):
-            of_row = b.bitcast(self.splat(b.load(b.gep(row, [k])), LANES // 4), bytes_)
+            of_row = b.bitcast(self.splat(b.load(b.gep(row, [k])), self.lanes // 4), bytes_)
             b.store(self.call("umax", b.load(register), b.add(columns, of_row)), register)
 
     def _fields(self, register) -> list:
@@ -129,7 +139,7 @@ class Step(Vectors):
         largest = b.load(register)
         b.store(self.constant(largest.type, 0), register)
         fields = []
-        for v in range(0, LANES, 16):
+        for v in range(0, self.lanes, 16):
             some = ir.Constant(lanes, list(range(v, v + 16)))
             field = b.zext(b.shuffle_vector(largest, largest, some), lanes)
             if (bias := zero_and_bias(self.double)[1]) != 127:
@@ -170,18 +180,18 @@ class Step(Vectors):
         b, kind = self.b, ir.VectorType(self.real, self.n)
         left = self.registers([signs for _, signs in of_rows])
         with cgutils.for_range(b, width) as loop:
-            of_k = b.gep(parts, [b.mul(loop.index, ir.Constant(I64, PARTS * LANES))])
+            of_k = b.gep(parts, [b.mul(loop.index, ir.Constant(I64, PARTS * self.lanes))])
             some = []
             for (row, _), bits, of_row in zip(of_rows, left, sums, strict=True):
                 negative = b.zext(b.and_(b.load(bits), ir.Constant(I32, 1)), I64)
                 b.store(b.lshr(b.load(bits), ir.Constant(I32, 1)), bits)
                 factor = self.splat(b.load(b.gep(row, [loop.index])), self.n)
-                some.append((factor, b.gep(of_k, [b.mul(negative, ir.Constant(I64, LANES))]), *of_row))
-            for v in range(LANES // self.n):
+                some.append((factor, b.gep(of_k, [b.mul(negative, ir.Constant(I64, self.lanes))]), *of_row))
+            for v in range(self.lanes // self.n):
                 magnitude = self.load(of_k, v * self.n, kind)
                 for factor, swapped, magnitudes, negatives in some:
                     b.store(self.call("fma", factor, magnitude, b.load(magnitudes[v])), magnitudes[v])
-                    b.store(self.call("fma", factor, self.load(swapped, LANES + v * self.n, kind), b.load(negatives[v])), negatives[v])
+                    b.store(self.call("fma", factor, self.load(swapped, self.lanes + v * self.n, kind), b.load(negatives[v])), negatives[v])
             self._largest(*following, loop.index)
 
     def _store(self, x, y, mask, line) -> None:

@@ -35,7 +35,8 @@ class Tile(Codes):
     def write(self, words, exponents, parts, sizes, first, step, which) -> None:
         """``lay_out``, of pointers."""
         b = self.b
-        lines = b.udiv(self.size(sizes, "width"), ir.Constant(I64, 4))  # of a step, LANES words each
+        width = self.size(sizes, "width")
+        lines = b.udiv(width, ir.Constant(I64, 4))  # of a step, LANES words each
         of_step = b.mul(lines, ir.Constant(I64, LANES))
         # Tiles before this one have steps * lines words for each of their columns.
         before = b.add(b.mul(b.mul(self.size(sizes, "steps"), lines), first), b.mul(step, of_step))
@@ -52,13 +53,14 @@ class Tile(Codes):
                 k = b.mul(b.add(line, ir.Constant(I64, i)), ir.Constant(I64, LANES))
                 of_k = b.shuffle_vector(bytes_, bytes_, ir.Constant(ir.VectorType(I32, 16), list(range(i, 64, 4))))
                 b.store(of_k, b.bitcast(b.gep(exponents, [b.add(k, lane)]), of_k.type.as_pointer()), align=1)
+            numbers = b.mul(b.udiv(lane, ir.Constant(I64, self.lanes)), b.mul(width, ir.Constant(I64, PARTS * self.lanes)))
+            numbers = b.gep(parts, [b.add(numbers, b.urem(lane, ir.Constant(I64, self.lanes)))])
             with cgutils.for_range(b, ir.Constant(I64, 4)) as of_four:
                 code = b.lshr(four, self.splat(b.trunc(b.mul(of_four.index, ir.Constant(I64, 8)), I32), 16))
-                k = b.mul(b.add(line, of_four.index), ir.Constant(I64, PARTS * LANES))
-                numbers = b.gep(parts, [b.add(k, lane)])
+                of_k = b.gep(numbers, [b.mul(b.add(line, of_four.index), ir.Constant(I64, PARTS * self.lanes))])
                 for part, values in enumerate(self._parts(code)):
                     for h, x in enumerate(values):
-                        b.store(x, b.bitcast(b.gep(numbers, [ir.Constant(I64, part * LANES + 8 * h)]), x.type.as_pointer()), align=4)
+                        b.store(x, b.bitcast(b.gep(of_k, [ir.Constant(I64, part * self.lanes + 8 * h)]), x.type.as_pointer()), align=4)
 
     def _parts(self, code) -> tuple[list, ...]:
         """The numbers of the lowest byte of 16 codes in the type of the sums: magnitudes, negative numbers, positive ones times -1."""

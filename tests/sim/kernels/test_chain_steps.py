@@ -46,7 +46,9 @@ def test_some_rows_take_a_step_of_fractions(width, fraction_bits, output_bits, d
         of_a = exponents(left, fmt_a, zero).astype(np.int8).view(np.uint8) * np.uint32(0x01010101)
         signs = ((a >= 128) << np.arange(width)).sum(axis=1).astype(np.uint32)
         parts, of_b = np.full((2, width, PARTS, LANES), np.nan, dtype), np.zeros((2, width, LANES), np.uint8)
-        parts[1] = np.stack([np.abs(right), np.minimum(right, 0), -np.maximum(right, 0)], axis=1)
+        lanes = LANES * 4 // parts.itemsize  # of float64 half as many are summed at a time
+        of_step = np.stack([np.abs(right), np.minimum(right, 0), -np.maximum(right, 0)], axis=1)  # [width, PARTS, LANES]
+        parts[1] = of_step.reshape(width, PARTS, -1, lanes).transpose(2, 0, 1, 3).reshape(of_step.shape)
         of_b[1] = exponents(right, fmt_b, zero) + bias
         c = (rng.standard_normal((5, LANES)) * 2.0 ** rng.integers(-20, 24, (5, LANES))).astype(np.float32)
         c[:, ::5] = 0

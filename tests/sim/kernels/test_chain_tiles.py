@@ -35,7 +35,9 @@ def test_every_code_in_either_tile_and_step(fmt, dtype, rng):  # G-10: subnormal
         words[tile, step] = codes.view(np.uint32).T
         filled(*(x.reshape(-1) for x in (words, exponents, parts)), np.array(sizes), tile * LANES, step, which)
         values = cast.decode(codes, fmt).T  # [WIDTH, LANES]
-        np.testing.assert_array_equal(parts[which], np.stack([np.abs(values), np.minimum(values, 0), -np.maximum(values, 0)], 1))
+        lanes = LANES * 4 // parts.itemsize  # of float64 half as many are summed at a time
+        found = parts[which].reshape(LANES // lanes, WIDTH, PARTS, lanes).transpose(1, 2, 0, 3).reshape(WIDTH, PARTS, LANES)
+        np.testing.assert_array_equal(found, np.stack([np.abs(values), np.minimum(values, 0), -np.maximum(values, 0)], 1))
         assert np.isnan(parts[1 - which]).all()
         exponent = np.maximum(np.frexp(values)[1] - 1, fmt.emin) + 127
         np.testing.assert_array_equal(exponents[which], np.where(values == 0, 200, exponent))
