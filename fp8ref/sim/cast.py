@@ -290,6 +290,13 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
         check_seed(seed)
 
 
+def check_shape(shape: object) -> None:
+    """ValueError unless it is a shape: a tuple, or a list, of integers that are not negative."""
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n >= 0 for n in shape):
+        said = f"an array of shape {shape.shape}" if isinstance(shape, np.ndarray) else repr(shape)
+        raise ValueError(f"a shape is a tuple of integers that are not negative, such as () or (4, 128); got {said}.")
+
+
 def check_seed(seed: object) -> None:
     """ValueError unless it is an integer in [0, 2^64)."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64:

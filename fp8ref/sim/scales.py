@@ -96,8 +96,11 @@ def scale_inv_from_scale(scale) -> np.ndarray:
     Not for policies whose ratio makes scale_inv, which its scale does not determine (S-14, S-17):
     take both from ``scales_from_amax``.
     """
+    scale = cast.array(scale)
+    if scale.dtype.kind in "cOSUb":
+        raise ValueError(f"scales are float32; got {scale.dtype}. Convert them with .astype(np.float32).")
     with np.errstate(divide="ignore", over="ignore"):  # of zero, and of a subnormal scale below 2^-128
-        return np.float32(1) / np.asarray(scale, np.float32)
+        return np.float32(1) / scale.astype(np.float32)
 
 
 def magnitudes(value, name: str) -> np.ndarray:

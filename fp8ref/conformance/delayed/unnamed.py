@@ -53,9 +53,10 @@ def reductions(subject: Subject, fmt: Format, made: str) -> list[str]:
     rising = (3.0, 5.0, 7.3)
     found = [one.scale for one in subject.run(tuple((amax,) for amax in rising))][1:]
     wanted = [factor(float(np.float32(amax))) for amax in rising]
-    if found == wanted and found != np.float32(wanted).tolist():
+    as_float32 = np.asarray(wanted, np.float32)
+    if found == wanted and found != as_float32.tolist():
         return ["its scale is not rounded to float32"]
-    if found == cast.round_to(np.float32(wanted), BFLOAT16).tolist():
+    if found == cast.round_to(as_float32, BFLOAT16).tolist():
         return ["its scale is rounded to bfloat16"]
     ratios = [a / b for a, b in zip(found, wanted, strict=False)]
     if len(ratios) == len(rising) and near(min(ratios), max(ratios)) and not near(ratios[0], 1):
