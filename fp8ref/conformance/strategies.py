@@ -135,6 +135,8 @@ def tensors(
               ImportError: bfloat16 without ml_dtypes.
     """
     block = by_name(granularity).reduced
+    if shape is not None and (not shape or min(shape) < 1):
+        raise ValueError(f"a tensor has at least one axis, and each at least one element; got shape {tuple(shape)}.")
     shape = draw(shapes(granularity, axis=axis)) if shape is None else shape
     pattern = draw(st.sampled_from([p for p in _DRAWN if not finite or p != "specials"]))
     if pattern == "all zero":
@@ -199,6 +201,8 @@ def shards(draw, dtype: str = "float32", *, most: int = 4, **how) -> list[np.nda
 
     how       keywords of ``tensors``, one of which the shards are if concatenated.
     """
+    if most < 1:
+        raise ValueError(f"a tensor is cut into at least one shard; got most={most!r}.")
     x = draw(tensors(dtype, **how))
     cuts = draw(st.lists(st.integers(0, len(x)), max_size=most - 1))
     return np.split(x, sorted(cuts))
