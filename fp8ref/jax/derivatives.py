@@ -8,6 +8,7 @@ second derivative. ``saved`` is for what a custom_vjp rule saves.
 """
 
 import functools
+import warnings
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -48,6 +49,18 @@ def _second(name: str, kind: Kind, primals: tuple, tangents: tuple) -> NoReturn:
         f"{name}: the gradients of {layer} are not differentiated again ({clause}), because codes have no derivative; got a second "
         f"derivative, such as jax.hessian or a grad of a grad. {remedy} where one is taken."
     )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def warned(x: jax.Array, name: str, message: str) -> jax.Array:
+    """x; a UserWarning, naming the layer, where it is differentiated."""
+    return x
+
+
+@warned.defjvp
+def _warn(name: str, message: str, primals: tuple, tangents: tuple) -> tuple:
+    warnings.warn(f"{name}: {message}", stacklevel=2)
+    return *primals, *tangents
 
 
 def saved(residuals: Any) -> Any:
