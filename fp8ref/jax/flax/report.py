@@ -127,8 +127,9 @@ def of_linen(
     pass."""
     traced = _Traced(jaxpr, decisions)
     by_module: dict[str, dict] = collections.defaultdict(dict)
-    for path, value in traverse_util.flatten_dict(nn.unbox(params)).items():
-        by_module[".".join(path[:-1]) or next(iter(modules), "")][path[-1]] = value.shape
+    for path, value in traverse_util.flatten_dict(params).items():
+        (array,) = jax.tree.leaves(value)  # nn.unbox would also constrain its sharding
+        by_module[".".join(path[:-1]) or next(iter(modules), "")][path[-1]] = array.shape
     linears = ((name, modules[name], by_module[name]["kernel"]) for name in decisions if "kernel" in by_module[name])
     stacks = _stacks(linears)
     rows: list[Row] = []

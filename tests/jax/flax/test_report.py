@@ -271,25 +271,26 @@ def test_norms_of_a_stack_are_vectors():
     assert "3 dims outside linears" in of(rows, "layers.mixture").reason
 
 
-class LogicalBlock(nn.Module):
+class BoxedBlock(nn.Module):
     @nn.compact
     def __call__(self, x, _):
-        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", None))
         return nn.Dense(D, kernel_init=init, name="up")(nn.LayerNorm(name="norm")(x)), None
 
 
-class LogicalModel(nn.Module):
+class BoxedModel(nn.Module):
     """Parameters in boxes that name their axes, layers in a scan, and layers whose scopes have more than their names."""
 
     @nn.compact
     def __call__(self, x):
-        block = nn.scan(LogicalBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: "l"})
+        block = nn.scan(BoxedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: None})
         x = nn.Einsum((D, D), "btd,dk->btk", name="einsum")(block(name="layers")(x, None)[0])
         return nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(D, name="each")(x)
 
 
 def test_boxed_parameters_and_scopes_of_linen():
-    rows = fj.flax.report(fj.flax.convert(LogicalModel(), "bf16", inputs=(X,))).rows
+    with jax.set_mesh(jax.make_mesh((1,), ("embed",), axis_types=(jax.sharding.AxisType.Auto,))):
+        rows = fj.flax.report(fj.flax.convert(BoxedModel(), "bf16", inputs=(X,))).rows
     assert {row.path: row.multiplications for row in rows if row.kind != "vectors"} == {
         "layers.up": 3 * TOKENS * D * D,
         "einsum": TOKENS * D * D,
