@@ -2,15 +2,19 @@
 
 The forward pass of one head without a mask, and its two products alone, scores and probabilities times values, by ``gemm.matmul`` under the
 variant's plan, take turns. A ratio is the products' time over attention's, the median of those of neighbors in this one run: what is left of 1 goes
-to scales, casts, exponentials and sums of tiles. Times are processor times of one thread.
+to scales, casts, exponentials and sums of tiles. Times are processor times of one thread, NumPy's BLAS included: threads that wait for each other
+on a busy machine take as much of it as threads that multiply.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
 from pathlib import Path
+
+os.environ |= dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")  # read when numpy is imported
 
 import numpy as np
 from rich.console import Console

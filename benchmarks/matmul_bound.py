@@ -19,7 +19,7 @@ from rich.table import Table
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import accumulate, cast, gemm, scaling, threads
 from fp8ref.sim.accumulate import ACCUMULATIONS
-from fp8ref.sim.kernels.chain_steps import TO_NEAREST, TOWARD_ZERO, set_rounding, step
+from fp8ref.sim.kernels.chain_steps import PARTS, TO_NEAREST, TOWARD_ZERO, set_rounding, step
 from fp8ref.sim.kernels.chain_vectors import LANES, Sizes
 from fp8ref.sim.kernels.chains import aligned
 
@@ -73,12 +73,12 @@ def main() -> None:
     repeats = max(1, size**3 // (ROWS * 32 * LANES))
     rows = np.resize(a, (ROWS, 32))
     tile = np.resize(b, (32, LANES)).astype(f32)
-    room = [aligned(n, kind) for n, kind in ((64 * LANES, f32), (8 * LANES, np.uint32), (ROWS * LANES, f32))]
-    for array, value in zip(room, (np.repeat(tile, 2, 0).reshape(-1), 0x7F7F7F7F, 0), strict=True):
+    room = [aligned(n, kind) for n, kind in ((32 * PARTS * LANES, f32), (32 * LANES, np.uint8), (ROWS * LANES, f32))]
+    for array, value in zip(room, (np.repeat(tile, PARTS, 0).reshape(-1), 0x7F, 0), strict=True):
         array[:] = value
     signs = rng.integers(0, 1 << 32, ROWS, dtype=np.uint32)
     sizes = np.array(Sizes(*[0] * len(Sizes._fields))._replace(width=32, fraction_bits=13, output_bits=13))
-    of_cache = rows.reshape(-1), np.full(ROWS * 32, 5, np.uint8), signs, *room, sizes
+    of_cache = np.abs(rows).reshape(-1), np.full(ROWS * 32, 0x05050505, np.uint32), signs, *room, sizes
     plan = ACCUMULATIONS["hopper_fast"]
     runs = {
         "torch float32": lambda: wide[0] @ wide[1].T,

@@ -143,7 +143,7 @@ def finish(
     if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even":
         # ``chains`` may give a transposed view, which the kernel reads as it lies: rows are columns then.
         turned = not acc.flags.c_contiguous
-        kernel = kernels.finisher(_ORDERS[epilogue.scale][turned], epilogue.round_first)
+        kernel = kernels.finisher(_ORDERS[_TURNED[epilogue.scale] if turned else epilogue.scale], epilogue.round_first)
         if worth(kernel, acc.size, ELEMENTS):
             if turned:
                 return _finish_bfloat16(kernel, acc.T, np.transpose(scale_inv_b), np.transpose(scale_inv_a)).T  # [N, M] -> [M, N]
@@ -182,9 +182,8 @@ def finish_plain(
         return _add_bias(x * y, epilogue, out_dtype, bias)
 
 
-_ORDERS = {"product": ("product", "product"), "each": ("rows", "columns"), "b_first": ("columns", "rows")}
-"""How ``kernels.finisher`` takes an epilogue's scales, for [M, N] and for [N, M]."""
-
+_ORDERS = {"product": "product", "each": "rows", "b_first": "columns"}
+"""Which scales ``kernels.finisher`` takes first."""
 
 _TURNED: dict[str, epilogues.Scale] = {"product": "product", "each": "b_first", "b_first": "each"}
 """The order of the scales of a result's transpose."""

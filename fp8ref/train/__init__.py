@@ -23,8 +23,8 @@ Gradients reach the float32 masters through the cast of the masters to bfloat16,
 FSDP2 they are reduced in float32, as ``fp8ref.torch.parallel`` sets it.
 docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the files
 to open for it, in order. A clause such as "spec S-9" stands in docs/spec.
-{jax,torch}/optimizer.py builds AdamW of optax and torch. JAX clips gradients there, PyTorch in
-``Step.update``. {jax,torch}/cross_entropy.py is the loss, or jax/chunked_loss.py that of parts of the
+{jax,torch}/optimizer.py builds AdamW of optax and torch, steps, and says what a checkpoint holds of a parameter. JAX clips
+gradients there, PyTorch in ``Step.update``. {jax,torch}/cross_entropy.py is the loss, or jax/chunked_loss.py that of parts of the
 vocabulary; jax/gradient_sums.py adds the gradients of microbatches.
 
 ``train_state`` declares what a checkpoint holds, and ``schedule`` which recipe a step runs in. ``data`` reads tokens, ``report`` compares

@@ -102,7 +102,12 @@ def check_backend(config: Checked, backend: str) -> None:
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
     architectures.check_backend(config, backend)
     parallel, optimizer = config.parallel, config.optimizer
-    if refused := optimizer.foreign(backend) + optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + unswitched(config, backend):
+    if (
+        refused := optimizer.foreign(backend)
+        + optimizer.uncut(parallel, backend)
+        + parallel.unreduced(backend)
+        + unswitched(config, backend)
+    ):
         raise ConfigError(refused[0])
 
 

@@ -10,12 +10,12 @@ Both backends share this declaration.
     count                                JAX: steps taken. PyTorch restores them from the manifest's step
     mu.<linear>.weight                   the automatic factor of a gradient in FP8 (P-22). A state is read with it or without, as meshes differ
 
-``Step.tensors`` of {jax,torch}/step.py returns the live tensors under these names, and ``Store`` of
-{jax,torch}/checkpoint.py writes and reads them. The loop compares ``disk_bytes`` with the free disk
-space; ``estimate.memory`` counts the bytes on a device.
+{jax,torch}/optimizer.py makes, changes and names what each parameter has, for the trainer's own models and for those of users.
+``Step.tensors`` adds the rest, and ``Store`` of {jax,torch}/checkpoint.py writes and reads all by these names. The loop compares
+``disk_bytes`` with the free disk space; ``estimate.memory`` counts the bytes on a device.
 
-docs/how-to/checkpoints.md, "Keep another tensor for each parameter", adds a moving average of the
-weights, step by step.
+docs/how-to/checkpoints.md, "Keep another tensor for each parameter", adds a moving average of the weights: in this file and both
+optimizers.
 """
 
 import math

@@ -106,7 +106,11 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
     ("backend", "sections", "said"),
     [
         ("jax", {"parallel": {"compile": "block"}}, "parallel.compile is not a key of --backend jax"),
-        ("jax", {"optimizer": {"kind": "adamw_fp8"}}, "optimizer.kind of --backend jax is 'adamw' or 'adamw_states'; got 'adamw_fp8'. Use one of them"),
+        (
+            "jax",
+            {"optimizer": {"kind": "adamw_fp8"}},
+            "optimizer.kind of --backend jax is 'adamw' or 'adamw_states'; got 'adamw_fp8'. Use one of them",
+        ),
         ("torch", {"parallel": {"scan": True}}, "parallel.scan is not a key of --backend torch"),
         ("torch", {"parallel": {"tensor_reduce_dtype": "float32"}}, "parallel.tensor_reduce_dtype is not a key of --backend torch"),
         (

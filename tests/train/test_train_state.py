@@ -2,25 +2,28 @@
 
 import json
 import math
-from typing import Any, NamedTuple
+import re
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+import own_configurations
 import pytest
 import sizes
-import torch
 from safetensors import safe_open
 
 from fp8ref.estimate import memory
 from fp8ref.train import loop, train_state
+from fp8ref.train.config import Config
 from fp8ref.train.data import loader
+from fp8ref.train.jax import custom_step
+from fp8ref.train.jax import optimizer as jax_optimizer
 from fp8ref.train.jax import step as jax_step
-from fp8ref.train.jax import trainer as jax_trainer
-from fp8ref.train.torch import step as torch_step
-from fp8ref.train.torch import trainer as torch_trainer
+from fp8ref.train.sections import ArchitectureConfig
+from fp8ref.train.torch import optimizer as torch_optimizer
 
-DECAY = 0.5
+ROOT = Path(__file__).parents[2]
+STATES = {"kind": "adamw_states", "layout": "msamp_o2"}
+OWN = {"torch": own_configurations.of("Tied"), "jax": ArchitectureConfig(kind="nnx", source="own_nnx_models:Plain")}
 
 
 def on_disk(folder, backend) -> dict[str, tuple[int, ...]]:
@@ -65,82 +68,86 @@ def test_a_state_that_the_schema_does_not_name_is_not_saved(small):
         train_state.check({"model": {}}, small, "jax")
 
 
-class Averaged(NamedTuple):
-    """JAX's state and a moving average of its weights."""
-
-    params: Any
-    optimizer: Any
-    fp8: Any
-    mu: Any
-    ema: Any
-
-    @property
-    def inner(self):
-        return jax_step.State(self.params, self.optimizer, self.fp8, self.mu)
-
-
-class JaxAverage(jax_step.Step):
-    """A step that keeps one more tensor for each parameter."""
-
-    def begin(self, weights):
-        state, specs = super().begin(weights)
-        return Averaged(*state, jax.tree.map(jnp.zeros_like, state.params)), Averaged(*specs, specs.params)
-
-    def train(self, state, tokens, lr):
-        new, loss, norm = super().train(state.inner, tokens, lr)
-        taken = jnp.isfinite(loss) & jnp.isfinite(norm)  # T-4
-        ema = jax.tree.map(lambda old, p: jnp.where(taken, DECAY * old + (1 - DECAY) * p, old), state.ema, new.params)
-        return Averaged(*new, ema), loss, norm
-
-    def tensors(self, state):
-        return super().tensors(state.inner) | {"ema": self.stacks.named(state.ema)}
-
-    def restored(self, state, tensors):
-        return Averaged(*super().restored(state.inner, tensors), self.stacks.tree(state.ema, tensors["ema"]))
+def changed(module) -> dict:
+    """The names of a module whose file has the changes that the how-to lists."""
+    page = (ROOT / "docs/how-to/checkpoints.md").read_text(encoding="utf-8")
+    path = Path(module.__file__).relative_to(ROOT).as_posix()
+    (diff,) = re.findall(rf'^```diff title="{path}"\n(.*?)^```', page, re.DOTALL | re.MULTILINE)
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" ", " +"))
+        assert text.count(before) == 1, f"{path} has not, or not once:\n{before}"
+        text = text.replace(before, after)
+    names = dict(vars(module))
+    exec(compile(text, path, "exec"), names)
+    return names
 
 
-class TorchAverage(torch_step.Step):
-    """The same in PyTorch."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.ema = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.params.items()}
-
-    def update(self, loss, lr, measured=None):
-        metrics = super().update(loss, lr, measured)
-        if all(map(math.isfinite, metrics.values())):  # T-4
-            for name, p in self.params.items():
-                self.ema[name].lerp_(p.detach(), 1 - DECAY)
-        return metrics
-
-    def tensors(self):
-        return super().tensors() | {"ema": self.ema}
+@pytest.fixture
+def averaged(monkeypatch):
+    """The three files are changed, to keep a moving average of the weights."""
+    monkeypatch.setattr(train_state, "PER_PARAMETER", changed(train_state)["PER_PARAMETER"])
+    torch_names, jax_names = changed(torch_optimizer), changed(jax_optimizer)
+    for name in ("begin", "step", "tensors"):
+        monkeypatch.setattr(torch_optimizer, name, torch_names[name])
+    for module in (jax_step, custom_step):
+        monkeypatch.setattr(module, "Optimizer", jax_names["Optimizer"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_one_more_entry_is_saved_sized_and_loaded(backend, small, tmp_path, monkeypatch):
-    """An entry of the schema, and a step of each backend that makes it, are all that it takes (of the trainer's own models)."""
-    before = train_state.disk_bytes(small, backend)
-    entry = train_state.PerParameter(name="ema", label="average of the weights")
-    monkeypatch.setattr(train_state, "PER_PARAMETER", (*train_state.PER_PARAMETER, entry))
-    monkeypatch.setattr(jax_trainer, "Step", JaxAverage)
-    monkeypatch.setattr(torch_trainer, "Step", TorchAverage)
+def arrays(trainer) -> dict[str, np.ndarray]:
+    """A copy of the state by the names on disk."""
+    live = train_state.flat(trainer._step.tensors(*([trainer._state] if trainer.backend == "jax" else [])))
+    return {name: np.asarray(value).copy() for name, value in live.items()}
 
-    def average(trainer):
-        tensors = trainer._step.tensors(*([trainer._state] if backend == "jax" else []))
-        return {name: np.asarray(value).copy() for name, value in tensors["ema"].items()}
 
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("backend", "own", "optimizer"),
+    [
+        ("torch", False, {"kind": "adamw_fused"}),  # which decides on the device whether it skips a step
+        ("torch", False, STATES),
+        ("torch", True, {}),
+        pytest.param("jax", False, STATES, marks=pytest.mark.slow),
+        ("jax", True, {}),
+    ],
+    ids=str,
+)
+def test_the_how_to_keeps_another_tensor(backend, own, optimizer, small, tmp_path, averaged):  # K-2, T-4
+    """In three files, for the trainer's own models and for those of users: it is sized, saved, loaded, and a skipped step leaves it."""
+    config = small.replace(optimizer=optimizer)
+    if own:
+        config = Config(architecture=OWN[backend], data=small.data, run=small.run)
     tokens = loader.open_batches(small).step(0)
-    trainer, other = loop.trainer(backend, small), loop.trainer(backend, small.replace(run={"seed": 1}))
+    trainer, other = loop.trainer(backend, config), loop.trainer(backend, config)
+    old = other.weights()
     trainer.step(tokens)
+    before, new = arrays(trainer), trainer.weights()
+    for name, w in new.items():
+        # factors, products and the sum are rounded once, each time by at most 2^-24 of the larger weight (0.01: second orders)
+        bound = 3.01 * 2.0**-24 * np.maximum(np.abs(old[name]), np.abs(w))
+        assert (np.abs(before[f"ema.{name}"] - (0.99 * old[name].astype(np.float64) + 0.01 * w)) <= bound).all(), name
+    assert not np.array_equal(next(iter(new.values())), next(iter(old.values())))
+
     trainer.save(tmp_path / "state")()
     other.load(tmp_path / "state", 1)
-    saved, read = average(trainer), average(other)
-    assert any(value.any() for value in saved.values())
-    assert all(np.array_equal(read[name], value) for name, value in saved.items())
+    assert same(arrays(other), before)
     assert other.step(tokens) == trainer.step(tokens)
+    assert same(arrays(other), arrays(trainer))
 
-    parameters = sum(value.size for value in saved.values())
-    assert train_state.disk_bytes(small, backend) - before == pytest.approx(1.05 * 4 * parameters, abs=1)
-    assert memory.lines(sizes.config(), backend)["average of the weights"][0] == 4 * 106816
+    poisoned = before | {name: np.full_like(x, np.inf) for name, x in before.items() if name.startswith("model.")}
+    trainer.adopt(poisoned, 1)
+    assert not np.isfinite(trainer.step(tokens)["loss"])
+    assert same(arrays(trainer), poisoned)
+
+
+def test_what_is_declared_is_counted(small, averaged, monkeypatch):
+    """Disk space and the memory table."""
+    with_average = train_state.disk_bytes(small, "torch")
+    assert memory.lines(sizes.config(), "torch")["moving average of the weights"][0] == 4 * 106816
+    monkeypatch.setattr(train_state, "PER_PARAMETER", train_state.PER_PARAMETER[:-1])
+    parameters = sum(map(math.prod, small.shapes.parameters.values()))
+    assert with_average - train_state.disk_bytes(small, "torch") == pytest.approx(1.05 * 4 * parameters, abs=1)

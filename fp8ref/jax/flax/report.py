@@ -219,7 +219,9 @@ def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ..
     parts = name.split(".")
 
     def shared(linear: str) -> int:
-        return next((i for i, (a, b) in enumerate(zip(parts, linear.split("."), strict=False)) if a != b), min(len(parts), linear.count(".") + 1))
+        return next(
+            (i for i, (a, b) in enumerate(zip(parts, linear.split("."), strict=False)) if a != b), min(len(parts), linear.count(".") + 1)
+        )
 
     nearest = max(stacks, key=shared, default="")
     return stacks[nearest] if nearest and shared(nearest) else ()

@@ -11,9 +11,9 @@ from fp8ref.sim.kernels.chain_vectors import I8, I16, I32, I64
 
 @intrinsic
 def decode(typing_context, codes, numbers, exponents, signs, sizes):
-    """Fill numbers and exponents of as many codes of finite numbers, and bits of their signs, the first lowest.
+    """Fill magnitudes and exponents of as many codes of finite numbers, and bits of their signs, the first lowest.
 
-    codes      uint8 [16 n], flat as all of them; numbers float32 or float64, exponents uint8; signs uint16 [n].
+    codes      uint8 [16 n], flat as all of them; numbers float32 or float64; exponents uint32, four times a byte; signs uint16 [n].
     sizes      ``Sizes``.
     """
     signature = types.void(codes, numbers, exponents, signs, sizes)
@@ -35,13 +35,11 @@ class _Rows(Codes):
         with cgutils.for_range(b, count) as loop:
             at = b.mul(loop.index, ir.Constant(I64, 16))
             some = self.load(b.gep(codes, [at]), 0, bytes_)
-            of_some = self.exponents(b.bitcast(some, ir.VectorType(I32, 4)))
-            b.store(of_some, b.bitcast(b.gep(exponents, [at]), bytes_.as_pointer()), align=1)
+            of_some = b.zext(self.exponents(b.bitcast(some, ir.VectorType(I32, 4))), lanes)
+            for places in (8, 16):
+                of_some = b.or_(of_some, b.shl(of_some, self.constant(lanes, places)))
+            b.store(of_some, b.bitcast(b.gep(exponents, [at]), lanes.as_pointer()), align=4)
             negative = b.bitcast(b.icmp_signed("<", some, self.constant(bytes_, 0)), I16)
             b.store(negative, b.gep(signs, [loop.index]), align=2)
-            code = b.zext(some, lanes)
-            sign = b.shl(b.and_(code, self.constant(lanes, 0x80)), self.constant(lanes, 24))
-            magnitude = self.magnitudes(code)
-            values = b.bitcast(b.or_(b.bitcast(magnitude, lanes), sign), magnitude.type)
-            for h, x in enumerate(self.numbers(values)):
+            for h, x in enumerate(self.numbers(self.magnitudes(b.zext(some, lanes)))):
                 b.store(x, b.bitcast(b.gep(numbers, [b.add(at, ir.Constant(I64, 8 * h))]), x.type.as_pointer()), align=4)

@@ -1,9 +1,11 @@
 """One step of a tensor core, of all rows of a and one tile of columns, written in LLVM's vectors (spec G-10).
 
 The processor cuts off each product itself. With the rounding mode toward zero, a multiply-add onto 2^(E + p - F), p the fraction
-bits of the type, keeps of a product what is a multiple of 2^(E - F), as a step does. Positive terms are added to that power,
-negative ones to its negative, and both sums are added exactly. So a product costs two multiply-adds, one of them with a zero; to cut
-it off by itself takes four operations. numba's own loops would keep the sums in memory, not in registers.
+bits of the type, keeps of a product what is a multiple of 2^(E - F), as a step does. Magnitudes of all terms are added to that power,
+and magnitudes of the negative ones are taken from its negative: the first sum, and twice the second one, are the result, exactly. So a
+product costs two multiply-adds, one of them with a zero where it is positive; to cut it off by itself takes four operations. What
+limits such a loop is reading b: two rows of a take a step together, so that one reading of b's magnitudes serves both. numba's own
+loops would keep the sums in memory, not in registers.
 """
 
 from llvmlite import ir
@@ -19,7 +21,8 @@ TOWARD_ZERO, TO_NEAREST = 0, 1
 MOST_UNITS = 1 << 23
 """Sums below so many units of 2^(E - F) fit between 2^(E + 23 - F) and its double: a float32 holds them."""
 
-_FOUR = 4  # products of one pass
+PARTS = 3
+"""Numbers that a tile keeps of one of b: its magnitude, and what a negative product takes of it, for either sign of a."""
 
 
 def zero_and_bias(double: bool) -> tuple[int, int]:
@@ -52,9 +55,10 @@ def write_rounding(builder: ir.IRBuilder, mode) -> None:
 def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows):
     """Some rows of acc [M, LANES] become the results of a step. The rounding mode is TOWARD_ZERO; arrays are flat and contiguous.
 
-    a, parts  float32 if a step's sum is below MOST_UNITS, else float64: a [any rows, width]; parts [any steps, width, 2, LANES]:
-              b's positive numbers, and its negative ones, other numbers being 0.
-    of_a      uint8 [any rows, width], exponents; of_b uint8 [any steps, width / 4, LANES, 4], with the bias.
+    a, parts  float32 if a step's sum is below MOST_UNITS, else float64: magnitudes of a [any rows, width]; parts
+              [any steps, LANES / lanes, width, 3, lanes], lanes that of ``Vectors``: b's magnitudes, its negative numbers, and its positive
+              ones times -1, other numbers being 0.
+    of_a      uint32 [any rows, width], four times the byte of an exponent; of_b uint8 [any steps, width, LANES], with the bias.
     signs     uint32 [any rows]: bit k is the sign of a's number k.
     sizes     ``Sizes``.
     first     the first row of a, of ``rows``; of_parts, the step of parts and of_b; of_acc, the first row of acc.
@@ -72,76 +76,89 @@ def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_part
 class Step(Vectors):
     """Writes the loop of ``step`` over rows, and those within: for the largest exponent, and for the sums."""
 
+    def __init__(self, builder: ir.IRBuilder, double: bool) -> None:
+        super().__init__(builder, double)
+        self.together = 2 if LANES == 64 else 1  # rows at a time, as many as keep their sums in registers
+
     def write(self, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows) -> None:
         """``step``, of pointers."""
         b = self.b
         width = self.size(sizes, "width")
         fraction_bits, output_bits = (b.trunc(self.size(sizes, name), I32) for name in ("fraction_bits", "output_bits"))
-        numbers = b.mul(b.mul(of_parts, width), ir.Constant(I64, LANES))  # of b before the step
-        parts = b.gep(parts, [b.mul(numbers, ir.Constant(I64, 2))])
-        of_b = b.gep(b.bitcast(of_b, I8.as_pointer()), [numbers])
-        of_a = b.bitcast(of_a, I8.as_pointer())
-        acc = b.gep(acc, [b.mul(of_acc, ir.Constant(I64, LANES))])
         fraction = ir.Constant(I32, self.fraction)
         places = self.splat(b.shl(self.widened(b.sub(fraction, fraction_bits)), ir.Constant(self.bits, self.fraction)), self.n)
         mask = self.splat(b.shl(ir.Constant(self.bits, -1), self.widened(b.sub(fraction, output_bits))), self.n)
-        ahead = self.registers([ir.Constant(ir.VectorType(I8, 64), [0] * 64)] * (LANES // 16))
-        with cgutils.for_range(b, b.udiv(width, ir.Constant(I64, _FOUR))) as loop:
-            self._largest(ahead, b.gep(of_a, [b.mul(first, width)]), of_b, loop.index)
-        last = b.sub(rows, ir.Constant(I64, 1))
-        with cgutils.for_range(b, rows) as loop:
-            row = b.add(first, loop.index)
-            line = b.gep(acc, [b.mul(loop.index, ir.Constant(I64, LANES))])
-            up, down = self._start(line, self._fields(ahead), places)
-            following = b.add(row, b.zext(b.icmp_unsigned("<", loop.index, last), I64))  # the last row has its own again
-            a_row, of_following = b.gep(a, [b.mul(row, width)]), b.gep(of_a, [b.mul(following, width)])
-            up, down = self._add(a_row, b.load(b.gep(signs, [row])), parts, width, up, down, (ahead, of_following, of_b))
-            for v, (x, y) in enumerate(zip(up, down, strict=True)):
-                total = b.bitcast(b.and_(b.bitcast(b.fadd(x, y), mask.type), mask), x.type)
-                result = b.fptrunc(total, ir.VectorType(F32, self.n)) if self.double else total
-                at = b.bitcast(b.gep(line, [ir.Constant(I64, v * self.n)]), result.type.as_pointer())
-                b.store(result, at, align=4)
+        numbers = b.mul(b.mul(of_parts, width), ir.Constant(I64, LANES))  # of b before the step
+        parts = b.gep(parts, [b.mul(numbers, ir.Constant(I64, PARTS))])
+        of_b = b.gep(b.bitcast(of_b, I8.as_pointer()), [numbers])
+        acc = b.gep(acc, [b.mul(of_acc, ir.Constant(I64, LANES))])
+        with cgutils.for_range_slice(b, *(ir.Constant(I64, n) for n in (0, LANES, self.lanes)), intp=I64) as (lane, _):
+            of_lanes = b.gep(parts, [b.mul(b.mul(lane, width), ir.Constant(I64, PARTS))])
+            self._columns(a, of_a, signs, of_lanes, b.gep(of_b, [lane]), b.gep(acc, [lane]), width, places, mask, first, rows)
 
-    def _largest(self, registers: list, of_a, of_b, which) -> None:
-        """Include four products of each lane in the largest exponents: byte b of a lane is of products b, b + 4, ..."""
-        b, bytes_ = self.b, ir.VectorType(I8, 64)
-        four = b.load(b.bitcast(b.gep(of_a, [b.mul(which, ir.Constant(I64, _FOUR))]), I32.as_pointer()), align=4)
-        of_row = b.bitcast(self.splat(four, 16), bytes_)
-        columns = b.gep(of_b, [b.mul(which, ir.Constant(I64, _FOUR * LANES))])
-        for v, register in enumerate(registers):
-            products = b.add(self.load(columns, 64 * v, bytes_), of_row)
-            b.store(self.call("umax", b.load(register), products), register)
+    def _columns(self, a, of_a, signs, parts, of_b, acc, width, places, mask, first, rows) -> None:
+        """Some columns: of each row the largest exponent is found beside the sums of the rows before it."""
+        b, last = self.b, self.b.sub(rows, ir.Constant(I64, 1))
+        beside = cgutils.alloca_once_value(b, ir.Constant(ir.ArrayType(F32, LANES), [0.0] * LANES))
+        beside = b.bitcast(beside, acc.type)  # accumulators of a row behind the last
 
-    def _fields(self, registers: list) -> list:
-        """The exponent field of the largest product of each lane: vectors of 16 int32, as the bits of a float32. Clears the registers."""
-        b, bytes_, lanes = self.b, ir.VectorType(I8, 64), ir.VectorType(I32, 16)
+        def rows_from(index) -> list:
+            """Some rows of a; in place of those behind the last, the last."""
+            some = [b.add(index, ir.Constant(I64, i)) for i in range(self.together)]
+            return [b.add(first, b.select(b.icmp_signed("<", i, last), i, last)) for i in some]
+
+        def exponents(some: list) -> list:
+            return [b.gep(of_a, [b.mul(row, width)]) for row in some]
+
+        ahead = self.registers([ir.Constant(ir.VectorType(I8, self.lanes), [0] * self.lanes)] * self.together)
+        begin = exponents(rows_from(ir.Constant(I64, 0)))
+        with cgutils.for_range(b, width) as loop:
+            self._largest(ahead, begin, of_b, loop.index)
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), rows, ir.Constant(I64, self.together), intp=I64) as (index, _):
+            lines = [b.gep(acc, [b.mul(b.add(index, ir.Constant(I64, i)), ir.Constant(I64, LANES))]) for i in range(self.together)]
+            lines[1:] = [b.select(b.icmp_signed("<", index, last), line, beside) for line in lines[1:]]
+            sums = [self._start(line, self._fields(register), places) for line, register in zip(lines, ahead, strict=True)]
+            some, following = rows_from(index), rows_from(b.add(index, ir.Constant(I64, self.together)))
+            of_rows = [(b.gep(a, [b.mul(row, width)]), b.load(b.gep(signs, [row]))) for row in some]
+            self._add(of_rows, parts, width, sums, (ahead, exponents(following), of_b))
+            for line, (magnitudes, negatives) in zip(lines, sums, strict=True):
+                for v, pair in enumerate(zip(magnitudes, negatives, strict=True)):
+                    self._store(*map(b.load, pair), mask, b.gep(line, [ir.Constant(I64, v * self.n)]))
+
+    def _largest(self, registers: list, of_a: list, of_b, k) -> None:
+        """Include the product k of each lane in the largest exponents, a byte each, of each row."""
+        b, bytes_ = self.b, ir.VectorType(I8, self.lanes)
+        columns = self.load(b.gep(of_b, [b.mul(k, ir.Constant(I64, LANES))]), 0, bytes_)
+        for register, row in zip(registers, of_a, strict=True):
+            of_row = b.bitcast(self.splat(b.load(b.gep(row, [k])), self.lanes // 4), bytes_)
+            b.store(self.call("umax", b.load(register), b.add(columns, of_row)), register)
+
+    def _fields(self, register) -> list:
+        """The exponent field of the largest product of each lane: vectors of 16 int32, as the bits of a float32. Clears the register."""
+        b, lanes = self.b, ir.VectorType(I32, 16)
+        largest = b.load(register)
+        b.store(self.constant(largest.type, 0), register)
         fields = []
-        for register in registers:
-            four = b.load(register)
-            b.store(self.constant(bytes_, 0), register)
-            for shift in (16, 8):  # the largest of the four bytes of a lane
-                shifted = b.lshr(b.bitcast(four, lanes), self.constant(lanes, shift))
-                four = self.call("umax", four, b.bitcast(shifted, bytes_))
-            field = b.bitcast(four, lanes)
+        for v in range(0, self.lanes, 16):
+            some = ir.Constant(lanes, list(range(v, v + 16)))
+            field = b.zext(b.shuffle_vector(largest, largest, some), lanes)
             if (bias := zero_and_bias(self.double)[1]) != 127:
-                field = b.sub(b.and_(field, self.constant(lanes, 255)), self.constant(lanes, bias - 127))
-                field = self.call("smax", field, self.constant(lanes, 0))
-            fields.append(b.and_(b.shl(field, self.constant(lanes, 23)), self.constant(lanes, 0x7F800000)))
+                field = self.call("smax", b.sub(field, self.constant(lanes, bias - 127)), self.constant(lanes, 0))
+            fields.append(b.shl(field, self.constant(lanes, 23)))
         return fields
 
     def _start(self, line, fields: list, places) -> tuple[list, list]:
-        """(2^(E + p - F) and a positive accumulator, the negative of that power and a negative accumulator)."""
+        """Registers: 2^(E + p - F) and an accumulator's magnitude; the negative of that power and a negative accumulator."""
         b, lanes = self.b, ir.VectorType(I32, 16)
-        ups, downs = [], []
+        magnitudes, negatives = [], []
         for v, of_products in enumerate(fields):
             value = self.load(line, 16 * v, ir.VectorType(F32, 16))
             of_acc = b.and_(b.bitcast(value, lanes), self.constant(lanes, 0x7F800000))
             for x, field in self._in_kind(value, self.call("smax", of_products, of_acc)):
                 big = b.bitcast(b.add(field, places), x.type)
-                zero = self.constant(x.type, 0.0)
-                ups.append(b.fadd(big, self.call("maxnum", x, zero)))
-                downs.append(b.fsub(self.call("minnum", x, zero), big))
-        return ups, downs
+                magnitudes.append(b.fadd(big, self.call("fabs", x)))
+                negatives.append(b.fsub(self.call("minnum", x, self.constant(x.type, 0.0)), big))
+        return self.registers(magnitudes), self.registers(negatives)
 
     def _in_kind(self, value, field) -> list:
         """(numbers, exponent fields) of 16 lanes in the type of the sums: one vector of float32, or two of float64."""
@@ -153,28 +170,35 @@ class Step(Vectors):
             halves.append((x, b.add(bits, self.constant(wide, (1023 - 127) << 52))))
         return halves
 
-    def _add(self, a, signs, parts, width, up: list, down: list, following: tuple) -> tuple[list, list]:
-        """Both sums with all products. For a negative number of a the two parts of b change places.
+    def _add(self, of_rows: list, parts, width, sums: list, following: tuple) -> None:
+        """Add all products to both sums of each row, (magnitudes, signs) of which are ``of_rows``. For a negative number of a other
+        numbers of b give negative products.
 
-        ``following`` are arguments of ``_largest`` for the next row: its exponents are found beside these sums, which alone
+        ``following`` are arguments of ``_largest`` for the next rows: their exponents are found beside these sums, which alone
         would wait for each other.
         """
         b, kind = self.b, ir.VectorType(self.real, self.n)
-        ups, downs, left = self.registers(up), self.registers(down), self.registers([signs])[0]
-        with cgutils.for_range(b, b.udiv(width, ir.Constant(I64, _FOUR))) as loop:
-            x, y, bits = [b.load(r) for r in ups], [b.load(r) for r in downs], b.load(left)
-            for i in range(_FOUR):
-                k = b.add(b.mul(loop.index, ir.Constant(I64, _FOUR)), ir.Constant(I64, i))
-                factor = self.splat(b.load(b.gep(a, [k])), self.n)
-                negative = b.and_(b.lshr(bits, ir.Constant(I32, i)), ir.Constant(I32, 1))
-                swap = b.mul(b.zext(negative, I64), ir.Constant(I64, LANES))
-                both = b.gep(parts, [b.mul(k, ir.Constant(I64, 2 * LANES))])
-                of_up, of_down = b.gep(both, [swap]), b.gep(both, [b.sub(ir.Constant(I64, LANES), swap)])
-                for v in range(len(up)):
-                    x[v] = self.call("fma", factor, self.load(of_up, v * self.n, kind), x[v])
-                    y[v] = self.call("fma", factor, self.load(of_down, v * self.n, kind), y[v])
+        left = self.registers([signs for _, signs in of_rows])
+        with cgutils.for_range(b, width) as loop:
+            of_k = b.gep(parts, [b.mul(loop.index, ir.Constant(I64, PARTS * self.lanes))])
+            some = []
+            for (row, _), bits, of_row in zip(of_rows, left, sums, strict=True):
+                negative = b.zext(b.and_(b.load(bits), ir.Constant(I32, 1)), I64)
+                b.store(b.lshr(b.load(bits), ir.Constant(I32, 1)), bits)
+                factor = self.splat(b.load(b.gep(row, [loop.index])), self.n)
+                some.append((factor, b.gep(of_k, [b.mul(negative, ir.Constant(I64, self.lanes))]), *of_row))
+            for v in range(self.lanes // self.n):
+                magnitude = self.load(of_k, v * self.n, kind)
+                for factor, swapped, magnitudes, negatives in some:
+                    b.store(self.call("fma", factor, magnitude, b.load(magnitudes[v])), magnitudes[v])
+                    b.store(self.call("fma", factor, self.load(swapped, self.lanes + v * self.n, kind), b.load(negatives[v])), negatives[v])
             self._largest(*following, loop.index)
-            b.store(b.lshr(bits, ir.Constant(I32, _FOUR)), left)
-            for register, value in zip(ups + downs, x + y, strict=True):
-                b.store(value, register)
-        return [b.load(r) for r in ups], [b.load(r) for r in downs]
+
+    def _store(self, x, y, mask, line) -> None:
+        """The result of both sums, x = 2^n + A and y = -2^n - N, cut off, as accumulators: A - 2 N = (x + 2 y) + 2^n, each exact."""
+        b = self.b
+        power = b.bitcast(b.and_(b.bitcast(x, mask.type), self.constant(mask.type, -1 << self.fraction)), x.type)
+        total = b.fadd(self.call("fma", y, self.constant(y.type, 2.0), x), power)
+        total = b.bitcast(b.and_(b.bitcast(total, mask.type), mask), x.type)
+        result = b.fptrunc(total, ir.VectorType(F32, self.n)) if self.double else total
+        b.store(result, b.bitcast(line, result.type.as_pointer()), align=4)

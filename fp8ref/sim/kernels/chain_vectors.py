@@ -6,7 +6,7 @@ from llvmlite import binding, ir
 from numba.core import cgutils
 
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
-"""Columns of a tile: as many as keep both sums in registers."""
+"""Columns of a tile: as many as keep float32 sums in registers."""
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -37,6 +37,7 @@ class Vectors:
         self.bits, self.fraction, self.n = (I64, 52, 8) if double else (I32, 23, 16)
         self.real = ir.DoubleType() if double else F32
         self.double = double
+        self.lanes = LANES // 2 if double else LANES  # columns that are summed at a time
 
     def size(self, sizes, name: str):
         """One of ``Sizes``, int64."""

@@ -13,7 +13,7 @@ from fp8ref.sim import threads
 from fp8ref.sim.kernels.bits import prefer_small_code
 from fp8ref.sim.kernels.chain_loops import take_chains
 from fp8ref.sim.kernels.chain_rows import decode
-from fp8ref.sim.kernels.chain_steps import MOST_UNITS, zero_and_bias
+from fp8ref.sim.kernels.chain_steps import MOST_UNITS, PARTS, zero_and_bias
 from fp8ref.sim.kernels.chain_vectors import LANES, Sizes
 from fp8ref.sim.kernels.compiled import compiled
 
@@ -26,7 +26,7 @@ STEPS = 8
 class Rows(NamedTuple):
     """a [M, K] by steps of a unit.
 
-    numbers   float32 [steps, M, width], or float64 if sums of a step need it; exponents uint8 alike.
+    numbers   magnitudes, float32 [steps, M, width], or float64 if sums of a step need it; exponents uint32 alike, four times a byte.
     signs     uint32 [steps, M]: bit k is the sign of number k.
     unit      width, fraction_bits and output_bits.
     """
@@ -42,7 +42,7 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     # Products lie below 2^(F + 2) units and the accumulator below 2^(F + 1).
     double = (width << (fraction_bits + 2)) + (1 << (fraction_bits + 1)) >= MOST_UNITS
     a = np.ascontiguousarray(a.reshape(len(a), a.shape[1] // width, width).swapaxes(0, 1))
-    numbers, exponents = np.empty(a.shape, np.float64 if double else f32), np.empty(a.shape, u8)
+    numbers, exponents = np.empty(a.shape, np.float64 if double else f32), np.empty(a.shape, u32)
     bits = np.empty(a.size // 16, np.uint16)
     zero, _ = zero_and_bias(double)
     sizes = Sizes(0, 0, *a.shape[:1], 0, a.shape[1], 0, width, fraction_bits, output_bits, fmt.mantissa_bits, fmt.bias, zero, 0)
@@ -78,7 +78,7 @@ def columns(a: Rows, b: np.ndarray, fmt: Format, ends: np.ndarray, out: np.ndarr
     """
     (_, m, width), n, kind = a.numbers.shape, out.shape[1], a.numbers.dtype
     most = max(1, min(STEPS * f32().itemsize // kind.itemsize, len(ends)))
-    of_b, parts = aligned(most * (width // 4) * LANES, u32), aligned(most * 2 * width * LANES, kind)
+    of_b, parts = aligned(most * width * LANES, u8), aligned(most * PARTS * width * LANES, kind)
     acc = aligned(2 * m * LANES, f32)
     acc[:] = 0
     zero, of_one = zero_and_bias(kind == np.float64)

@@ -27,7 +27,7 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     double = (width << (fraction_bits + 2)) + (1 << (fraction_bits + 1)) >= MOST_UNITS
     m, steps = len(a), a.shape[1] // width
     numbers = np.empty((steps, m, width), np.float64 if double else f32)
-    exponents, signs = np.empty(numbers.shape, u8), np.empty((steps, m), u32)
+    exponents, signs = np.empty(numbers.shape, u32), np.empty((steps, m), u32)
     lay_out_rows(np.ascontiguousarray(a, f32), i32(fmt.emin), i32(zero_and_bias(double)[0]), numbers, exponents, signs)
     return Rows(numbers, exponents, signs, (width, fraction_bits, output_bits))
 
@@ -86,8 +86,8 @@ def lay_out_rows(values, emin, zero, numbers, exponents, signs):
             negative = u32(0)
             for k in range(width):
                 bits = as_bits(row[k])
-                out[k] = row[k]
+                out[k] = abs(row[k])
                 exponent = max(i32(i32(u32(bits & u32(0x7FFFFFFF)) >> u32(23)) - i32(127)), emin)
-                of_row[k] = u8(exponent if u32(bits & u32(0x7FFFFFFF)) > u32(0) else zero)
+                of_row[k] = u32(u32(u8(exponent if u32(bits & u32(0x7FFFFFFF)) > u32(0) else zero)) * u32(0x01010101))
                 negative |= u32(u32(bits >> u32(31)) << u32(k))
             signs[s, i] = negative

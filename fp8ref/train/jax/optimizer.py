@@ -2,7 +2,7 @@
 (spec T-1, T-2, T-4, T-6)."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,19 @@ from fp8ref.train.jax.parameter_names import name_of, named
 from fp8ref.train.sections import OptimizerConfig
 
 
+class OptimizerState(NamedTuple):
+    """What a step changes beside the masters.
+
+    count      int32, steps taken.
+    kept       trees of the parameters' structure by the names of ``train_state``: the moments, float32 or ``MomentState``.
+    decisions  those of the moments' layout (O-17), or None.
+    """
+
+    count: Any
+    kept: dict[str, Any]
+    decisions: Any
+
+
 class Optimizer:
     """What a step does to masters and moments. ``params``, in all methods, are the masters of
     ``step.State``, and ``state`` is its ``optimizer``.
@@ -35,15 +48,15 @@ class Optimizer:
         self._keys, self._layout, self._stacks, self._params = keys, layout, stacks, params
         self._moments = keys.moment_layout
         self._keeps_masters = keys.keeps_masters
-        self._transformation = self._at(0.0) if self._moments else self._adam()
+        self._transformation = self._at(0.0) if self._moments else optax.scale_by_adam(b1=keys.beta1, b2=keys.beta2, eps=keys.eps)
         self.parameter_specs = jax.tree_util.tree_map_with_path(lambda path, p: layout.parameter(name_of(path), p.shape), params)
         self.specs = self._specs()
 
-    def shapes(self) -> tuple[Any, Any]:
+    def shapes(self) -> tuple[Any, OptimizerState]:
         """The shapes of masters and state."""
-        return self._apart_from_masters(self._params, jax.eval_shape(self._transformation.init, self._params))
+        return jax.eval_shape(self._begun, self._params)
 
-    def begin(self, weights: Iterable[tuple[str, jax.Array]]) -> tuple[Any, Any]:
+    def begin(self, weights: Iterable[tuple[str, jax.Array]]) -> tuple[Any, OptimizerState]:
         """(masters, state before the first step) of float32 weights by name, placed on the devices.
 
         Of masters that a layout stores, each float32 weight is dropped once its master is made.
@@ -51,41 +64,45 @@ class Optimizer:
         masters, state = self.specs
         if not self._keeps_masters:
             params = self._stacks.tree(self._params, dict(weights))
-            return params, jax.jit(self._transformation.init, out_shardings=self._on_mesh(state))(params)
-        of_each = [self._stacks.specs(named(tree, stored=True)) for tree in (state.m, state.v, masters)]
+            return params, jax.jit(lambda params: self._begun(params)[1], out_shardings=self._on_mesh(state))(params)
+        of_masters, *of_kept = (self._stacks.specs(named(tree, stored=True)) for tree in (masters, *state.kept.values()))
 
-        def begun(name: str, weight: jax.Array) -> AdamWState:
-            m, v, master = (of[name] for of in of_each)
-            own = AdamWState(P(), m, v, master, P())  # type: ignore[arg-type]  # specs in place of arrays
-            return jax.jit(self._transformation.init, out_shardings=self._on_mesh(own))(weight)
+        def begun(name: str, weight: jax.Array) -> tuple[Any, OptimizerState]:
+            kept = dict(zip(state.kept, (of[name] for of in of_kept), strict=True))
+            return jax.jit(self._begun, out_shardings=self._on_mesh((of_masters[name], state._replace(kept=kept))))(weight)
 
         each = {name: begun(name, weight) for name, weight in weights}
-        trees = ({name: getattr(one, key) for name, one in each.items()} for key in ("m", "v", "master"))
-        m, v, masters = (self._stacks.tree(self._params, tree) for tree in trees)
-        return masters, next(iter(each.values()))._replace(m=m, v=v, master=None)
+        kept = {key: self._stacks.tree(self._params, {name: one.kept[key] for name, (_, one) in each.items()}) for key in state.kept}
+        masters = self._stacks.tree(self._params, {name: master for name, (master, _) in each.items()})
+        return masters, next(iter(each.values()))[1]._replace(kept=kept)
 
-    def update(self, params, state, grads, loss: jax.Array, lr: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
+    def update(self, params, state, grads, loss: jax.Array, lr: jax.Array) -> tuple[Any, OptimizerState, jax.Array, jax.Array]:
         """(masters, state, norm of the gradients, whether loss and norm are finite) after a step at
         this learning rate. Where they are not, masters and state are the old ones (T-4)."""
         norm, factor = self._clipping(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if self._moments:
             how = {**self._adamw(), "learning_rate": lr, "factor": factor, "finite": finite}
-            made = states.step(self.weights(params), grads, self._with_masters(params, state), **how)
-            return *self._apart_from_masters(*made), norm, finite
-        updates, new = self._transformation.update(_times(grads, factor), state, params)
-        stepped = jax.tree.map(lambda p, u: p - lr * u, params, updates)
-        return *new_if(finite, (stepped, new), (params, state)), norm, finite
+            masters, new = _apart(*states.step(self.weights(params), grads, self._adamw_state(params, state), **how))
+        else:
+            before = optax.ScaleByAdamState(state.count, *(state.kept[key] for key in train_state.MOMENTS))
+            updates, adam = self._transformation.update(_times(grads, factor), before)
+            decay = optax.add_decayed_weights(self._keys.weight_decay, mask=_matrices)
+            updates, _ = decay.update(updates, decay.init(params), params)
+            stepped = jax.tree.map(lambda p, u: p - lr * u, params, updates)
+            masters, new = _apart(*new_if(finite, (stepped, adam), (params, before)))
+        return masters, new, norm, finite
 
     def health(self, grads, params, state) -> health.Measured:
         """What storing the moments of a step would cost, of gradients before clipping: of all parameters, in the order
         of ``LayerStacks.named`` (spec O-12)."""
         assert self._moments is not None
         keys, grads = self._keys, _times(grads, self._clipping(grads)[1])
-        _, after = self._at(0.0).update(grads, self._with_masters(params, state), self.weights(params))
+        before = self._adamw_state(params, state)
+        _, after = self._at(0.0).update(grads, before, self.weights(params))
         g, before, made = (
             self._stacks.named(grads),
-            *(x._replace(m=self._by_name(x.m), v=self._by_name(x.v), master=None) for x in (state, after)),
+            *(x._replace(m=self._by_name(x.m), v=self._by_name(x.v), master=None) for x in (before, after)),
         )
         found = health.measure(g, before, made, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
         return health.Measured(*(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True)))
@@ -93,18 +110,18 @@ class Optimizer:
     def moments(self, state) -> dict[str, dict[str, Any]]:
         """Both moments in float32, as the next step reads them, by the names of ``train_state``."""
         if self._moments is None:
-            both = (state[0].mu, state[0].nu)
+            both = tuple(state.kept[key] for key in train_state.MOMENTS)
         else:
-            both = states.decode(self._with_masters(() if self._keeps_masters else None, state), self._moments, stacked=_stacks)
+            both = states.decode(self._adamw_state((), state), self._moments, stacked=_stacks)
         return {key: self._stacks.named(moment) for key, moment in zip(train_state.MOMENTS, both, strict=True)}
 
-    def weights(self, params):
+    def weights(self, params, dtype=jnp.bfloat16):
         """The weights that passes compute with: float32 masters themselves, which the model rounds; of
-        masters that a layout stores, bfloat16 (O-14)."""
+        masters that a layout stores, bfloat16 or another dtype (O-14)."""
         if not self._keeps_masters:
             return params
         assert self._moments is not None
-        return states.weights(self._holding(params), self._moments, jnp.bfloat16, stacked=_stacks)
+        return states.weights(self._holding(params), self._moments, dtype, stacked=_stacks)
 
     def copies(self, params, recipes: Mapping[str, Recipe]) -> dict[str, Quantized]:
         """FP8 copies of weights by linear, for recipes that cast a weight once (O-16): of stored masters alone. By the
@@ -120,47 +137,38 @@ class Optimizer:
 
     def float32_masters(self, params) -> dict[str, Any]:
         """The float32 numbers of masters by parameter name, stacks taken apart."""
-        if self._keeps_masters:
-            assert self._moments is not None
-            params = states.weights(self._holding(params), self._moments, jnp.float32, stacked=_stacks)
-        return self._stacks.named(params)
+        return self._stacks.named(self.weights(params, jnp.float32))
 
-    def tensors(self, params, state) -> dict[str, Any]:
+    def tensors(self, params, state: OptimizerState) -> dict[str, Any]:
         """The arrays of masters and state by the names of ``train_state``, nested."""
-        masters = self._fields(params) if self._keeps_masters else self._stacks.named(params)
-        adam, of = (state[0], self._stacks.named) if self._moments is None else (state, self._fields)
-        both = (adam.mu, adam.nu) if self._moments is None else (adam.m, adam.v)
-        moments = {key: of(moment) for key, moment in zip(train_state.MOMENTS, both, strict=True)}
-        return {train_state.MASTERS: masters, **moments, train_state.COUNT: adam.count}
+        trees = {train_state.MASTERS: params, **state.kept}
+        return {key: self._fields(tree) for key, tree in trees.items()} | {train_state.COUNT: state.count}
 
-    def restored(self, params, state, tensors: Mapping[str, Any]) -> tuple[Any, Any]:
+    def restored(self, params, state: OptimizerState, tensors: Mapping[str, Any]) -> tuple[Any, OptimizerState]:
         """Masters and state of the structure of these, of arrays named as ``tensors`` names them."""
-        count, masters = tensors[train_state.COUNT], tensors[train_state.MASTERS]
-        both = [tensors[key] for key in train_state.MOMENTS]
-        if self._moments is None:
-            mu, nu = (self._stacks.tree(like, found) for like, found in zip((state[0].mu, state[0].nu), both, strict=True))
-            optimizer = optax.tree_utils.tree_set(state, mu=mu, nu=nu, count=count)
-        else:
-            m, v = (self._of_fields(like, found) for like, found in zip((state.m, state.v), both, strict=True))
-            optimizer = state._replace(count=count, m=m, v=v)
-        return (self._of_fields(params, masters) if self._keeps_masters else self._stacks.tree(params, masters)), optimizer
+        kept = {key: self._of_fields(like, tensors[key]) for key, like in state.kept.items()}
+        return self._of_fields(params, tensors[train_state.MASTERS]), state._replace(count=tensors[train_state.COUNT], kept=kept)
 
-    def _specs(self) -> tuple[Any, Any]:
-        """Stored masters and moments lie on the mesh as their parameters do; the count and scales are
-        whole on every device."""
-        shapes = jax.eval_shape(self._transformation.init, self._params)
-        if self._moments is None:
-            return self.parameter_specs, optax.tree_utils.tree_map_params(
-                self._transformation, lambda _, spec: spec, shapes, self.parameter_specs, transform_non_params=lambda _: P()
-            )
+    def _begun(self, params) -> tuple[Any, OptimizerState]:
+        """(masters, state) before the first step of parameters, a tree or one."""
+        masters, state = _apart(params, self._transformation.init(params))
+        return masters, state
+
+    def _specs(self) -> tuple[Any, OptimizerState]:
+        """What is kept of a parameter lies on the mesh as the parameter does; the count and scales are whole on every
+        device."""
 
         def of(tree):
             return jax.tree.map(
-                lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec), tree, self.parameter_specs, is_leaf=is_stored
+                lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec) if is_stored(one) else spec,
+                tree,
+                self.parameter_specs,
+                is_leaf=is_stored,
             )
 
-        found = AdamWState(P(), of(shapes.m), of(shapes.v), None, P())  # type: ignore[arg-type]  # specs in place of arrays
-        return of(shapes.master) if self._keeps_masters else self.parameter_specs, found
+        masters, state = self.shapes()
+        decisions = jax.tree.map(lambda _: P(), state.decisions)
+        return of(masters), OptimizerState(P(), {key: of(tree) for key, tree in state.kept.items()}, decisions)
 
     def _on_mesh(self, specs):
         """Shardings of PartitionSpecs. On one device nothing is committed to it, before the first step as after it."""
@@ -176,20 +184,10 @@ class Optimizer:
         assert self._moments is not None
         return AdamWState(jnp.int32(0), None, None, masters, adamw_state.decisions(self._moments))
 
-    def _with_masters(self, params, state):
+    def _adamw_state(self, params, state: OptimizerState) -> AdamWState:
         """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps."""
-        return state._replace(master=params) if self._keeps_masters else state
-
-    def _apart_from_masters(self, params, state) -> tuple[Any, Any]:
-        """(masters, state), where the state may hold the masters."""
-        return (state.master, state._replace(master=None)) if self._keeps_masters else (params, state)
-
-    def _adam(self) -> optax.GradientTransformation:
-        keys = self._keys
-        return optax.chain(
-            optax.scale_by_adam(b1=keys.beta1, b2=keys.beta2, eps=keys.eps),
-            optax.add_decayed_weights(keys.weight_decay, mask=_matrices),
-        )
+        m, v = (state.kept[key] for key in train_state.MOMENTS)
+        return AdamWState(state.count, m, v, params if self._keeps_masters else None, state.decisions)
 
     def _at(self, lr) -> optax.GradientTransformation:
         """The optimizer of a layout at a learning rate, which its updates contain."""
@@ -201,20 +199,24 @@ class Optimizer:
         numbers = {"b1": keys.beta1, "b2": keys.beta2, "eps": keys.eps, "weight_decay": keys.weight_decay}
         return {**numbers, "layout": layout, "mask": _matrices, "stacked": _stacks}
 
-    def _by_name(self, moments) -> dict[str, states.MomentState]:
-        """Stored moments by parameter name."""
-        return self._stacks.apart(named(moments, stored=True))
+    def _by_name(self, tree) -> dict[str, Any]:
+        """What is kept of each parameter by its name: an array, or a ``MomentState``."""
+        return self._stacks.apart(named(tree, stored=True))
 
-    def _fields(self, moments) -> dict[str, jax.Array]:
-        """The fields of stored moments by parameter name and field; FP8 codes as uint8."""
-        each = self._by_name(moments).items()
-        found = {f"{name}.{field}": x for name, one in each for field, x in one._asdict().items() if x is not None}
+    def _fields(self, tree) -> dict[str, jax.Array]:
+        """The arrays of a tree by parameter name, and by field where they are stored; FP8 codes as uint8."""
+        found: dict[str, jax.Array] = {}
+        for name, one in self._by_name(tree).items():
+            fields = {f"{name}.{field}": x for field, x in one._asdict().items()} if is_stored(one) else {name: one}
+            found |= {key: x for key, x in fields.items() if x is not None}
         return {name: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for name, x in found.items()}
 
     def _of_fields(self, like, found: Mapping[str, jax.Array]):
-        """Stored moments of the structure of ``like``, of arrays that ``_fields`` names."""
+        """A tree of the structure of ``like``, of arrays that ``_fields`` names."""
 
-        def of(path, one: states.MomentState) -> states.MomentState:
+        def of(path, one):
+            if not is_stored(one):
+                return self._stacks.together(name_of(path), found)
             fields = {field: x for field, x in one._asdict().items() if x is not None}
             saved = {field: self._stacks.together(name_of(path), _without(f".{field}", found)) for field in fields}
             if fields["codes"].dtype.itemsize == 1:
@@ -222,6 +224,13 @@ class Optimizer:
             return one._replace(**saved)
 
         return jax.tree_util.tree_map_with_path(of, like, is_leaf=is_stored)
+
+
+def _apart(params, adam: optax.ScaleByAdamState | AdamWState) -> tuple[Any, OptimizerState]:
+    """(masters, state) of parameters and of the state of either AdamW, which may hold the masters."""
+    count, m, v, *others = adam
+    master, decisions = others or (None, None)
+    return params if master is None else master, OptimizerState(count, dict(zip(train_state.MOMENTS, (m, v), strict=True)), decisions)
 
 
 def new_if(taken: jax.Array, new, old):

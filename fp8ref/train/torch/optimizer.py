@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8ref.torch import states
+from fp8ref.torch import health, states
 from fp8ref.train.sections import OptimizerConfig
 from fp8ref.train.torch.rank_parts import local, of_ranks
 from fp8ref.train.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in_fp8
@@ -45,16 +45,28 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
             group["lr"] = value
 
 
-def skip_unless(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> bool:
-    """Have the next step change nothing unless a flag () on the device is true; return whether the
-    optimizer can.
+def skips(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can skip a step by a flag on the device.
 
     Fused AdamW can: its kernel reads ``found_inf``, as torch.amp.GradScaler sets it.
     """
-    if not optimizer.defaults.get("fused"):
-        return False
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-    return True
+    return bool(optimizer.defaults.get("fused"))
+
+
+def step(optimizer: torch.optim.Optimizer, finite: torch.Tensor, lr: float, measured: health.Found | None = None) -> None:
+    """Take a step at this learning rate, or change nothing if the optimizer ``skips`` and a flag () on the device is false.
+
+    measured  filled with the health of the states of a layout that the step makes (spec O-12).
+    """
+    set_learning_rate(optimizer, lr)
+    if skips(optimizer):
+        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    if measured is not None and isinstance(optimizer, states.AdamW):
+        with health.measuring(optimizer) as of_step:
+            optimizer.step()
+        measured |= of_step
+    else:
+        optimizer.step()
 
 
 def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:

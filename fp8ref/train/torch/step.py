@@ -139,18 +139,12 @@ class Step:
         norm = self._norm(grads)
         found = torch.stack([loss, norm.double()])
         finite = found.isfinite().all()
-        skips = optimizer.skip_unless(self.optimizer, finite)
+        skips = optimizer.skips(self.optimizer)
         read = None if skips else found.tolist()
         if read is None or all(map(math.isfinite, read)):
             # on local shards: every rank scales its own by the same factor, without communication
             torch._foreach_mul_([optimizer.local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
-            optimizer.set_learning_rate(self.optimizer, lr)
-            if measured is not None and isinstance(self.optimizer, states.AdamW):
-                with health.measuring(self.optimizer) as of_step:
-                    self.optimizer.step()
-                measured |= of_step
-            else:
-                self.optimizer.step()
+            optimizer.step(self.optimizer, finite, lr, measured)
             if skips:
                 delayed.forget_unless(self.model, finite)
             delayed.update(self.model)

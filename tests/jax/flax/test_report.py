@@ -283,7 +283,9 @@ class BoxedModel(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        block = nn.scan(BoxedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: None})
+        block = nn.scan(
+            BoxedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: None}
+        )
         x = nn.Einsum((D, D), "btd,dk->btk", name="einsum")(block(name="layers")(x, None)[0])
         return nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(D, name="each")(x)
 

@@ -8,6 +8,7 @@ from numba import njit
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim import cast
+from fp8ref.sim.kernels.chain_steps import PARTS
 from fp8ref.sim.kernels.chain_tiles import lay_out
 from fp8ref.sim.kernels.chain_vectors import LANES, Sizes
 
@@ -29,14 +30,15 @@ def test_every_code_in_either_tile_and_step(fmt, dtype, rng):  # G-10: subnormal
     )
     for tile, step, which in product(range(2), range(STEPS), range(STEPS)):
         words = np.zeros((2, STEPS, WIDTH // 4, LANES), np.uint32)
-        exponents = np.zeros((STEPS, WIDTH // 4, LANES), np.uint32)
-        parts = np.full((STEPS, WIDTH, 2, LANES), np.nan, dtype)
+        exponents = np.zeros((STEPS, WIDTH, LANES), np.uint8)
+        parts = np.full((STEPS, WIDTH, PARTS, LANES), np.nan, dtype)
         words[tile, step] = codes.view(np.uint32).T
         filled(*(x.reshape(-1) for x in (words, exponents, parts)), np.array(sizes), tile * LANES, step, which)
         values = cast.decode(codes, fmt).T  # [WIDTH, LANES]
-        np.testing.assert_array_equal(parts[which], np.stack([np.maximum(values, 0), np.minimum(values, 0)], 1))
+        lanes = LANES * 4 // parts.itemsize  # of float64 half as many are summed at a time
+        found = parts[which].reshape(LANES // lanes, WIDTH, PARTS, lanes).transpose(1, 2, 0, 3).reshape(WIDTH, PARTS, LANES)
+        np.testing.assert_array_equal(found, np.stack([np.abs(values), np.minimum(values, 0), -np.maximum(values, 0)], 1))
         assert np.isnan(parts[1 - which]).all()
         exponent = np.maximum(np.frexp(values)[1] - 1, fmt.emin) + 127
-        found = exponents[which].view(np.uint8).reshape(WIDTH // 4, LANES, 4).swapaxes(1, 2).reshape(WIDTH, LANES)
-        np.testing.assert_array_equal(found, np.where(values == 0, 200, exponent))
+        np.testing.assert_array_equal(exponents[which], np.where(values == 0, 200, exponent))
         assert not exponents[1 - which].any()
