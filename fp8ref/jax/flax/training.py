@@ -116,7 +116,9 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, kwargs: dict, has
         with amax_observations.observing() as observers:
             watched = _watched(loss_fn, observers)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
-            value, both = nnx.value_and_grad(watched, argnums=differentiated, has_aux=has_aux)(model, *args, **kwargs)
+            # also where Flax is set to treat modules as trees (nnx.set_graph_mode, set_graph_updates)
+            as_graph: dict = {"argnums": differentiated, "has_aux": has_aux, "graph": True, "graph_updates": True}
+            value, both = nnx.value_and_grad(watched, **as_graph)(model, *args, **kwargs)
         forward = {path: hook.seen.get_value() for path, hook in stateful.items()}
     finally:
         for path, hook in every.items():

@@ -129,3 +129,17 @@ def test_a_scan_takes_the_state_of_a_stack_by_its_filter():
     assert {v.shape for v in jax.tree.leaves(seen)} == {(2, 3)}
     with pytest.raises(ValueError, match=r"^Linear: one layer has one state; got those of a stack of \[2\] layers.* Name fj.flax.Fp8State"):
         scanned(model, x, {nnx.Param: 0, ...: None})
+
+
+@pytest.mark.parametrize("setting", [nnx.set_graph_mode, nnx.set_graph_updates])
+def test_modules_as_trees(setting):
+    """Flax may be set to treat modules as trees, not as graphs. The gradient observes the same, and updates go on."""
+    x = jnp.ones((16, 16))
+    models = [fp8.convert(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), "delayed") for _ in range(2)]
+    as_graph = nnx.jit(fp8.value_and_grad(loss_fn, update=True))(models[0], x)
+    with setting(False):
+        as_tree = nnx.jit(fp8.value_and_grad(loss_fn, update=True))(models[1], x)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), as_graph, as_tree))
+    states = [nnx.state(model, fp8.Fp8State) for model in models]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *states))
+    assert int(models[1].dot_general.state.get_value()["grad_output"].step) == 1
