@@ -1,10 +1,10 @@
 """Refuse the derivatives that a linear or attention does not have, by the name of the layer (spec L-8, A-14),
 and keep codes for those that they have.
 
-Both have first derivatives in reverse mode. All three functions here return their argument.
+Both have first derivatives in reverse mode. All functions here return their argument.
 ``reverse_only`` raises where a tangent is computed forward: by jax.jvp, jacfwd, linearize.
 ``not_again`` raises where what it returns is differentiated: inside a custom_vjp rule, that is a
-second derivative. ``saved`` is for what a custom_vjp rule saves.
+second derivative. ``warned`` warns there. ``saved`` is for what a custom_vjp rule saves.
 """
 
 import functools

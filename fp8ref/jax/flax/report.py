@@ -7,6 +7,7 @@ products and the ragged products of experts.
 
 import collections
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -216,12 +217,9 @@ def _stacks(linears: Iterable[tuple[str, nnx.Module | nn.Module, tuple[int, ...]
 
 def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The dims of the stack that a module is in: of the linear that shares most of its path, if it shares any."""
-    parts = name.split(".")
 
     def shared(linear: str) -> int:
-        return next(
-            (i for i, (a, b) in enumerate(zip(parts, linear.split("."), strict=False)) if a != b), min(len(parts), linear.count(".") + 1)
-        )
+        return len(os.path.commonprefix([name.split("."), linear.split(".")]))
 
     nearest = max(stacks, key=shared, default="")
     return stacks[nearest] if nearest and shared(nearest) else ()
