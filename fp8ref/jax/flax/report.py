@@ -6,8 +6,8 @@ products and the ragged products of experts.
 """
 
 import collections
+import itertools
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -219,7 +219,8 @@ def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ..
     """The dims of the stack that a module is in: of the linear that shares most of its path, if it shares any."""
 
     def shared(linear: str) -> int:
-        return len(os.path.commonprefix([name.split("."), linear.split(".")]))
+        pairs = zip(name.split("."), linear.split("."), strict=False)
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     nearest = max(stacks, key=shared, default="")
     return stacks[nearest] if nearest and shared(nearest) else ()
