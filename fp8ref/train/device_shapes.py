@@ -182,6 +182,9 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
     """JAX's faults: pieces must be equal, and hold whole blocks (P-1, P-5)."""
     keys = config.parallel
     faults = keys.unattended(config.model.head_dim)
+    if keys.devices > 1 and keys.amax_scope == "local":
+        states = dict.fromkeys(d.recipe.name for d in decisions if d.recipe.delayed)
+        faults += [f"recipe {name!r} keeps one state for all devices; parallel.amax_scope is local. Set it to global." for name in states]
     if decisions:
         try:
             config.program_linears()
