@@ -264,4 +264,19 @@ def _with_methods(fp8: type[nn.Linear], kind: type[nn.Linear]) -> type[nn.Linear
 
     torchtitan's Linear, for one, initialises itself.
     """
-    return fp8 if kind is nn.Linear else type(fp8.__name__, (fp8, kind), {"__module__": fp8.__module__, METHODS_OF: kind})
+    if kind is nn.Linear:
+        return fp8
+    names = {"__module__": fp8.__module__, METHODS_OF: kind, "__reduce__": _reduce}
+    return type(fp8.__name__, (fp8, kind), names)
+
+
+def _reduce(linear: nn.Linear) -> tuple:
+    """What copies and pickles make a linear with methods of: pickle does not find its class by a name."""
+    fp8 = next(kind for kind in type(linear).__mro__ if kind in FP8_LINEARS)
+    return _empty, (fp8, getattr(type(linear), METHODS_OF)), linear.__getstate__()
+
+
+def _empty(fp8: type[nn.Linear], kind: type[nn.Linear]) -> nn.Linear:
+    """A linear of a class that ``_with_methods`` makes, for copies and pickles to fill."""
+    made = _with_methods(fp8, kind)  # type: ignore[arg-type]
+    return made.__new__(made)

@@ -1,5 +1,6 @@
 """What a linear would lose by ``convert`` or ``deconvert``, and which linears cannot become FP8."""
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,11 +143,35 @@ def device_of(weight: torch.Tensor) -> torch.device:
 
 def _check_called(name: str, parent: nn.Module | None) -> None:
     """ValueError for a linear of a torch module that reads its weight instead of calling it."""
-    key, forward = name.rpartition(".")[2], getattr(type(parent), "forward", None)
-    if forward is nn.MultiheadAttention.forward:
+    key = name.rpartition(".")[2]
+    if _runs_forward_of(nn.MultiheadAttention, parent, key):
         raise ValueError(f"{name} is never called: nn.MultiheadAttention reads its weight, without FP8. Name it in filter_fqns.")
-    if forward is nn.TransformerEncoderLayer.forward and key in ("linear1", "linear2") and torch.backends.mha.get_fastpath_enabled():
+    fast = key in ("linear1", "linear2") and torch.backends.mha.get_fastpath_enabled()
+    if fast and _runs_forward_of(nn.TransformerEncoderLayer, parent, key):
         raise ValueError(
             f"{name} is not called in torch's fast path of nn.TransformerEncoderLayer (eval mode, no gradients), which reads its weight, without "
             "FP8. Call torch.backends.mha.set_fastpath_enabled(False) first, or name it in filter_fqns."
         )
+
+
+def _runs_forward_of(base: type[nn.Module], module: nn.Module | None, key: str) -> bool:
+    """Whether a module runs the forward of torch's class base, and nothing else may call its linear of the name key.
+
+    A subclass with a forward of its own does so if that calls ``super().forward``, or base.forward. Its linear may be called by a
+    method that base lacks, or by that forward, if the code has the linear's name.
+    """
+    if not isinstance(module, base):
+        return False
+    kinds = type(module).__mro__[: type(module).__mro__.index(base)]
+    own = [value for kind in kinds for name, value in vars(kind).items() if name == "forward" or not hasattr(base, name)]
+    if not any("forward" in vars(kind) for kind in kinds):
+        return True
+    names = [_names(getattr(value, "__code__", None)) for value in own]
+    return any({"super", base.__name__} & found and "forward" in found for found in names) and not any(key in found for found in names)
+
+
+def _names(code: types.CodeType | None) -> set[str]:
+    """The names that code uses, those of functions within it too; none of what is no function."""
+    if code is None:
+        return set()
+    return set(code.co_names).union(*(_names(one) for one in code.co_consts if isinstance(one, types.CodeType)))

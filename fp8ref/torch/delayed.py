@@ -61,7 +61,9 @@ def observe(x: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def merge_(seen: torch.Tensor, x: torch.Tensor) -> None:
     """Merge a tensor's observation into seen, float32 [3], in place (H-4). Raises as observe."""
-    seen.copy_(torch.maximum(seen, observe(x)))
+    # An operator that returns nothing: a selective checkpoint that keeps every result would keep seen itself, and refuse the next
+    # observation as a change of what it kept.
+    torch._foreach_copy_([seen], [torch.maximum(seen, observe(x))])
 
 
 def advance(state: DelayedState, seen: torch.Tensor, config: str | DelayedScaling, fmt: Format) -> DelayedState:

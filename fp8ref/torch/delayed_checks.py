@@ -71,6 +71,8 @@ class Linear(Protocol):
 _linears: weakref.WeakSet[Linear] = weakref.WeakSet()
 _gradients: weakref.WeakKeyDictionary[Linear, torch.Tensor] = weakref.WeakKeyDictionary()
 """{linear: the first elements of its weight's gradient}, while ranks are to compare their scales."""
+_evaluated: weakref.WeakSet[Linear] = weakref.WeakSet()
+"""The linears whose last forward pass with gradients was in eval mode, and observed nothing."""
 _untraced = False
 """Whether dynamo traced an optimizer step whole, which the hook after it does not count."""
 
@@ -123,6 +125,7 @@ def _traced_alone() -> bool:
 def _count_step(optimizer: torch.optim.Optimizer) -> None:
     """Count a step for the linears whose weights an optimizer has."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    evaluated: Linear | None = None
     for linear in list(_linears):
         if not linear.weight.requires_grad:
             # Whose step it is, nothing says. A frozen linear that was updated once may be another
@@ -134,10 +137,18 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
             continue
         if linear.training and linear.weight.grad is not None:
             _judge(linear)  # a compiled forward pass does not check
+        elif linear in _evaluated and linear.weight.grad is not None:
+            evaluated = evaluated or linear
         _sample(linear)
         for state in _states(linear):
             state.missed += 1
             state.version = None
+    if evaluated is not None:
+        warnings.warn(
+            f"delayed scaling observes amaxes in training mode; an optimizer step took gradients of {evaluated.fqn or 'a linear'} that eval mode "
+            "computed, and its scales do not change. Call model.train() before the forward passes of training.",
+            stacklevel=2,
+        )
 
 
 def _sample(linear: Linear) -> None:
@@ -148,10 +159,14 @@ def _sample(linear: Linear) -> None:
 
 
 def check(linear: Linear) -> None:
-    """Warn of an optimizer step that no update followed.
+    """Warn of an optimizer step that no update followed; called in a forward pass with gradients.
 
     Raises:   ValueError: there were MOST of them.
     """
+    if not linear.training:
+        _evaluated.add(linear)
+        return
+    _evaluated.discard(linear)
     version = linear.weight._version if linear.weight.requires_grad else None
     for state in _states(linear):
         # Every step that changes a weight in place raises its version, a compiled step too.
@@ -206,7 +221,8 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
                 if id(buffer) in names:
                     raise ValueError(
                         f"each rank observes amaxes by itself until delayed.update; DistributedDataParallel broadcasts {names[id(buffer)]} "
-                        "before forward passes. Give it broadcast_buffers=False, and convert.convert its process group as amax_group."
+                        "before forward passes. Give it broadcast_buffers=False (forward_sync_buffers=False in torch 2.13), and "
+                        "convert.convert its process group as amax_group."
                     )
         held = [*wrapper.parameters(), *wrapper.buffers()]
         copied = not isinstance(wrapper, DistributedDataParallel) or any(id(value) in known for value in held)

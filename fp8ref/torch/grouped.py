@@ -155,7 +155,7 @@ def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = Fa
     """Merge the observation of a tensor, with zeros in rows of no group, into seen, unless no group
     has rows (X-9), and no other rank may have some."""
     found = delayed.observe(x)
-    seen.copy_(torch.maximum(seen, found if apart else found * (groups.ends[-1] > 0)))
+    torch._foreach_copy_([seen], [torch.maximum(seen, found if apart else found * (groups.ends[-1] > 0))])  # as delayed.merge_
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import delayed, delayed_checks, gemm, linear_input, scales, scaling
-from fp8ref.torch.linear_cut import Cut
+from fp8ref.torch.linear_cut import Cut, check_part
 from fp8ref.torch.scaling import Groups, Quantized
 
 Operand = torch.Tensor | Quantized
@@ -110,9 +110,9 @@ class Linear(nn.Linear):
             linear_input.check_rows(x, self, self.multiple)
         observes = torch.is_grad_enabled() and self.training
         states = [self.state(role) for role in ROLES]
+        if self.states and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            delayed_checks.check(self)
         if observes:
-            if self.states and not torch.compiler.is_compiling():
-                delayed_checks.check(self)
             for state, tensor in zip(states[:2], (x, w), strict=True):
                 # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
                 # already.
@@ -139,6 +139,12 @@ class Linear(nn.Linear):
             if state := self.state(role):
                 state.group = self.groups.every
         self._bind()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module's. ValueError: parallelize_module cuts the linear, which then would not share amaxes (P-4)."""
+        if param is not None:
+            check_part(self, name, param)
+        super().register_parameter(name, param)
 
     def __getstate__(self) -> dict:
         # Without the classes of _bind, which pickle cannot find.

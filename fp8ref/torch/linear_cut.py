@@ -69,7 +69,7 @@ class Cut:
         )
         for key, p in list(linear.named_parameters(recurse=False)):
             made = nn.Parameter(distribute_tensor(p.detach(), self.mesh, [placements[key]]), requires_grad=p.requires_grad)
-            linear.register_parameter(key, made)
+            nn.Module.register_parameter(linear, key, made)  # an FP8 linear refuses parts of others
         if linear.bias is not None and linear.bias.requires_grad:
             linear.bias.register_hook(lambda g: g.redistribute(placements=[placements["bias"]]))
 
@@ -77,3 +77,16 @@ class Cut:
 def part(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def check_part(linear: nn.Linear, name: str, param: nn.Parameter) -> None:
+    """ValueError if an FP8 linear's whole parameter is to become this rank's part of a DTensor, as by parallelize_module: ranks
+    would not share amaxes (P-4)."""
+    held = linear._parameters.get(name)
+    cuts = isinstance(param, DTensor) and any(not placement.is_replicate() for placement in param.placements)
+    if cuts and held is not None and not isinstance(held, DTensor):
+        raise ValueError(
+            f"ranks that share a linear in FP8 share its amaxes, which {getattr(linear, 'fqn', '') or 'a linear in FP8'} does where "
+            f"parallel.parallelize cuts it; got its {name} as a DTensor. Give parallel.parallelize a mesh with a dim 'tensor', or keep the "
+            "linear in high precision by filter_fqns."
+        )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
@@ -36,8 +37,11 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
     """Check the input x [..., K] of a linear, and cast it to the autocast dtype if there is one.
 
     empty     whether x may have no rows. An empty tensor has no amax (S-7).
-    Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; no rows.
+    Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; no rows; forward
+              mode or a transform of torch.func (L-8).
     """
+    if not torch.compiler.is_compiling():
+        _check_transforms(x, linear)
     w = _of_rank(linear, x)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
@@ -51,6 +55,21 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
         raise ValueError(f"{_name(linear)} takes at least one row (S-7); got x of shape {tuple(x.shape)}. Skip an empty batch.")
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)
+
+
+def _check_transforms(x: torch.Tensor, linear: Named) -> None:
+    """ValueError where torch.func transforms the pass, or it has a derivative in forward mode: torch's error would name no layer."""
+    plain = [t for t in (x, linear.weight) if type(t) in (torch.Tensor, torch.nn.Parameter)] if forward_ad._current_level >= 0 else []
+    if torch._C._are_functorch_transforms_active():
+        what = "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
+    elif any(forward_ad.unpack_dual(t).tangent is not None for t in plain):
+        what = "forward mode"
+    else:
+        return
+    raise ValueError(
+        f"{_name(linear)} is in FP8, whose codes and scales only a backward pass of torch.autograd follows (L-8); got {what}. Use "
+        "loss.backward() or torch.autograd.grad, also of torch.func.functional_call, or keep the linear in high precision by filter_fqns."
+    )
 
 
 def check_rows(x: torch.Tensor, linear: Named, multiple: int) -> None:

@@ -40,6 +40,9 @@ CONV1D = "a Conv1D of transformers is no nn.Linear: replace it by one"
 ADDED = "a parameter whose first dim is 1, as positions that are added; a product with it stays in high precision"
 """Why such a parameter has no FP8. It is no expert's."""
 
+OUTSIDE = "outside layers in FP8"
+"""Why a product without a layer has no FP8."""
+
 GROUPED = {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback"}
 """Operators that multiply the rows of each expert by its matrix. torch's counter of FLOPs lacks them."""
 
@@ -114,17 +117,19 @@ def log(model: nn.Module, name: str, recipe: Recipe) -> None:
 
 
 class _Products(TorchDispatchMode):
-    """Counts multiplications by layer, else by operator and result.
+    """Counts multiplications by layer, else by operator, result and why.
 
-    owners    the module of each storage that holds parameters: a product of one belongs to it.
+    owners    the module of each storage that holds parameters: a product of one belongs to it, unless
+              it is a linear in FP8 that is not running.
+    names     {module: its path}
     """
 
-    def __init__(self, owners: Mapping[int, nn.Module]) -> None:
+    def __init__(self, owners: Mapping[int, nn.Module], names: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.owners = owners
+        self.owners, self.names = owners, names
         self.running: nn.Module | None = None
         self.layers: collections.Counter[nn.Module] = collections.Counter()
-        self.others: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+        self.others: collections.Counter[tuple[str, tuple[int, ...], str]] = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -134,11 +139,13 @@ class _Products(TorchDispatchMode):
             plain = [x for x in args if type(x) in (torch.Tensor, nn.Parameter)]
             owners = (self.owners.get(_storage(x)) for x in plain)
             layer = self.running or next((owner for owner in owners if owner is not None), None)
-            if layer is not None:
+            read = layer if self.running is None and isinstance(layer, Float8Linear | Linear) else None
+            if layer is not None and read is None:
                 self.layers[layer] += count
             else:
                 result = out if isinstance(out, torch.Tensor) else out[0]
-                self.others[func._schema.name.removeprefix("aten::"), tuple(result.shape)] += count
+                why = OUTSIDE if read is None else f"reads {self.names[read]}.weight and does not call the linear: in high precision"
+                self.others[func._schema.name.removeprefix("aten::"), tuple(result.shape), why] += count
         return out
 
     def begin(self, module: nn.Module, args: tuple) -> None:
@@ -168,7 +175,8 @@ def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
 
 def _counted(model: nn.Module, inputs: tuple) -> _Products:
     """The products of a forward pass on copies of the model's buffers."""
-    counted = _Products({_storage(p): m for m in model.modules() for p in m.parameters(recurse=False) if type(p) is nn.Parameter})
+    owners = {_storage(p): m for m in model.modules() for p in m.parameters(recurse=False) if type(p) is nn.Parameter}
+    counted = _Products(owners, {m: name for name, m in model.named_modules()})
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as entered:
         for module in model.modules():
@@ -208,8 +216,8 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
     found = [rows[name] for name, _ in modules if name in rows]
     if vectors:
         found.append(Row(path="", kind="vectors", shape=(), recipe=None, reason=f"of {len(vectors)} modules", parameters=sum(vectors)))
-    for (operator, shape), count in counted.others.items() if counted else ():
-        found.append(Row(path="", kind=operator, shape=shape, recipe=None, reason="outside layers in FP8", multiplications=count))
+    for (operator, shape, why), count in counted.others.items() if counted else ():
+        found.append(Row(path="", kind=operator, shape=shape, recipe=None, reason=why, multiplications=count))
     return found
 
 

@@ -26,7 +26,7 @@ class Float8Linear(float8_linear.Float8Linear):
     fqn       its name in the model that was converted, for errors.
     Padding:  on devices other than a CPU, whose kernels take multiples of 16, grad_weight reduces
               codes that torchao pads with zeros (pad_inner_dim), if M is no multiple (L-5).
-    Raises:   ValueError: as ``linear_input.taken``; an x without rows is taken where no GEMM
+    Raises:   ValueError: under torch.export; as ``linear_input.taken``; an x without rows is taken where no GEMM
               reduces M and no scale is of a tensor.
     """
 
@@ -35,6 +35,11 @@ class Float8Linear(float8_linear.Float8Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """output [..., N] of input [..., K]."""
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                f"torch.export does not trace torchao's FP8 tensors, in which {self.fqn or 'a linear in FP8'} multiplies by recipe "
+                f"{self.recipe.name!r}. Export the deconverted model, or compile this one by torch.compile."
+            )
         config = self.config
         rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
         empty = rowwise and config.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED

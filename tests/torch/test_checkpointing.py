@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8ref.recipe import RECIPES
 from fp8ref.torch import attention, checkpointing, convert, delayed, grouped
@@ -106,6 +108,20 @@ def test_each_operation_is_kept_by_its_name(keep, linears, attention):  # T-8
     assert (found["linears"] > plain["linears"], found["attention"] > plain["attention"]) == (linears, attention)
     assert found["amaxes"] == plain["amaxes"]  # always kept
     assert equal(again, results)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_policy_that_keeps_every_result_changes_no_bit(recipe):  # T-8, H-11
+    """Two uses of a linear, which observe one state."""
+    model = convert.convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), recipe)
+    x, found = torch.randn(16, 64), []
+    every = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_SAVE)
+    for twice in (lambda x: model(model(x)), lambda x: checkpoint(lambda x: model(model(x)), x, use_reentrant=False, context_fn=every)):
+        model.zero_grad()
+        delayed.forget(model)
+        twice(x.clone().requires_grad_()).square().sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *(state.seen.clone() for _, state in delayed.states(model))])
+    assert equal(*found)
 
 
 def alive(how, blocks, **options):

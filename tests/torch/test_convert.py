@@ -1,5 +1,6 @@
 import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -139,11 +140,13 @@ def test_a_subclass_with_the_usual_forward_keeps_its_methods(recipe):  # R-5
     assert isinstance(converted[0], Initialised)
     assert isinstance(converted[0], type(expected[0]))
     assert torch.equal(converted(x), expected(x))
-    copied = copy.deepcopy(converted)
-    for made in (copied, converted, convert.deconvert(converted)):
+    copied, loaded = copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))
+    assert torch.equal(loaded(x), expected(x))
+    for made in (copied, loaded, converted, convert.deconvert(converted)):
         made[0].init_states()
         assert (made[0].weight == 0.5).all()
     assert [type(m) for m in converted] == [Initialised, nn.Linear]
+    assert type(copied[0]) is type(loaded[0])
     assert isinstance(copied[0], type(expected[0]))
 
 

@@ -65,6 +65,35 @@ def encoder():
     return nn.Sequential(nn.TransformerEncoderLayer(64, 4, 128))
 
 
+class Attention(nn.MultiheadAttention):
+    """With torch's own forward pass, which reads ``out_proj.weight``."""
+
+    def __init__(self):
+        super().__init__(64, 4)
+        self.gate = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.gated(super().forward(x, x, x)[0], x)
+
+    def gated(self, y, x):
+        return y * self.gate(x).sigmoid()
+
+
+class AttentionOfItsOwn(Attention):
+    def forward(self, x):
+        return self.out_proj(x)
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    """Whose fast path leaves out its own method too."""
+
+    def forward(self, src):
+        return nn.TransformerEncoderLayer.forward(self, src)
+
+    def _ff_block(self, x):
+        return self.linear2(self.linear1(x))
+
+
 class Own(nn.TransformerEncoderLayer):
     def forward(self, src):
         return self.linear2(self.linear1(src))
@@ -87,6 +116,7 @@ class Own(nn.TransformerEncoderLayer):
         (lambda: nn.MultiheadAttention(64, 4), r"^out_proj is never called: nn\.MultiheadAttention reads its weight.*filter_fqns"),
         (sharded_by_fsdp1, "^0 is sharded by FullyShardedDataParallel. Convert a model first, then shard it"),
         (encoder, r"^0\.self_attn\.out_proj is never called"),
+        (Attention, r"^out_proj is never called: nn\.MultiheadAttention reads its weight"),
     ],
 )
 def test_what_would_be_lost_is_refused(recipe, build, message):  # R-5
@@ -102,8 +132,9 @@ def test_a_linear_that_torchs_fast_path_leaves_out_is_refused(recipe):  # R-5
     x = torch.randn(2, 16, 64)
     for name in ("linear1", "linear2"):
         model = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
-        with pytest.raises(ValueError, match=rf"^{name} is not called in torch's fast path.*set_fastpath_enabled\(False\) first"):
-            convert.convert(model, recipe, filter_fqns=["out_proj", *{"linear1", "linear2"} - {name}])
+        for refused in (model, Encoder(64, 4, 128)):
+            with pytest.raises(ValueError, match=rf"^{name} is not called in torch's fast path.*set_fastpath_enabled\(False\) first"):
+                convert.convert(refused, recipe, filter_fqns=["out_proj", *{"linear1", "linear2"} - {name}])
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         plain = copy.deepcopy(model)(x)
@@ -121,6 +152,8 @@ def test_layers_that_call_their_linears_are_converted():  # R-5
     own = convert.convert(Own(64, 4, 128), "tensorwise", filter_fqns=["out_proj"])
     assert isinstance(decoder.linear1, convert.FP8_LINEARS)
     assert isinstance(own.linear2, convert.FP8_LINEARS)
+    assert isinstance(convert.convert(Attention(), "tensorwise", filter_fqns=["out_proj"]).gate, convert.FP8_LINEARS)
+    assert isinstance(convert.convert(AttentionOfItsOwn(), "tensorwise").out_proj, convert.FP8_LINEARS)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,27 @@ def test_a_forgotten_update_is_warned_of_then_refused(compiled):  # H-12
     model(x)
 
 
+def test_training_in_eval_mode_is_warned_of():  # H-12
+    model, x = convert.convert(made(), "delayed"), torch.ones(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.eval()
+    with pytest.warns(
+        UserWarning, match=r"took gradients of [02] that eval mode computed, and its scales do not change\. Call model\.train\(\)"
+    ):
+        step(model, optimizer, x)
+    assert not any(state.seen.any() for _, state in delayed.states(model))
+    delayed.forget(model)
+    model(x)  # an evaluation with gradients, before a step of training
+    model.train()
+    step(model, optimizer, x)
+    delayed.update(model)
+    model.eval()
+    model(x).sum().backward()  # a gradient of the input, which no optimizer takes
+    optimizer.zero_grad()
+    optimizer.step()
+    delayed.forget(model)
+
+
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True)])
 def test_what_is_right_stays_silent(optimizer_of):  # H-12: the suite makes every warning an error
     model = convert.convert(nn.Sequential(made(), made()), "delayed")
@@ -262,7 +283,7 @@ def test_separate_states_are_refused():  # H-12
         for case in ("fully_shard", "DDP, its module", "replicate", "compiled_fsdp"):
             assert "is of this rank alone. Pass their process group to" in found[case], case
         for case in ("DDP", "DDP, broadcast"):
-            assert "Give it broadcast_buffers=False" in found[case]
+            assert "Give it broadcast_buffers=False (forward_sync_buffers=False" in found[case]
         assert [found[case] for case in ("shared", "another model on each rank")] == ["", ""]
     # no rank waits for another: the last of them finds out
     assert any("is of this rank alone" in found["by hand"] for found in (first, second))

@@ -7,6 +7,7 @@ from ranks import run
 from tensor_models import whole
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp8ref.crosscheck import bounds
 from fp8ref.crosscheck.operands import initial_states, states_after, transposed
@@ -189,3 +190,15 @@ def test_compiled_it_has_the_same_bits(ranks):  # P-14
 @pytest.mark.parametrize(("name", "multiple"), [("blockwise", 128), ("mxfp8", 32), ("delayed", 1), ("rowwise", 1), ("mixed", 128)])
 def test_parts_are_whole_blocks(name, multiple):  # P-5
     assert [TRIED[name].multiple(style) for style in ("colwise", "rowwise")] == [multiple, multiple]
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_torchs_own_styles_are_refused_by_name(style):  # P-4
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, mesh = convert.convert(nn.Sequential(nn.Linear(32, 32)), "delayed"), init_device_mesh("cpu", (1,))
+        with pytest.raises(ValueError, match=r"which 0 does where parallel\.parallelize cuts it; got its weight as a DTensor"):
+            parallelize_module(model, mesh, {"0": style()})
+    finally:
+        distributed.destroy_process_group()
+    assert model(torch.ones(2, 32)).shape == (2, 32)

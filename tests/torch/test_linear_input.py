@@ -3,6 +3,7 @@ import torch
 from linears import run
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.formats import E4M3FN
@@ -134,3 +135,33 @@ def test_blocks_whose_linears_differ_in_name_alone_share_a_graph(recipe):
     for block in model:
         torch.compile(block.forward, backend="aot_eager", fullgraph=True)(torch.randn(128, 128))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward mode
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(recipe):  # L-8
+    model, x = converted(recipe), torch.randn(4, 128)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    def duals():
+        with forward_ad.dual_level():
+            model(forward_ad.make_dual(x, x))
+
+    for transformed in (
+        lambda: torch.func.grad(loss)(parameters, x),
+        lambda: torch.func.vmap(model)(x),
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.func.jacrev(model)(x),
+        duals,
+    ):
+        with pytest.raises(ValueError, match=r"^0 is in FP8, .* \(L-8\); got (forward mode|a transform of torch\.func)"):
+            transformed()
+    with forward_ad.dual_level():  # without a tangent
+        y = model(x)
+    assert torch.equal(y, model(x))
+    grads = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
+    loss({}, x).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))

@@ -94,6 +94,32 @@ def test_rows():
     assert of(found.rows, kind="vectors").parameters == 2 * TOKENS
 
 
+class Reads(nn.Module):
+    """Multiplies by the weight of ``read``, which it does not call; ``kept`` has a linear that convert replaces elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.called, self.held = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.kept = [self.held]
+
+    def forward(self, x):
+        return self.kept[0](functional.linear(self.called(x), self.read.weight))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_weight_that_is_read_is_not_multiplied_in_fp8(recipe):  # R-7
+    found = ft.linear.report(ft.linear.convert(Reads(), recipe), (torch.ones(TOKENS, D),))
+    assert [(row.path, row.multiplications) for row in found.rows if row.recipe] == [("read", 0), ("called", TOKENS * D * D), ("held", 0)]
+    assert {row.reason for row in found.rows if row.recipe and not row.multiplications} == {"never called"}
+    outside = [row for row in found.rows if not row.recipe]
+    assert [row.multiplications for row in outside] == [TOKENS * D * D] * 2
+    assert [row.reason for row in outside] == [
+        f"reads {name}.weight and does not call the linear: in high precision" for name in ("read", "held")
+    ]
+    assert found.multiplications == 1 / 3
+    assert "reads read.weight" in found.summary()
+
+
 def test_shares():
     model = converted()
     found, parameters = ft.linear.report(model, INPUTS), sum(p.numel() for p in model.parameters())

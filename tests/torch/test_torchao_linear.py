@@ -137,3 +137,14 @@ def test_rows_that_need_no_padding_are_not_copied(monkeypatch):  # L-5
     monkeypatch.setattr(torchao_linear, "KERNELS_TAKE_ANY_M", ())
     monkeypatch.setattr(float8_ops, "pad_tensor_for_matmul", None)
     run(converted("tensorwise"), torch.ones(32, 64).bfloat16(), torch.ones(32, 32).bfloat16())
+
+
+def test_export_is_refused_by_name_and_runs_elsewhere():
+    model, x = converted("tensorwise").eval(), torch.randn(4, 64).bfloat16()
+    with pytest.raises(
+        ValueError, match=r"torch\.export does not trace .* in which 0 multiplies by recipe 'tensorwise'\. Export the deconverted"
+    ):
+        torch.export.export(model, (x,), strict=False)
+    for other in (convert.deconvert(model), convert.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16().eval(), "delayed")):
+        with torch.no_grad():
+            assert torch.equal(torch.export.export(other, (x,), strict=False).module()(x), other(x))
