@@ -131,8 +131,8 @@ def tensors(
     ``specials``       one or two elements are infinite or NaN; never drawn if ``finite``.
     Zeros have both signs.
 
-    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity;
-              ImportError: bfloat16 without ml_dtypes.
+    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity; a shape without
+              elements or axes; ImportError: bfloat16 without ml_dtypes.
     """
     block = by_name(granularity).reduced
     if shape is not None and (not shape or min(shape) < 1):
@@ -200,6 +200,7 @@ def shards(draw, dtype: str = "float32", *, most: int = 4, **how) -> list[np.nda
     """A tensor's rows cut into up to ``most`` ragged shards, of which some may be empty.
 
     how       keywords of ``tensors``, one of which the shards are if concatenated.
+    Raises:   ValueError: most below 1; as ``tensors``.
     """
     if most < 1:
         raise ValueError(f"a tensor is cut into at least one shard; got most={most!r}.")

@@ -94,7 +94,7 @@ def scale_inv_from_scale(scale) -> np.ndarray:
 
     Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a scale of 2^-128 or less -> Inf.
     Not for policies whose ratio makes scale_inv, which its scale does not determine (S-14, S-17):
-    take both from ``scales_from_amax``.
+    take both from ``scales_from_amax``. ValueError: not real numbers; masked elements.
     """
     scale = cast.array(scale)
     if scale.dtype.kind in "cOSUb":
