@@ -39,6 +39,10 @@ def use(
     recipe = check_recipe(recipe, name)
     out_dtype = _check_arrays(x, w, out_dtype, name)
     delayed.check(state, seen, recipe, name)
+    if stack := next((jnp.shape(one.stored) for one in (state or {}).values() if jnp.ndim(one.stored)), ()):
+        raise ValueError(
+            f"{name}: one linear has one state; got those of a stack of {list(stack)}. Scan or vmap over states, seen and weights."
+        )
     mode: sharding.Mode = "jit" if layout else sharding.mode(x, w, placement, name)
     if delayed.keeps_state(recipe) and placement and placement.scope == "local":
         raise ValueError(

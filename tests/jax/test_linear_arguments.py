@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.jax import linear, linear_arguments, scaling
+from fp8ref.jax import delayed, linear, linear_arguments, scaling
 from fp8ref.jax.sharding import Placement
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
@@ -19,6 +19,12 @@ from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 def test_errors_name_the_layer(x, w, options, message):
     with pytest.raises(ValueError, match=message):
         linear.apply(jnp.ones(x, jnp.bfloat16), jnp.ones(w, jnp.bfloat16), recipe="tensorwise", name="q_proj", **options)
+
+
+def test_states_of_a_stack_are_refused_by_name():  # H-2
+    x, states = jnp.ones((16, 32), jnp.bfloat16), delayed.init("delayed", (3,))
+    with pytest.raises(ValueError, match=r"fc: one linear has one state; got those of a stack of \[3\]\. Scan or vmap over"):
+        linear.apply(x, x, recipe="delayed", state=states, seen=delayed.unseen("delayed", (3,)), name="fc")
 
 
 def test_a_recipe_that_jax_cannot_run_is_refused_by_name():

@@ -211,8 +211,10 @@ def kernel_ndim(layer: nnx.Module | nn.Module) -> int:
 
 
 def _stacks(linears: Iterable[tuple[str, nnx.Module | nn.Module, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    """For each linear the leading dims of its kernel, which nnx.vmap or nn.scan gave it, from (path, layer, kernel's shape)."""
-    return {name: shape[: max(0, len(shape) - kernel_ndim(layer))] for name, layer, shape in linears}
+    """For each linear the leading dims of its kernel, which nnx.vmap or nn.scan gave it, from (path, layer, kernel's shape); none if no
+    linear is in a stack."""
+    found = {name: shape[: max(0, len(shape) - kernel_ndim(layer))] for name, layer, shape in linears}
+    return found if any(found.values()) else {}
 
 
 def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
