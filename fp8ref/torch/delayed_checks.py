@@ -59,10 +59,15 @@ class Linear(Protocol):
     fqn: str
     training: bool
     states: nn.ModuleDict
+    _parameters: dict[str, nn.Parameter | None]
 
     @property
     def weight(self) -> torch.Tensor:
         """[N, K]."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its Parameters."""
         ...
 
     def __hash__(self) -> int: ...
@@ -127,17 +132,19 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     evaluated: Linear | None = None
     for linear in list(_linears):
-        if not linear.weight.requires_grad:
+        weights = _weights(linear)
+        if not any(p.requires_grad for p in weights):
             # Whose step it is, nothing says. A frozen linear that was updated once may be another
             # model's, which this step does not train.
             for state in _states(linear):
                 state.idle += state.used and not state.updated
             continue
-        if id(linear.weight) not in held:
+        if not any(id(p) in held for p in weights):
             continue
-        if linear.training and linear.weight.grad is not None:
+        stepped = any(p.grad is not None for p in weights)
+        if linear.training and stepped:
             _judge(linear)  # a compiled forward pass does not check
-        elif linear in _evaluated and linear.weight.grad is not None:
+        elif linear in _evaluated and stepped:
             evaluated = evaluated or linear
         _sample(linear)
         for state in _states(linear):
@@ -151,9 +158,15 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _weights(linear: Linear) -> list[torch.Tensor]:
+    """What an optimizer trains of a linear's weight: the weight, or what pruning or a parametrization computes it of."""
+    own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+    return [p for p in linear.parameters() if p is not bias] or [linear.weight] if own is None else [own]
+
+
 def _sample(linear: Linear) -> None:
     """Keep elements of a gradient for ``check_copies``, which runs after gradients are cleared."""
-    grad = linear.weight.grad
+    grad = _weights(linear)[0].grad
     if grad is not None and several_ranks() and any(state.group is None and not state.compared for state in _states(linear)):
         _gradients[linear] = _local(grad).detach().reshape(-1)[:SAMPLE].clone()
 
@@ -167,7 +180,8 @@ def check(linear: Linear) -> None:
         _evaluated.add(linear)
         return
     _evaluated.discard(linear)
-    version = linear.weight._version if linear.weight.requires_grad else None
+    weights = _weights(linear)
+    version = sum(p._version for p in weights) if any(p.requires_grad for p in weights) else None
     for state in _states(linear):
         # Every step that changes a weight in place raises its version, a compiled step too.
         state.missed += _untraced and state.version is not None and state.version != version
@@ -178,7 +192,7 @@ def check(linear: Linear) -> None:
 
 def _judge(linear: Linear) -> None:
     """Warn or raise by what a linear's states have missed."""
-    frozen, missed = not linear.weight.requires_grad, 0
+    frozen, missed = not any(p.requires_grad for p in _weights(linear)), 0
     for state in _states(linear):
         if not state.used:
             state.used = True

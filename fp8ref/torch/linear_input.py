@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.torch import cast
@@ -116,5 +117,18 @@ def without_autocast(pass_: Callable) -> Callable:
             return pass_(ctx, x, *more)
         with torch.autocast(x.device.type, enabled=False):
             return pass_(ctx, x, *more)
+
+    return run
+
+
+def weight_once(forward: Callable) -> Callable:
+    """Wrap a forward pass (linear, input): a parametrized weight, as of spectral_norm, is computed once in it when it runs eagerly."""
+
+    @functools.wraps(forward)
+    def run(linear, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or "parametrizations" not in linear._modules:
+            return forward(linear, input)
+        with parametrize.cached():
+            return forward(linear, input)
 
     return run

@@ -86,7 +86,9 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
     if size != vocab_size:
         raise ConfigError(f"{name} has a vocabulary of {size}; model.vocab_size is {vocab_size}. Set it to {size}.")
     if lazy := [key for key, p in model.named_parameters() if is_lazy(p)]:
-        raise ConfigError(f"{name} has a lazy module ({lazy[0]}), whose shape its first forward pass decides. Give it its input's features.")
+        raise ConfigError(
+            f"{name} has a lazy module ({lazy[0]}), whose shape its first forward pass decides. Give it its input's features."
+        )
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ConfigError(f"{name} has dropout ({path}, {module.p}), and a step has no random numbers. Set it to 0.")
