@@ -54,16 +54,16 @@ class State(Protocol):
 
 
 class Linear(Protocol):
-    """A ``linear.Linear``, which imports this module."""
+    """A ``linear.Linear``, ``grouped_linear.GroupedLinear`` or ``experts.Experts``, which import this module."""
 
     fqn: str
     training: bool
-    states: nn.ModuleDict
     _parameters: dict[str, nn.Parameter | None]
+    _modules: dict[str, nn.Module | None]
 
     @property
     def weight(self) -> torch.Tensor:
-        """[N, K]."""
+        """[N, K]; experts have other names."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -84,7 +84,7 @@ _untraced = False
 
 def watch(linear: Linear) -> None:
     """Count the optimizer steps of a linear's weight that no update follows, if it keeps states."""
-    if linear.states:
+    if any(True for _ in _states(linear)):
         _linears.add(linear)
         _count_steps()
 
@@ -167,7 +167,12 @@ def _weights(linear: Linear) -> list[torch.Tensor]:
 def _sample(linear: Linear) -> None:
     """Keep elements of a gradient for ``check_copies``, which runs after gradients are cleared."""
     grad = _weights(linear)[0].grad
-    if grad is not None and several_ranks() and any(state.group is None and not state.compared for state in _states(linear)):
+    if (
+        grad is not None
+        and grad.ndim == 2
+        and several_ranks()
+        and any(state.group is None and not state.compared for state in _states(linear))
+    ):
         _gradients[linear] = _local(grad).detach().reshape(-1)[:SAMPLE].clone()
 
 
@@ -333,7 +338,10 @@ def _mesh_size(unit: FSDPModule) -> int:
 
 
 def _states(linear: Linear) -> Iterable[State]:
-    return linear.states.values()  # type: ignore[return-value]
+    """Its states by role; of experts those of all weights."""
+    own, grouped = linear._modules.get("states"), linear._modules.get("grouped_states")
+    each = [own] if own is not None else [] if grouped is None else grouped.children()
+    return [state for states in each for state in states.children()]  # type: ignore[misc]
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.formats import E4M3FN
-from fp8ref.torch import convert, delayed, linear_input, scaling
+from fp8ref.torch import attention, convert, delayed, grouped, linear_input, scaling
 
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
 own = pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
@@ -158,7 +158,9 @@ def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(recipe): 
         lambda: torch.func.jacrev(model)(x),
         duals,
     ):
-        with pytest.raises(ValueError, match=r"^0 is in FP8, .* \(L-8\); got (forward mode|a transform of torch\.func)"):
+        with pytest.raises(
+            ValueError, match=r"^0 has a backward pass of its own, .* \(L-8\); got (forward mode|a transform of torch\.func)"
+        ):
             transformed()
     with forward_ad.dual_level():  # without a tangent
         y = model(x)
@@ -193,3 +195,11 @@ def test_a_parametrized_weight_is_computed_once_a_pass(recipe):
     assert torch.equal(y, expected[0])
     assert torch.equal(grad_input, expected[1])
     assert torch.equal(model[0].parametrizations.weight.original.grad, expected[2])
+
+
+def test_transforms_of_grouped_linears_and_attention_are_refused_by_name():  # L-8
+    x, ends, q = torch.randn(4, 16), torch.tensor([4], dtype=torch.int32), torch.randn(1, 1, 32, 32)
+    with pytest.raises(ValueError, match=r"^up has a backward pass .* or give each expert an nn\.Linear"):
+        torch.func.grad(lambda x: grouped.apply(x, torch.ones(1, 16, 16), ends, recipe="rowwise", name="up").sum())(x)
+    with pytest.raises(ValueError, match=r"^attention has a backward pass .* or call torch's scaled_dot_product_attention"):
+        torch.func.grad(lambda q: attention.apply(q, q, q, variant="cudnn").sum())(q)
