@@ -114,9 +114,8 @@ def piece_sizes(config: Config, backend: str) -> dict[str, tuple[int, int]]:
 
 
 def states(piece: int, whole: int, config: Config) -> int:
-    """Bytes of the master and AdamW's two moments of a piece of this many elements of a parameter."""
-    names = (train_state.MASTERS, *train_state.MOMENTS)
-    return sum(one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER if one.name in names)
+    """Bytes of all that is kept of a piece of this many elements of a parameter: its master, and AdamW's two moments."""
+    return sum(one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER)
 
 
 def _moments_formula(config: Config) -> str:

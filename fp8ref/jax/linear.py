@@ -6,7 +6,7 @@ output GEMM, and returns what the backward pass needs; ``_backward`` runs grad_i
 All three GEMMs go through ``linear_gemm``: cast an operand along the axis that is reduced, unless its
 codes are there already (a tensorwise operand is cast once, in ``_forward`` or ``_backward``, for
 both its GEMMs); gather in FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``,
-``scales`` and ``cast``; ``gemm`` multiplies; ``sharding`` says over which mesh axes;
+``scales`` and ``cast``; ``gemm`` multiplies; ``placement`` says over which mesh axes;
 ``gemm_observer`` reports each GEMM to whoever asked.
 """
 

@@ -6,7 +6,7 @@ Float8Linear, which casts and multiplies by its own code. This is one step of ``
 FSDP2, with a recipe that has one scale for each tensor, and the module of each part:
 
     forward   scale of w: its shards' amaxes --all-reduce-->, or the state's    fp8_gather
-              shard [N/ranks, K] --cast--> codes --all-gather--> codes of w     fp8_gather
+              shard --round, cast--> codes --all-gather--> codes of w           fp8_gather
               x [M, K] --cast--> codes of x                                     linear, scaling
               output = x @ w.T         [M, K] @ [K, N] -> [M, N]                linear, gemm
     backward  FSDP2 gathers the codes of w again                                fp8_gather

@@ -6,7 +6,7 @@
 
 The files of one training step, in order; docs/concepts/step-in-code.md goes on into a linear:
 
-    loop.py             calls ``model.step`` of a trainer for each batch; defines the ``Trainer`` protocol
+    loop.py             calls ``model.step`` of a trainer for each batch, as the protocol of trainer.py has it
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
     {jax,torch}/step.py     forward, backward and update (spec T)
     {jax,torch}/llama.py    the model (spec M)
@@ -20,7 +20,7 @@ share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulati
 a linear, fp8ref/{jax,torch}/scaling.py quantizes (in JAX called by operands.py, and rounded by cast.py),
 scales.py computes a scale from an amax, and gemm.py multiplies; delayed.py keeps scales of past amaxes.
 Gradients reach the float32 masters through the cast of the masters to bfloat16, in step.py. Under
-FSDP2 they are reduced in float32, as ``fp8ref.torch.parallel`` sets it.
+FSDP2 they are reduced in ``parallel.reduce_dtype``, float32 by default, as ``fp8ref.torch.parallel`` sets it.
 docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the files
 to open for it, in order. A clause such as "spec S-9" stands in docs/spec.
 {jax,torch}/optimizer.py builds AdamW of optax and torch, steps, and says what a checkpoint holds of a parameter. JAX clips

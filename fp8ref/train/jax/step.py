@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -37,7 +36,7 @@ from fp8ref.train.jax.gradient_sums import GradientSums
 from fp8ref.train.jax.layer_stacks import LayerStacks
 from fp8ref.train.jax.llama import Llama
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.optimizer import Optimizer, new_if
+from fp8ref.train.jax.optimizer import Optimizer, OptimizerState, new_if
 from fp8ref.train.jax.parameter_names import name_of, named
 
 EVERY_ROUNDING = {"xla_allow_excess_precision": False}
@@ -64,7 +63,7 @@ class State(NamedTuple):
     """
 
     params: Any
-    optimizer: optax.OptState
+    optimizer: OptimizerState
     fp8: dict[str, dict[Role, delayed.DelayedState | delayed.FlaxState]]
     mu: dict[str, Factor]
 
