@@ -73,6 +73,7 @@ def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, 
 def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> str:
     """A sentence: which other rule gives all codes found, or all the wrong ones; '' if none does."""
     named = "nearest_even" if rounding == "stochastic" else rounding
+    x, found = np.atleast_1d(x), np.atleast_1d(found)
     wrong = cast.canonical_nans(found, fmt) != cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
     for which, what in ((slice(None), "All codes are"), (wrong, "All that differ are")):
         if guess := cast_guess(x[which], found[which], fmt, rounding=rounding, saturate=saturate):

@@ -9,11 +9,11 @@ import numpy as np
 from fp8ref import granularity as granularities
 from fp8ref import policy as policies
 from fp8ref.conformance import explain
-from fp8ref.conformance.arrays import as_numpy
+from fp8ref.conformance.arrays import as_numpy, named
 from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.vectors import quantize, scale
 from fp8ref.conformance.vectors.cast import Rules
-from fp8ref.formats import Format
+from fp8ref.formats import E8M0FNU, Format
 from fp8ref.sim import cast
 
 
@@ -28,7 +28,7 @@ def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even",
     Source:   spec C-1 to C-7.
     """
     rules = Rules(rounding=rounding, saturate=saturate)
-    x, found = as_numpy(x), _codes(found_codes, as_numpy(x).shape)
+    x, found = as_numpy(x), _codes(found_codes, as_numpy(x).shape, fmt)
     # few elements by the definition, which compiles nothing: tests of many examples have deadlines
     encode = cast.encode_plain if x.size <= 1 << 16 else cast.encode
     expected = encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def require_quantized(
     if all(value is None for value in given.values()):
         raise ValueError("quantized codes need scales; got none. Give scale, scale_inv or e8m0.")
     _require_tensor_scale(x, tensor_scale_inv, fmt, policy)
-    codes, shape = _codes(found_codes, x.shape), granularities.scale_shape(granularity, x.shape, axis)
+    codes, shape = _codes(found_codes, x.shape, fmt), granularities.scale_shape(granularity, x.shape, axis)
     how = {"policy": policy, "granularity": granularity, "axis": axis}
     for made, value in given.items():
         if value is None:
@@ -147,19 +147,29 @@ def _require_tensor_scale(x: np.ndarray, found, fmt: Format, policy: str) -> Non
         )
 
 
-def _codes(found, shape: tuple[int, ...]) -> np.ndarray:
-    found = as_numpy(found)
+def _codes(found, shape: tuple[int, ...], fmt: Format) -> np.ndarray:
+    found, dtype = named(found)
     if found.dtype != np.uint8 or found.shape != shape:
         raise ValueError(f"codes are uint8 or an FP8 dtype, of the input's shape {shape}; got {found.dtype} {found.shape}.")
+    _check_dtype(dtype, fmt.name)
     return found
+
+
+def _check_dtype(dtype: str, fmt: str) -> None:
+    """ValueError where a dtype of FP8 or FP4 names another format."""
+    if dtype.partition("_")[2] not in ("", fmt):
+        raise ValueError(f"codes of {fmt} are uint8 or of its own dtype; got {dtype}. View them as uint8 if they are codes of {fmt}.")
 
 
 def _scales(found, made: str, shape: tuple[int, ...]) -> np.ndarray:
     """The bits of found scales, flat."""
-    found, size = as_numpy(found), int(np.prod(shape))
+    found, given = named(found)
+    size = int(np.prod(shape))
     dtype = np.uint8 if made == "e8m0" else np.float32
     if found.dtype != dtype or found.size != size:
         raise ValueError(f"{made} is {np.dtype(dtype)} with {size} elements, shape {shape}; got {found.dtype} {found.shape}.")
+    if made == "e8m0":
+        _check_dtype(given, E8M0FNU.name)
     return np.ascontiguousarray(found).reshape(-1).view(np.uint8 if made == "e8m0" else np.uint32)
 
 

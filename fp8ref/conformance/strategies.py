@@ -131,10 +131,12 @@ def tensors(
     ``specials``       one or two elements are infinite or NaN; never drawn if ``finite``.
     Zeros have both signs.
 
-    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity;
-              ImportError: bfloat16 without ml_dtypes.
+    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity; a shape without
+              elements or axes; ImportError: bfloat16 without ml_dtypes.
     """
     block = by_name(granularity).reduced
+    if shape is not None and (not shape or min(shape) < 1):
+        raise ValueError(f"a tensor has at least one axis, and each at least one element; got shape {tuple(shape)}.")
     shape = draw(shapes(granularity, axis=axis)) if shape is None else shape
     pattern = draw(st.sampled_from([p for p in _DRAWN if not finite or p != "specials"]))
     if pattern == "all zero":
@@ -164,7 +166,9 @@ def tensors(
 
 
 def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
-    """At most so many examples of a strategy, the same in every call."""
+    """At most so many examples of a strategy, the same in every call. ValueError: fewer than one."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"examples is an integer of at least 1; got {most!r}.")
     found: list[_T] = []
 
     @hypothesis.settings(
@@ -196,7 +200,10 @@ def shards(draw, dtype: str = "float32", *, most: int = 4, **how) -> list[np.nda
     """A tensor's rows cut into up to ``most`` ragged shards, of which some may be empty.
 
     how       keywords of ``tensors``, one of which the shards are if concatenated.
+    Raises:   ValueError: most below 1; as ``tensors``.
     """
+    if most < 1:
+        raise ValueError(f"a tensor is cut into at least one shard; got most={most!r}.")
     x = draw(tensors(dtype, **how))
     cuts = draw(st.lists(st.integers(0, len(x)), max_size=most - 1))
     return np.split(x, sorted(cuts))

@@ -126,6 +126,8 @@ def wrap(name: str, function: Callable[..., Any], *, framework: str | None = Non
     Raises:   ValueError: an unknown framework, or a device that is not there; ImportError: the framework
               is not installed; RefusedError: it takes no arrays.
     """
+    if not callable(function):
+        raise ValueError(f"what is asked is a function of an array; got {type(function).__name__}.")
     if framework is not None and framework not in FRAMEWORKS:
         raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
     if framework is not None and importlib.util.find_spec(framework) is None:

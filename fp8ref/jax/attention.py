@@ -278,7 +278,7 @@ def _saved(q, k, v, sinks: jax.Array | None, documents, scales: dict, seen: dict
     keeps = variant.real or variant.backward == "bf16" or variant.granularity == "mx_1x32"
     whole = (q, k, v) if keeps else None
     out = o, _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
-    return out, (whole, documents, sinks, kept._replace(amaxes={}, counts=None), scales, seen)
+    return out, derivatives.saved((whole, documents, sinks, kept._replace(amaxes={}, counts=None), scales, seen))
 
 
 def _gradients(use: Use, saved, cotangents):

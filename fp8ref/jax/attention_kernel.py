@@ -141,7 +141,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: di
 def _saved(q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel):
     q, k, v = (derivatives.not_again(x, kernel.use.name, "attention") for x in (q, k, v))
     o, merged, pullback = _forward(q, k, v, scales_, seen, kernel)
-    return (o, merged), (pullback, scales_, seen)
+    return (o, merged), derivatives.saved((pullback, scales_, seen))
 
 
 def _gradients(kernel: Kernel, saved, cotangents):

@@ -239,7 +239,7 @@ class Parts:
         """Which keys of a tile the queries of a block see, bool, to be broadcast to [B, N, G, rows, keys]."""
         keys = tile * self.grid.length + lax.iota(jnp.int32, self.grid.length)
         low, high = (self.block(x, block, 0)[:, None] for x in (self.low, self.high))
-        inside = ((keys >= low) & (keys < high))[None, None, None]
+        inside = ((keys[None] >= low) & (keys[None] < high))[None, None, None]
         if self.documents is None:
             return inside
         of_q, of_k = self.block(self.documents[0], block, 1), self.tile(self.documents[1], tile, 1)

@@ -42,6 +42,11 @@ def dot_general(
               multiply or inside shard_map.
     """
     (contract_x, contract_w), (batch_x, batch_w) = ((tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers)
+    for of, dims in ((x, (*contract_x, *batch_x)), (w, (*contract_w, *batch_w))):
+        if len(set(dims)) != len(dims) or any(not 0 <= d < of.ndim for d in dims):
+            raise ValueError(
+                f"{name}: dimension_numbers name each dim once, counted from 0; got {dimension_numbers} for {x.shape} and {w.shape}."
+            )
     kept_x, kept_w = ([d for d in range(v.ndim) if d not in (*c, *b)] for v, c, b in ((x, contract_x, batch_x), (w, contract_w, batch_w)))
     # The output's dims: batch, then x's other dims, then w's.
     sizes = [[x.shape[d] for d in batch_x], [x.shape[d] for d in kept_x], [w.shape[d] for d in kept_w]]

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from fp8ref import recipe as recipes
 from fp8ref.attention_delayed import Casts
@@ -59,6 +59,9 @@ class FlaxState(NamedTuple):
     amax_history: jax.Array
     step: jax.Array
 
+
+for _kind in (DelayedState, FlaxState):  # programs that take a state can be written by jax.export
+    export.register_namedtuple_serialization(_kind, serialized_name=f"fp8ref.jax.delayed.{_kind.__name__}")
 
 State = Mapping[Role, DelayedState | FlaxState]
 """Role -> its state, of a linear under delayed scaling."""

@@ -1,15 +1,18 @@
-"""Refuse the derivatives that a linear or attention does not have, by the name of the layer (spec L-8, A-14).
+"""Refuse the derivatives that a linear or attention does not have, by the name of the layer (spec L-8, A-14),
+and keep codes for those that they have.
 
-Both have first derivatives in reverse mode. Both functions here return their argument.
+Both have first derivatives in reverse mode. All functions here return their argument.
 ``reverse_only`` raises where a tangent is computed forward: by jax.jvp, jacfwd, linearize.
 ``not_again`` raises where what it returns is differentiated: inside a custom_vjp rule, that is a
-second derivative.
+second derivative. ``warned`` warns there. ``saved`` is for what a custom_vjp rule saves.
 """
 
 import functools
-from typing import Literal, NoReturn
+import warnings
+from typing import Any, Literal, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -46,6 +49,29 @@ def _second(name: str, kind: Kind, primals: tuple, tangents: tuple) -> NoReturn:
         f"{name}: the gradients of {layer} are not differentiated again ({clause}), because codes have no derivative; got a second "
         f"derivative, such as jax.hessian or a grad of a grad. {remedy} where one is taken."
     )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def warned(x: jax.Array, name: str, message: str) -> jax.Array:
+    """x; a UserWarning, naming the layer, where it is differentiated."""
+    return x
+
+
+@warned.defjvp
+def _warn(name: str, message: str, primals: tuple, tangents: tuple) -> tuple:
+    warnings.warn(f"{name}: {message}", stacklevel=2)
+    return *primals, *tangents
+
+
+def saved(residuals: Any) -> Any:
+    """The residuals of a custom_vjp rule, those in FP8 as copies, which cost nothing under jit.
+
+    jax.checkpoint with a policy that keeps a result, such as everything_saveable, rounds it by
+    ``lax.reduce_precision`` if the forward pass reads it too (jax 0.10.2, ``_insert_reduce_precision``
+    in ad_checkpoint.py). That takes the bits of e4m3fn for those of an IEEE format: 256 to 448 become
+    NaN, and subnormals zero. A copy that only the backward pass reads is not rounded.
+    """
+    return jax.tree.map(lambda v: jnp.copy(v) if v.dtype.itemsize == 1 and jnp.issubdtype(v.dtype, jnp.floating) else v, residuals)
 
 
 def _refuse(*_, name: str, kind: Kind, **__) -> NoReturn:

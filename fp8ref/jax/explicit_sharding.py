@@ -42,15 +42,19 @@ def run(
     """body(x, w, constants, carried, layout) -> (y, carried), where y has the shape of
     lax.dot_general(x, w, numbers).
 
-    Without Explicit axes the layout is None. Otherwise body runs where all axes are Auto, y has the
+    Without Explicit axes, and for arrays that are on no mesh, the layout is None. Otherwise body runs where all axes are Auto, y has the
     sharding that lax.dot_general gives its result, and what is carried is whole on every device.
 
     placement     says what types leave open: which sums cross devices, and what is gathered.
     out_sharding  as of lax.dot_general.
     turned        body multiplies by w as [K, N].
     Raises:       what lax.dot_general raises for these types, naming the layer; ValueError: a
-                  placement of other axes than the types', or of scope local; an unreduced type.
+                  placement of another type, of other axes than the types', or of scope local; an unreduced type.
     """
+    if not isinstance(placement, Placement | None):
+        raise ValueError(
+            f"{name}: placement is a sharding.Placement or None; got {type(placement).__name__}. Give the sharding of the output as out_sharding."
+        )
     mesh = _mesh(x, w)
     if not mesh.explicit_axes:
         if out_sharding is not None:
@@ -61,6 +65,8 @@ def run(
         of_y = NamedSharding(mesh, PartitionSpec(*cut.of_result(placement)))
     else:
         of_y = _of_dot_general(x, w, numbers, out_sharding, name)
+    if of_y.mesh.empty:  # neither x nor w is on the mesh of jax.set_mesh, and the result is not
+        return body(x, w, constants, carried, None)
     if not mesh.manual_axes:  # inside shard_map over other axes collectives are ours
         if placement:
             _check(cut, placement, mesh, name)
@@ -158,6 +164,11 @@ def permuted(sharding: Sharding | None, order: Sequence[int]) -> Sharding | None
     entries = (*spec, *[None] * (len(order) - len(spec)))
     moved = PartitionSpec(*(entries[i] for i in order), unreduced=spec.unreduced, reduced=spec.reduced)
     return NamedSharding(sharding.mesh, moved) if isinstance(sharding, NamedSharding) else moved
+
+
+def cutting(x: jax.Array) -> Axes:
+    """The Explicit axes that cut an array, as its type says."""
+    return _union(_entries(jax.typeof(x).sharding.spec, x.ndim))
 
 
 class _Dims:

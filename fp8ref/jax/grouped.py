@@ -213,7 +213,7 @@ def _forward(
     y, measured = _gemm("output", tensors, groups, state_scales, use)  # [M, K] x [E, K, N] -> [M, N]
     tap = None if tap is None else tap + stats.rows(measured)
     slot = _slot(y, len(w), use) if use.slot else None
-    return (y, _observed(seen, tensors, seen, groups, use), tap, slot), (saved, group_sizes, state_scales, seen, codes)
+    return (y, _observed(seen, tensors, seen, groups, use), tap, slot), derivatives.saved((saved, group_sizes, state_scales, seen, codes))
 
 
 def _slot(y: jax.Array, experts: int, use: Use) -> Slot:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from fp8ref import grouped as recipes
 from fp8ref.granularity import by_name
 from fp8ref.grouped import GroupedRecipe
-from fp8ref.jax import attention_inputs, linear, sharding
+from fp8ref.jax import attention_inputs, explicit_sharding, linear, sharding
 from fp8ref.recipe import OPERANDS, Recipe
 
 
@@ -49,7 +49,7 @@ def on_one_device(
 
 
 def check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> None:
-    """ValueError for shapes or dtypes that do not fit."""
+    """ValueError for shapes or dtypes that do not fit, and for types that say that Explicit axes cut an array."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(f"{name}: a grouped linear takes x [M, K] and w [E, K, N] with the same K; got {x.shape} and {w.shape}.")
     if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
@@ -60,6 +60,12 @@ def check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: Gro
         raise ValueError(
             f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first."
         )
+    for what, v in {"x": x, "w": w, "group_sizes": group_sizes}.items():
+        if axes := explicit_sharding.cutting(v):
+            raise ValueError(
+                f"{name}: a grouped linear reads no cuts from types; got {what} cut along the Explicit axes {', '.join(axes)}. Use jax.shard_map "
+                "with over=..., a mesh of Auto axes, or arrays that are whole: jax.sharding.reshard(x, jax.P())."
+            )
     if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
         raise ValueError(
             f"{name}: FP8 needs K and N to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the experts or use recipe 'bf16'."

@@ -97,7 +97,7 @@ def groups_of(group_sizes: jax.Array, rows: int) -> Groups:
     """The groups of that many rows, one after another (X-1)."""
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
-    return Groups(sizes, ends, (ends <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32))
+    return Groups(sizes, ends, (ends[None] <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32))
 
 
 def quantize_rows(
@@ -282,7 +282,7 @@ def _row_blocks(groups: Groups) -> RowBlocks:
     begin = groups.ends - groups.sizes
     within = (jnp.arange(rows, dtype=jnp.int32) - begin[jnp.minimum(groups.group, experts - 1)]) % size
     to = jnp.where(segment < count, segment * size + within, count * size)
-    group = (ends <= jnp.arange(count, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32)
+    group = (ends[None] <= jnp.arange(count, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32)
     return RowBlocks(to, jnp.minimum(group, experts - 1), size)
 
 

@@ -211,8 +211,9 @@ def _forward(
     # saved.
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
     saved = {role: v for role, v in {"input": x, "weight": w}.items() if role not in codes or use.observer}
+    residuals = derivatives.saved((saved, codes, state_scales, seen, mu))
     tap = None if tap is None else tap + stats.rows(measured)
-    return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), (saved, codes, state_scales, seen, mu)
+    return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), residuals
 
 
 def _backward(use: Use, residuals, cotangents):

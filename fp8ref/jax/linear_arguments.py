@@ -41,7 +41,9 @@ def use(
     delayed.check(state, seen, recipe, name)
     mode: sharding.Mode = "jit" if layout else sharding.mode(x, w, placement, name)
     if delayed.keeps_state(recipe) and placement and placement.scope == "local":
-        raise ValueError(f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'.")
+        raise ValueError(
+            f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'. Use 'global'."
+        )
     if multiply is not None:
         hardware.check(x, w, mode, name)
     placement = placement or Placement()

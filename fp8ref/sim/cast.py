@@ -129,7 +129,7 @@ def decode(codes, fmt: Format) -> np.ndarray:
     Raises:   ValueError: fmt not of 8 or 4 bits; codes not uint8, or of e2m1fn above 15.
     Source:   spec F-2 to F-5.
     """
-    codes = np.asarray(codes)
+    codes = array(codes)
     if codes.dtype != np.uint8:
         raise ValueError(f"codes are uint8; got {codes.dtype}. View float8 arrays with .view(np.uint8).")
     formats.check(fmt)
@@ -203,7 +203,12 @@ def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def array(x) -> np.ndarray:
-    """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch."""
+    """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch, or where some
+    elements of x are masked."""
+    if isinstance(x, np.ma.MaskedArray) and np.any(x.mask):
+        raise ValueError(
+            f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use x.filled(...), or x.data for all of them."
+        )
     try:
         return np.asarray(x)
     except (TypeError, RuntimeError) as error:
@@ -252,6 +257,8 @@ def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate: bool) -> None:
     formats.check(fmt)
+    if not isinstance(saturate, bool | np.bool_):
+        raise ValueError(f"saturate is True or False; got {saturate!r}.")
     if fmt.bits not in _CODED:
         raise ValueError(f"encode gives codes of formats of 8 or 4 bits; got {fmt}. Use round_to for wider formats.")
     if not saturate and not fmt.has_nan:
@@ -281,6 +288,13 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
         raise ValueError(f"stochastic rounding needs a seed, and other roundings take none; got rounding={rounding!r}, seed={seed}.")
     if seed is not None:
         check_seed(seed)
+
+
+def check_shape(shape: object) -> None:
+    """ValueError unless it is a shape: a tuple, or a list, of integers that are not negative."""
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n >= 0 for n in shape):
+        said = f"an array of shape {shape.shape}" if isinstance(shape, np.ndarray) else repr(shape)
+        raise ValueError(f"a shape is a tuple of integers that are not negative, such as () or (4, 128); got {said}.")
 
 
 def check_seed(seed: object) -> None:

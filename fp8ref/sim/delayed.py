@@ -62,8 +62,9 @@ class Observation(NamedTuple):
 
 def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
     """The state before the first step (spec H-2): scale 1, an empty history; shape as of a
-    stack. ValueError: unknown config."""
+    stack. ValueError: unknown config; what is no shape."""
     config = by_name(config)
+    cast.check_shape(shape)
     history = np.zeros((*shape, config.history_length), np.float32)
     return DelayedState(np.ones(shape, np.float32), history, np.zeros(shape, np.int64))
 
@@ -209,6 +210,8 @@ def _select(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedS
 
 
 def _check(state: DelayedState, observations: tuple[Observation, ...], config: DelayedScaling) -> None:
+    if not isinstance(state, DelayedState):
+        raise ValueError(f"a state is a DelayedState; got {type(state).__name__}. Make it by init.")
     shape = state.stored.shape
     if state.amax_history.shape != (*shape, config.history_length):
         raise ValueError(

@@ -14,7 +14,8 @@ def pack(codes) -> np.ndarray:
     """
     codes = np.asarray(codes)
     if codes.dtype != np.uint8 or codes.ndim == 0 or codes.shape[-1] % 2 or (codes.size and codes.max() > 15):
-        raise ValueError(f"pack takes uint8 codes up to 15, an even number along the last axis; got {codes.dtype} {codes.shape}.")
+        largest = f", the largest {codes.max()}" if codes.dtype == np.uint8 and codes.size else ""
+        raise ValueError(f"pack takes uint8 codes up to 15, an even number along the last axis; got {codes.dtype} {codes.shape}{largest}.")
     return codes[..., ::2] | codes[..., 1::2] << np.uint8(4)
 
 

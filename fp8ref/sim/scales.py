@@ -94,15 +94,18 @@ def scale_inv_from_scale(scale) -> np.ndarray:
 
     Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a scale of 2^-128 or less -> Inf.
     Not for policies whose ratio makes scale_inv, which its scale does not determine (S-14, S-17):
-    take both from ``scales_from_amax``.
+    take both from ``scales_from_amax``. ValueError: not real numbers; masked elements.
     """
+    scale = cast.array(scale)
+    if scale.dtype.kind in "cOSUb":
+        raise ValueError(f"scales are float32; got {scale.dtype}. Convert them with .astype(np.float32).")
     with np.errstate(divide="ignore", over="ignore"):  # of zero, and of a subnormal scale below 2^-128
-        return np.float32(1) / np.asarray(scale, np.float32)
+        return np.float32(1) / scale.astype(np.float32)
 
 
 def magnitudes(value, name: str) -> np.ndarray:
     """value as an array; ValueError unless it is float32 and nowhere negative."""
-    value = np.asarray(value)
+    value = cast.array(value)
     if value.dtype != np.float32:
         raise ValueError(f"{name} is float32; got {value.dtype}. Convert it with .astype(np.float32).")
     if np.any(value < 0):

@@ -51,8 +51,9 @@ def init(shape: tuple[int, ...], layout: str | Layout = "sqrt_e4m3") -> State:
     """The state before the first step: zero codes, scales 1 (spec O-4).
 
     Shapes:   codes of that shape; scales () or [blocks of the flattened tensor].
-    Raises:   ValueError: an unknown layout; a tensor without elements.
+    Raises:   ValueError: an unknown layout; what is no shape; a tensor without elements.
     """
+    cast.check_shape(shape)
     layout, own = states.by_name(layout), _layout_of(layout, shape)
     m, v = (moments.zeros(shape, moment) for moment in (own.m, own.v))
     return State(0, m, v, layout_decisions.written(layout))

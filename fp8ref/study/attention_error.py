@@ -11,6 +11,7 @@ from fp8ref import console
 from fp8ref.attention import VARIANTS, Mask, by_name
 from fp8ref.result import Result
 from fp8ref.sim import attention, attention_gradients
+from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Attended, Recording
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
 
     Raises:   ValueError: an unknown variant; a recording without attention.
     """
+    recordings.check(recording)
+    recordings.listed(variants, "variants")
     if not recording.attention and not recording.refused:
         raise ValueError(
             "the recording has attention; got none. In PyTorch a model calls scaled_dot_product_attention (in transformers attention 'sdpa'), in "

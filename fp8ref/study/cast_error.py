@@ -14,6 +14,7 @@ from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role, 
 from fp8ref.result import Result
 from fp8ref.sim import cast, scaling, stats
 from fp8ref.sim.scales import scales_from_amax
+from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Operand, Recording
 
 if TYPE_CHECKING:
@@ -112,7 +113,11 @@ def judge(recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, C
               rounds stochastically, or to FP4.
     Source:   spec S-5 to S-8, Q-1, Q-3.
     """
+    recordings.check(recording)
+    recordings.listed(recipes, "recipes")
     if isinstance(recipes, Mapping):
+        if other := [name for name, spec in recipes.items() if not isinstance(spec, CastSpec)]:
+            raise ValueError(f"a cast is a CastSpec; got {type(recipes[other[0]]).__name__} for {other[0]!r}. Recipes are given in a list.")
         if alone := [name for name, spec in recipes.items() if spec.simulated]:
             raise ValueError(
                 f"a study judges casts to FP8, rounded to nearest; {alone[0]!r} is another. Use fp8ref.sim.linear.quantize_operands."

@@ -10,6 +10,7 @@ from fp8ref import console
 from fp8ref import recipe as recipes_of
 from fp8ref.recipe import Recipe, trained_recipes
 from fp8ref.result import Result
+from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Operand
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Outcome:
     output        the same of the model's result.
     divergence    the mean over rows of KL(p || p') in nats, p being the softmax of the high-precision
                   result along its last dim: of logits the mean change of a token's distribution.
-    agreement     the share of rows whose largest entry is the same.
+    agreement     the share of rows whose largest entry is the same; of a row with a NaN none is.
     """
 
     in_fp8: int
@@ -101,6 +102,7 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
         raise ValueError("run gives the same result each time; two runs differed. Turn dropout off, as model.eval() does, and fix seeds.")
     outcomes: dict[str, Outcome] = {}
     refused: dict[str, str] = {}
+    recordings.listed(recipes, "recipes")
     chosen = [r for r in trained_recipes().values() if r.fp8] if recipes is None else [recipes_of.by_name(r) for r in recipes]
     for recipe in console.counted("run the model", chosen):
         try:
@@ -123,7 +125,7 @@ def _outcome(first: Seen, seen: Seen) -> Outcome:
         },
         output=_distance(seen.result, first.result),
         divergence=_divergence(log_p, log_q),
-        agreement=float((log_p.argmax(axis=-1) == log_q.argmax(axis=-1)).mean()),
+        agreement=float(((log_p.argmax(axis=-1) == log_q.argmax(axis=-1)) & ~np.isnan(log_p + log_q).any(axis=-1)).mean()),
     )
 
 

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -199,3 +200,15 @@ def _wide(x: np.ndarray) -> np.ndarray:
 def inputs(recording: Recording) -> dict[str, Operand]:
     """Each layer's input, by layer."""
     return {name.rpartition("/")[0]: operand for name, operand in recording.operands.items() if name.endswith("/input")}
+
+
+def listed(names: Any, what: str) -> None:
+    """ValueError for one name in the place of several: its letters are none."""
+    if isinstance(names, str):
+        raise ValueError(f"{what} are a list of names; got {names!r}. Write [{names!r}].")
+
+
+def check(recording: Any) -> None:
+    """ValueError unless it is a Recording."""
+    if not isinstance(recording, Recording):
+        raise ValueError(f"a study judges what study.record yields, or study.read; got {type(recording).__name__}.")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from fp8ref.health import Health
 from fp8ref.result import Result
 from fp8ref.sim import health, states
 from fp8ref.states import LAYOUTS, Layout
+from fp8ref.study import recording as recordings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,13 +79,15 @@ def judge_states(
 ) -> JudgedStates:
     """Run AdamW's moments in each layout over the gradients of consecutive steps.
 
-    gradients   of each step, by parameter: what NumPy makes an array of, in the model's own shapes.
+    gradients   of each step, by parameter: tensors of PyTorch, or what NumPy makes an array of, in the model's own
+                shapes; of floats, which are rounded to float32.
     layouts     names or Layouts of moments; None: all. Weights are zeros: they are in no figure.
     most        the most elements of a parameter that are taken, in whole blocks of 1024 from its beginning; its scales are theirs.
     Memory:     both moments of so many elements, and a step's gradients.
-    Raises:     ValueError: no step; steps of other parameters or shapes; an unknown layout, or one with masters.
+    Raises:     ValueError: no step; gradients that are no floats; steps of other parameters or shapes; an unknown layout, or one with masters.
     Source:     spec O-1 to O-12.
     """
+    recordings.listed(layouts, "layouts")
     chosen = {layout.name: layout for layout in map(layouts_of.by_name, LAYOUTS if layouts is None else layouts)}
     if kept := [name for name, layout in chosen.items() if layout.keeps_master]:
         raise ValueError(f"a study judges layouts of moments; {kept[0]!r} stores masters too. Leave it out.")
@@ -92,8 +95,9 @@ def judge_states(
     last: dict[tuple[str, str], np.ndarray] = {}
     steps, first = 0, {}  # type: ignore[var-annotated]
     for of_step in console.counted("judge states", gradients):
-        arrays = {name: np.asarray(g, np.float32).reshape(-1)[: _kept(np.size(g), most)] for name, g in of_step.items()}
-        sizes = {name: np.shape(g) for name, g in of_step.items()}
+        whole = {name: _array(name, g) for name, g in of_step.items()}
+        arrays = {name: g.astype(np.float32).reshape(-1)[: _kept(g.size, most)] for name, g in whole.items()}
+        sizes = {name: g.shape for name, g in whole.items()}
         if steps and sizes != first:
             raise ValueError(f"every step has the gradients of the same parameters; step {steps} has others. Record them alike.")
         first, steps = sizes, steps + 1
@@ -114,6 +118,16 @@ def _of_layout(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -> di
     taken = {name: layout.bytes_per_parameter(size) for name, size in sizes.items()}
     whole = healths.of(healths.total(np.stack(list(mine.values()))), sum(taken[n] * sizes[n] for n in mine) / sum(sizes.values()))
     return {"": whole} | {name: healths.of(numbers, taken[name]) for name, numbers in mine.items()}
+
+
+def _array(name: str, gradient: Any) -> np.ndarray:
+    """A gradient as NumPy's array; ValueError unless it is of floats."""
+    if hasattr(gradient, "detach"):  # PyTorch's, whose bfloat16 NumPy does not know
+        gradient = gradient.detach().float().cpu().numpy()
+    made = np.asarray(gradient)
+    if made.dtype.kind in "biucOSU":
+        raise ValueError(f"gradients are of floats; got {made.dtype} for {name!r}. Give those of parameters alone.")
+    return made
 
 
 def _kept(size: int, most: int) -> int:

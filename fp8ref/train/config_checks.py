@@ -98,11 +98,16 @@ def check(config: Checked) -> None:
 
 def check_backend(config: Checked, backend: str) -> None:
     """ConfigError for what a backend does not train."""
-    if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
+    if foreign := config.parallel.foreign(backend):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
     architectures.check_backend(config, backend)
     parallel, optimizer = config.parallel, config.optimizer
-    if refused := optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + unswitched(config, backend):
+    if (
+        refused := optimizer.foreign(backend)
+        + optimizer.uncut(parallel, backend)
+        + parallel.unreduced(backend)
+        + unswitched(config, backend)
+    ):
         raise ConfigError(refused[0])
 
 

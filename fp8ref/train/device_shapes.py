@@ -159,8 +159,9 @@ def check_on_gpu(config: Config, backend: str) -> None:
 
 
 def _foreign(config: Config, backend: str) -> list[str]:
-    foreign = config.parallel.foreign(backend) + config.optimizer.foreign(backend)
-    return [f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."] if foreign else []
+    foreign = config.parallel.foreign(backend)
+    keys = [f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."] if foreign else []
+    return keys + config.optimizer.foreign(backend)
 
 
 def _cut(config: Config) -> list[str]:
@@ -170,7 +171,7 @@ def _cut(config: Config) -> list[str]:
         faults.append(data.indivisible(keys.of_batch, "devices"))
     faults += config_checks.uncut_sequences(config)
     faults += [
-        f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}."
+        f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}. Change one of them."
         for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         if getattr(model, key) % keys.tensor
     ]
@@ -181,6 +182,9 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
     """JAX's faults: pieces must be equal, and hold whole blocks (P-1, P-5)."""
     keys = config.parallel
     faults = keys.unattended(config.model.head_dim)
+    if keys.devices > 1 and keys.amax_scope == "local":
+        states = dict.fromkeys(d.recipe.name for d in decisions if d.recipe.delayed)
+        faults += [f"recipe {name!r} keeps one state for all devices; parallel.amax_scope is local. Set it to global." for name in states]
     if decisions:
         try:
             config.program_linears()
@@ -191,9 +195,9 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
             "parallel.loss 'chunked' takes a last linear in bfloat16; lm_head is in FP8. Name it in filter_fqns, or use loss 'whole'."
         )
     if config.model.vocab_size % keys.shards:
-        faults.append(f"model.vocab_size is divisible by parallel.{keys.of_shards}; got {config.model.vocab_size}.")
+        faults.append(f"model.vocab_size is divisible by parallel.{keys.of_shards}; got {config.model.vocab_size}. Change one of them.")
     if config.model.num_experts % keys.shards:
-        faults.append(f"model.num_experts is divisible by parallel.{keys.of_shards}; got {config.model.num_experts}.")
+        faults.append(f"model.num_experts is divisible by parallel.{keys.of_shards}; got {config.model.num_experts}. Change one of them.")
     for d in decisions:
         if d.experts is not None:
             continue

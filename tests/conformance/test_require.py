@@ -132,3 +132,29 @@ def test_large_arrays_are_compared_by_the_compiled_kernels():
     require.require_quantized(x, q.codes, E4M3FN, scale=q.scale)
     require.require_cast(x, cast.encode(x, E4M3FN), E4M3FN)
     assert "90000 of 90000 codes" in said(lambda: require.require_cast(x, cast.encode(x, E4M3FN) ^ 0x80, E4M3FN))
+
+
+def test_a_single_number_that_is_wrong():
+    assert "got       0x39 (1.125)" in said(lambda: require.require_cast(np.float32(1), np.uint8(0x39), E4M3FN))
+
+
+def test_codes_whose_dtype_names_another_format():
+    x = np.float32([1.0, 2.0])
+    codes = cast.encode(x, E4M3FN)
+    require.require_cast(x, codes.view(ml_dtypes.float8_e4m3fn), E4M3FN)
+    with pytest.raises(ValueError, match="codes of e4m3fn are uint8 or of its own dtype; got float8_e5m2"):
+        require.require_cast(x, codes.view(ml_dtypes.float8_e5m2), E4M3FN)
+    with pytest.raises(ValueError, match="codes of e8m0fnu are uint8 or of its own dtype; got float8_e4m3fn"):
+        require.require_scales(x, codes.view(ml_dtypes.float8_e4m3fn), E4M3FN, policy="mx_floor", made="e8m0")
+
+
+def test_what_is_no_answer_to_whether_it_saturates():
+    with pytest.raises(ValueError, match="saturate is True or False; got 'no'"):
+        require.require_cast(np.float32([1]), np.uint8([0x38]), E4M3FN, saturate="no")
+
+
+def test_elements_that_are_masked():
+    x = np.ma.masked_array(np.float32([1, 500]), [False, True])
+    with pytest.raises(ValueError, match="every element counts; got an array with 1 masked ones"):
+        require.require_cast(x, np.uint8([0x38, 0]), E4M3FN)
+    require.require_cast(np.ma.masked_array(np.float32([1])), np.uint8([0x38]), E4M3FN)

@@ -233,3 +233,14 @@ def test_comparing_needs_neither():
         "import sys; sys.modules['hypothesis'] = sys.modules['pytest'] = sys.modules['ml_dtypes'] = None; import fp8ref.conformance.require"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (2, 0)])
+def test_shapes_without_elements_are_refused(shape):
+    with pytest.raises(ValueError, match="a tensor has at least one axis, and each at least one element"):
+        strategies.examples(strategies.tensors(shape=shape), 1)
+
+
+def test_no_shards_are_refused():
+    with pytest.raises(ValueError, match="a tensor is cut into at least one shard; got most=0"):
+        strategies.examples(strategies.shards(most=0), 1)

@@ -87,3 +87,11 @@ def test_products_of_codes_stay_in_fp8():
             assert dot.split(" : (")[1].count(f"x{dtype}>") == 2
             assert dot.endswith("xf32>")
             assert precision is None or f"precision = [{precision}, {precision}]" in dot
+
+
+def test_nothing_is_promoted():
+    """Programs may forbid that JAX broadcasts ranks or promotes dtypes by itself."""
+    q = jnp.ones((1, 2, 64, 32), jnp.bfloat16)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        grad = jax.eval_shape(jax.grad(lambda q: attention.apply(q, q, q, variant="cudnn").sum()), q)
+    assert grad.shape == q.shape

@@ -108,6 +108,12 @@ def test_no_tokens_in_any_form():  # L-9
         assert not grads[1].any()
 
 
+@pytest.mark.parametrize("dims", [(-1,), (2,), (0, 0)])
+def test_dims_that_are_none_of_an_operand(dims):
+    with pytest.raises(ValueError, match=r"wi: dimension_numbers name each dim once, counted from 0; got "):
+        contraction.dot_general(jnp.ones((16, 16)), jnp.ones((16, 16)), ((dims, (1,)), ((), ())), recipe="rowwise", name="wi")
+
+
 def test_unequal_dims():
     with pytest.raises(ValueError, match=r"dot_general: contracted and batch dims have equal sizes; got \(16, 64\) and \(32, 16\)"):
         contraction.dot_general(jnp.ones((16, 64)), jnp.ones((32, 16)), (((1,), (1,)), ((), ())), recipe=RECIPES["tensorwise"])

@@ -289,3 +289,10 @@ def test_amaxes_of_a_pass_merge_over_a_vmap():  # H-4, A-19
     np.testing.assert_array_equal(found["do"], [7, 0, 1])
     apart = jax.vmap(lambda x, one: delayed.merged({"q": one}, {"q": x}, {"q": one}))(amaxes, jnp.zeros((3, 3)))
     np.testing.assert_array_equal(apart["q"], [[1, 0, 1], [3, 0, 1], [2, 0, 1]])
+
+
+@pytest.mark.parametrize("kind", [delayed.DelayedState, delayed.FlaxState])
+def test_states_are_known_to_jax_export(kind):
+    """A program that takes a state is serialized by the name of its type, which is registered once."""
+    with pytest.raises(ValueError, match=r"[Dd]uplicate"):
+        jax.export.register_namedtuple_serialization(kind, serialized_name=f"fp8ref.jax.delayed.{kind.__name__}")

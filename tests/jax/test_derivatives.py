@@ -1,11 +1,12 @@
-"""Derivatives that a linear does not have are refused by the layer's name (spec L-8)."""
+"""Derivatives that a linear does not have are refused by the layer's name (spec L-8); codes that a backward pass keeps stay what
+they are."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from fp8ref.jax import linear
+from fp8ref.jax import attention, linear
 
 X, W = jnp.ones((16, 32)), jnp.ones((32, 32))
 
@@ -66,3 +67,17 @@ def test_first_derivatives_under_transformations():
     for found in (jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(X, W), jax.vmap(jax.grad(loss, (0, 1)), (0, None))(X[None], W)):
         assert all((a == b).all() for a, b in zip(expected, found, strict=True))
     assert (jax.grad(lambda x: jax.vmap(loss, (0, None))(x, W).sum())(X[None]) == expected[0]).all()
+
+
+KEPT = {
+    "linear": lambda x: (linear.apply(x, W, recipe="tensorwise")[0] ** 2).sum(),
+    "attention": lambda x: (attention.apply(x[None, None], x[None, None], x[None, None], variant="cudnn") ** 2).sum(),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_codes_that_a_policy_of_checkpointing_keeps(kind):
+    """jax.checkpoint rounds what it keeps as if e4m3fn had infinities: the largest codes would be NaN."""
+    x = jax.random.normal(jax.random.key(0), X.shape)
+    kept = jax.checkpoint(KEPT[kind], policy=jax.checkpoint_policies.everything_saveable)
+    assert (jax.jit(jax.grad(kept))(x) == jax.jit(jax.grad(KEPT[kind]))(x)).all()

@@ -230,6 +230,15 @@ def test_batch_dims_and_attention(operands):
         assert jax.typeof(found) == jax.typeof(theirs(*cut))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_arrays_that_are_not_on_the_mesh_of_the_context(wrap):
+    """They are whole, on one device, and so is the result: as jnp has it."""
+    x, w = jnp.ones((2, 2, 128), jnp.bfloat16), jnp.ones((128, 256), jnp.bfloat16)
+    alone = dot()(x, w)
+    with jax.set_mesh(MESH):
+        same(wrap(dot())(x, w), alone)
+
+
 @pytest.mark.parametrize(
     ("of_w", "how", "message"),
     [
@@ -241,6 +250,7 @@ def test_batch_dims_and_attention(operands):
         ),
         (P(), {"placement": Placement(m=("date",))}, "placement names axes of the mesh, data, fsdp, tensor; got date"),
         (P(), {"placement": Placement(m=BATCH, scope="local")}, "scope 'local' needs visible devices"),
+        (P(), {"placement": P("data")}, "placement is a sharding.Placement or None; got P"),
     ],
 )
 def test_refusals(of_w, how, message, operands):

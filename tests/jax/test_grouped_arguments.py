@@ -35,3 +35,12 @@ def test_axes_along_which_nothing_varies_are_refused():  # X-3
         jax.shard_map(run, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(
             jnp.ones((24, 32), jnp.bfloat16), jnp.ones((3, 32, 16), jnp.bfloat16)
         )
+
+
+def test_arrays_that_explicit_axes_cut_are_refused():
+    """Whole ones on such a mesh are taken."""
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        x, w = jnp.ones((20, 32), jnp.bfloat16), jnp.ones((3, 32, 16), jnp.bfloat16)
+        assert jax.eval_shape(lambda w: grouped.apply(x, w, SIZES, recipe="rowwise")[0], jax.device_put(w, P())).shape == (20, 16)
+        with pytest.raises(ValueError, match=r"experts: .*got w cut along the Explicit axes data. Use jax.shard_map"):
+            grouped.apply(x, jax.device_put(w, P(None, "data")), SIZES, recipe="rowwise", name="experts")

@@ -1,11 +1,12 @@
 """Groups of rows in JAX: which group and block a row is in, casts by tables, and blocks of one group."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import grouped_operands, scaling
+from fp8ref.jax import grouped, grouped_operands, scaling
 from fp8ref.recipe import RECIPES, CastSpec
 
 SIZES = jnp.array([20, 0, 3, 32])
@@ -62,3 +63,12 @@ def test_blocks_of_rows_are_of_one_group_and_hold_every_row(rng):  # X-10
         assert all(groups.group[r] == group for r in rows)
     assert sorted(int(r) for r in laid.ravel() if r) == list(range(1, 56))
     assert laid.shape[0] * laid.shape[1] == grouped_operands.rows_multiplied(ROWS, 4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_nothing_is_promoted(recipe):
+    """Programs may forbid that JAX broadcasts ranks or promotes dtypes by itself."""
+    x, w, sizes = jnp.ones((32, 32), jnp.bfloat16), jnp.ones((2, 32, 16), jnp.bfloat16), jnp.array([16, 16])
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        grad = jax.eval_shape(jax.grad(lambda x: grouped.apply(x, w, sizes, recipe=recipe)[0].sum()), x)
+    assert grad.shape == x.shape

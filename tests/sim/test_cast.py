@@ -335,3 +335,18 @@ def test_codes_count_the_magnitudes_in_spacings(fmt):  # C-1, F-2
     np.testing.assert_array_equal(cast.magnitude_codes(n, exponent, fmt), codes)
     n, exponent = cast.in_spacings(np.array([-2 * fmt.max, np.inf, np.nan]), fmt)
     np.testing.assert_array_equal(cast.magnitude_codes(n, exponent, fmt), [fmt.max_code + (1 << fmt.mantissa_bits), 0, 0])
+
+
+def test_masked_elements_are_refused():
+    masked = np.ma.masked_array(np.float32([1, 500]), [False, True])
+    for function in (lambda x: cast.encode(x, E4M3FN), lambda x: cast.round_to(x, BFLOAT16), cast.exact):
+        with pytest.raises(ValueError, match="every element counts; got an array with 1 masked ones"):
+            function(masked)
+    with pytest.raises(ValueError, match="every element counts"):
+        cast.decode(np.ma.masked_array(np.uint8([1, 2]), [True, False]), E4M3FN)
+    assert cast.encode(np.ma.masked_array(np.float32([1])), E4M3FN).tolist() == [0x38]
+
+
+def test_saturate_is_a_truth_value():
+    with pytest.raises(ValueError, match="saturate is True or False; got 'no'"):
+        cast.encode(np.float32([500]), E4M3FN, saturate="no")

@@ -233,3 +233,8 @@ def test_what_is_clipped_is_what_saturating_changes(rng, fmt, edge):  # Q-11, C-
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_what_is_no_state():
+    with pytest.raises(ValueError, match=r"a state is a DelayedState; got NoneType\. Make it by init"):
+        delayed.update(None, config="delayed", fmt=E4M3FN)

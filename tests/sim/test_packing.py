@@ -20,3 +20,8 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_the_largest_code_is_said():
+    with pytest.raises(ValueError, match=r"got uint8 \(2,\), the largest 16"):
+        packing.pack(np.uint8([3, 16]))

@@ -133,3 +133,9 @@ def test_shapes_and_dtypes(name):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("scale", [1j, "1", True, np.ma.masked_array(np.float32([1, 2]), [True, False])])
+def test_what_is_no_scale_has_no_inverse(scale):
+    with pytest.raises(ValueError, match=r"scales are float32|every element counts"):
+        scales.scale_inv_from_scale(scale)

@@ -14,7 +14,7 @@ from state_layouts import ALL, BLOCKS, MASTERED, gradients
 
 from fp8ref import states as data
 from fp8ref.formats import BFLOAT16, FLOAT32
-from fp8ref.sim import health, moments, states
+from fp8ref.sim import delayed, health, moments, states
 from fp8ref.states import LAYOUTS, Layout, Moment
 
 
@@ -429,3 +429,10 @@ def test_bfloat16_gradients_are_widened():
     state = states.init((256,))
     one, two = (states.step(np.ones(256, F32), x, state, learning_rate=0.1)[0] for x in (g, g.astype(F32)))
     np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("shape", [4, "4", (-1,), (2.0,), np.ones((2, 3)), None])
+def test_what_is_no_shape(shape):
+    for init in (states.init, lambda shape: delayed.init("delayed", shape)):
+        with pytest.raises(ValueError, match="a shape is a tuple of integers that are not negative"):
+            init(shape)

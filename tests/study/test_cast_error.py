@@ -138,3 +138,8 @@ def test_a_recipe_without_fp8_is_refused():
         study.judge(recorded(tensors(), 640), ["nvfp4"])
     with pytest.raises(ValueError, match="rounded to nearest; 'mine' is another"):
         study.judge(recorded(tensors(), 640), {"mine": RECIPES["mxfp4"].output.a})
+
+
+def test_a_cast_that_is_none():
+    with pytest.raises(ValueError, match="a cast is a CastSpec; got int for 'mine'"):
+        study.judge(Recording(framework="torch", chosen=(), operands={}), {"mine": 5})

@@ -84,3 +84,16 @@ def test_what_cannot_be_compared_is_refused():
 def test_a_pass_that_changes_is_refused():
     with pytest.raises(ValueError, match="run gives the same result each time; two runs differed"):
         depth_error.compare(FIRST, seen({}, X + 1), lambda recipe: FIRST, ["tensorwise"])
+
+
+def test_a_row_with_a_nan_agrees_with_none():
+    nan = np.float32([[1, 0], [np.nan, 1]])
+    once = seen({"a": X}, nan)
+    found = depth_error.compare(once, once, lambda recipe: once, ["rowwise"]).outcomes["rowwise"]
+    assert found.agreement == 0.5
+
+
+def test_a_name_in_the_place_of_names():
+    once = seen({"a": X}, np.float32([[1, 0]]))
+    with pytest.raises(ValueError, match="recipes are a list of names; got 'rowwise'"):
+        depth_error.compare(once, once, lambda recipe: once, "rowwise")

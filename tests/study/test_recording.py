@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from fp8ref import study
 from fp8ref.study import recording
 from fp8ref.study.recording import Operand, Recording
 
@@ -61,3 +62,11 @@ def test_what_is_chosen_is_checked():
     for rows in (0, 100, -128):
         with pytest.raises(ValueError, match=f"rows is a multiple of 128, which no block of scales crosses; got {rows}"):
             recording.chosen(["a"], "*", rows)
+
+
+def test_what_is_no_recording_and_no_list_of_names():
+    with pytest.raises(ValueError, match=r"a study judges what study\.record yields, or study\.read; got int"):
+        study.judge(5)
+    for judge, what in ((study.judge, "recipes"), (study.judge_attention, "variants"), (study.judge_states, "layouts")):
+        with pytest.raises(ValueError, match=rf"{what} are a list of names; got 'rowwise'\. Write \['rowwise'\]"):
+            judge(Recording(framework="torch", chosen=(), operands={}), "rowwise")

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from fp8ref import study
 from fp8ref.sim import health, states
@@ -60,3 +61,15 @@ def test_large_parameters_are_sampled():
 def test_what_cannot_be_judged_is_refused(steps, layouts, message):
     with pytest.raises(ValueError, match=message):
         study.judge_states(steps, layouts)
+
+
+def test_gradients_as_tensors_of_pytorch():
+    g = torch.linspace(-1, 1, 64).reshape(4, 16)
+    for given in (g, g.bfloat16(), g.double()):
+        found, expected = (study.judge_states([{"w": x}], ["torchao"]).to_dict() for x in (given, given.float().numpy()))
+        assert found == expected
+
+
+def test_gradients_that_are_no_floats():
+    with pytest.raises(ValueError, match="gradients are of floats; got int64 for 'w'"):
+        study.judge_states([{"w": np.ones((4, 4), np.int64)}], ["torchao"])

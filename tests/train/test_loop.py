@@ -281,7 +281,6 @@ def test_metrics_are_json_that_every_reader_takes(tmp_path, small, fake):
         ("jax", {"parallel": {"gather": "compute"}}, "parallel.gather"),
         ("jax", {"parallel": {"reduction": "ordered", "compile": "block"}}, "parallel.reduction, parallel.compile"),
         ("torch", {"parallel": {"scan": True, "reduce": "accumulators"}}, "parallel.scan, parallel.reduce"),
-        ("jax", {"optimizer": {"kind": "adamw_fp8"}}, "optimizer.kind"),
     ],
 )
 def test_a_backend_refuses_keys_that_it_would_ignore(small, backend, sections, key):

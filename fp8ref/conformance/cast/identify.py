@@ -13,7 +13,7 @@ import numpy as np
 from fp8ref import formats
 from fp8ref.conformance import exhaustive as all_inputs
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behavior, decisions, describe, layout_invariance, outputs, stochastic
+from fp8ref.conformance.cast import behavior, decisions, describe, every_16_bit, layout_invariance, outputs, stochastic
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.fp4 import identify_fp4_cast
 from fp8ref.conformance.cast.outputs import Responses
@@ -86,6 +86,8 @@ def identify_cast(
     unexplained = [
         a.counterexample(simplest(a.x, differs), found, "by the behavior found") for a, differs in wrong.items() if differs.any()
     ]
+    for a in [a for a, differs in wrong.items() if not differs.any()]:
+        unexplained += every_16_bit.check(subject, a.source, found_fmt, found)
     total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
     findings.append(
         Finding(

@@ -270,12 +270,17 @@ def _no_chance(subject: Subject, a: Responses, position: int | None, rates: Roun
     if position is not None:
         return _error(subject, a, position, "gave different codes on the second call")
     codes = rates.responses.codes.reshape(-1, REPEATS)
-    return _error(subject, rates.responses, int(np.argmax(codes != codes[:, :1])), "got several codes in one array")
+    at = int(np.argmax(codes != codes[:, :1]))
+    where = f"got several codes in one array of {codes.size} elements, another one at index {at} than at {at - at % REPEATS}"
+    again = outputs.ask(subject, rates.responses.x, a.source).codes(a.fmt).reshape(codes.shape)
+    if np.array_equal(again, codes):
+        return _error(subject, rates.responses, at, f"{where}, in every call", "depends on the place or the number of elements")
+    return _error(subject, rates.responses, at, where)
 
 
-def _error(subject: Subject, a: Responses, at: int, what: str) -> ConformanceError:
+def _error(subject: Subject, a: Responses, at: int, what: str, how: str = "does not repeat itself") -> ConformanceError:
     return ConformanceError(
-        f"{subject.name} does not repeat itself, and does not round stochastically: {a.source} "
+        f"{subject.name} {how}, and does not round stochastically: {a.source} "
         f"{show(a.x[at])} ({bits_of(a.x[at], a.source)}) {what}. Make its result depend on its "
         "input alone."
     )

@@ -103,17 +103,24 @@ def _shrunk(subject: Subject, asked: Asked, difficulty: str, sequence: Sequence,
                 sequence, scales, met = better[0][: better[2][0]], better[1], better[2]
                 break
         else:
-            return _named(asked, difficulty, sequence, scales, met)
+            return _named(subject, asked, difficulty, sequence, scales, met)
 
 
-def _named(asked: Asked, difficulty: str, sequence: Sequence, scales: np.ndarray, met: tuple) -> Departure:
+def _named(subject: Subject, asked: Asked, difficulty: str, sequence: Sequence, scales: np.ndarray, met: tuple) -> Departure:
     at, when, shown = met
+    repeats = _shown(difference(subject, sequence, scales)) == _shown(met)
     if when == "observed":
         got, expected, clause = shown.observed, scales[at - 1], "H-1"
     else:
         got, expected, clause = shown.scale, scales[min(at, len(sequence))], _clause(asked.rule, sequence, difficulty)
     words = f"it raises {shown.raised}" if shown.raised else _value(float(got))
+    words += "" if repeats else ", and something else when it is run again"
     return Departure(difficulty=difficulty, sequence=sequence, when=when, got=words, expected=_value(float(expected)), clause=clause)
+
+
+def _shown(met: tuple[int, str, Shown] | None) -> str:
+    """What differs, and where, as text: a NaN is equal to itself there."""
+    return "nothing" if met is None else f"{met[0]} {met[1]} {met[2].observed if met[1] == 'observed' else (met[2].scale, met[2].raised)}"
 
 
 def _clause(rule: DelayedScaling, sequence: Sequence, difficulty: str) -> str:

@@ -4,10 +4,10 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fp8ref.conformance.delayed import unnamed
 from fp8ref.conformance.delayed.comparison import Asked, departure
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, LONGEST, Sequence, fixed
 from fp8ref.conformance.delayed.subject import Subject, subject_of
@@ -123,6 +123,8 @@ def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> Delay
 
     if raised := [one.raised for one in subject.run(((2.0,), (8.0,))) if one.raised]:
         return nothing(f"it raises {raised[0]}")
+    if shared := unnamed.remembers(subject):
+        return nothing(shared)
     if early := _changes_at_once(subject):
         return nothing(early)
     interval, steps = _interval(subject), _remembered(subject)
@@ -133,7 +135,7 @@ def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> Delay
         rule for rule in _ordinary(subject, fmt, made, shows, interval, steps) if _explains(subject, Asked(rule=rule, **ask), "ordinary")
     ]
     if not rules:
-        return nothing(*_reductions(subject, fmt, made), "no rule explains ordinary amaxes")
+        return nothing(*unnamed.reductions(subject, fmt, made), "no rule explains ordinary amaxes")
     evidence = []
     for difficulty, decided in _DECIDE.items():
         tried = [
@@ -150,7 +152,8 @@ def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> Delay
         else:
             nearest = next((rule for rule in rules if _name(rule)), rules[0])
             found = departure(subject, Asked(rule=nearest, **ask), difficulty, fixed(difficulty, _length(nearest)))
-            evidence.append(f"no rule explains {DIFFICULTIES[difficulty].words}: {found}")
+            again = "run again, they follow one: it does not repeat itself"
+            evidence.append(f"no rule explains {DIFFICULTIES[difficulty].words}: {found or again}")
     chosen = next((rule for rule in rules if _name(rule)), rules[0])
     names = tuple(dict.fromkeys(name for rule in rules if (name := _name(rule))))
     others = {key: tuple(dict.fromkeys(_field(rule, key) for rule in rules if _field(rule, key) != _field(chosen, key))) for key in FIELDS}
@@ -250,19 +253,6 @@ def _changes_at_once(subject: Subject) -> str:
         if one.observed is not None and one.observed != one.scale:
             return f"the scale of step {i + 1} changes from {show(one.scale)} to {show(one.observed)} when its own tensor is observed (H-1)"
     return ""
-
-
-def _reductions(subject: Subject, fmt: Format, made: str) -> list[str]:
-    """What else than the largest or the newest amax of a history its scale is made of, if it is
-    known."""
-    amaxes = (2.0, 8.0, 5.0)
-    scale = subject.run(tuple((amax,) for amax in amaxes))[-1].scale
-    of: dict[str, Callable] = {"mean": lambda v: sum(v) / len(v), "minimum": min, "sum": sum, "median": lambda v: sorted(v)[len(v) // 2]}
-    for name, reduce in of.items():
-        gain = fmt.max / reduce(amaxes)
-        if math.isclose(scale, gain if made == "scale" else 1 / gain, rel_tol=1e-6):  # float32 roundings: 2^-23 each
-            return [f"its scale is that of the {name} of the amaxes, not of the largest"]
-    return []
 
 
 def _name(rule: DelayedScaling) -> str:

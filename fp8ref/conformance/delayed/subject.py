@@ -107,16 +107,16 @@ class Subject:
     def run(self, sequence: Sequence) -> "list[Shown]":
         """What it shows before each operation, and after the last; it ends at the first that
         raises."""
-        held = Held(self)
         found: list[Shown] = []
         try:
+            held = Held(self)
             found.append(Shown(scale=held.scale()))
             for operation in sequence:
                 observed = held.do(operation)
                 found[-1] = dataclasses.replace(found[-1], observed=observed)
                 found.append(Shown(scale=held.scale()))
-        except Exception as error:  # anything that somebody's code raises is its answer
-            found.append(Shown(raised=f"{type(error).__name__}: {error}"))
+        except (Exception, SystemExit) as error:  # anything that somebody's code raises is its answer
+            found.append(Shown(raised=f"{type(error).__name__}: {error}".rstrip(".: ")))
         return found
 
     def given(self, amax: float) -> Any:
@@ -190,7 +190,10 @@ def subject_of(implementation: Any, *, takes: str = "amax", framework: str = "nu
     if isinstance(implementation, Subject):
         return implementation
     if not isinstance(implementation, Functions) and not callable(implementation):
-        raise ValueError(f"a delayed scaling state is a class, or conformance.delayed.Functions; got {type(implementation).__name__}.")
+        raise ValueError(
+            f"a delayed scaling state is a class, or conformance.delayed.Functions; got {type(implementation).__name__}. "
+            "Of an object give the class, or a function that makes one."
+        )
     functions = implementation if isinstance(implementation, Functions) else of_class(implementation)
     name = getattr(implementation, "__name__", "the implementation")
     return Subject(functions=functions, name=name, takes=takes, framework=framework)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import arrays, subject
-from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm, operand
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm, operand
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim.scaling import Quantized
 
@@ -83,7 +83,11 @@ def _of_arrays(function: Callable[..., Any], framework: str, device: str, takes_
     def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
         given = [float8_array(made, q.codes, q.fmt) for q in (a, b)] + [made.make_array(q.scale_inv, "float32") for q in (a, b)]
         added = {"bias": made.make_array(np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32")} if takes_bias else {}
-        return function(*given, **added)
+        before = [arrays.written(x) for x in (*given, *added.values())]
+        found = function(*given, **added)
+        if [arrays.written(x) for x in (*given, *added.values())] != before:
+            raise ProbeError("changed its operands. Let it work on copies.")
+        return found
 
     return multiply
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref import granularity as granularities
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior, decisions
@@ -57,6 +58,10 @@ def identify_quantizer(
     Raises:    ValueError: fmt neither an FP8 format nor e2m1fn, an unknown name; ConformanceError: not a valid
                quantizer: it raises, gives other shapes, changes its input, or does not repeat itself.
     """
+    if granularity is not None:
+        granularities.by_name(granularity)
+    if axis not in (None, -1, 0):
+        raise ValueError(f"axis is -1, the last axis of x [M, K], or 0, the first; got {axis!r}.")
     if isinstance(fmt, Format) and fmt.name in FP4_FORMATS:
         return identify_fp4(function, fmt, name=name, expect=expect, granularity=granularity, axis=axis, framework=framework, device=device)
     check_format(fmt)

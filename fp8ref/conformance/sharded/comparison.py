@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.arrays import as_jax, as_numpy, as_torch
+from fp8ref.conformance.arrays import as_jax, as_numpy, as_torch, written
 from fp8ref.conformance.finding import bits_of, show
 from fp8ref.conformance.sharded.inputs import DIFFICULTIES, Case, arrays, named, of_kind, whole
 from fp8ref.formats import Format
@@ -47,14 +47,19 @@ class Collective:
     def values(self, case: Case) -> list[float] | str:
         """Every rank's value, or what was raised."""
         given = [[FRAMEWORKS[self.framework](x) for x in rank] for rank in arrays(case, self.axis)]
+        before = [written(x) for rank in given for x in rank]
+        shards = [x for rank in given for x in rank]  # held here: somebody's code may empty the lists
         try:
             found = self.function(given if self.microbatches else [rank[0] for rank in given])
+            if isinstance(found, dict | str):
+                return f"it gives a {type(found).__name__}, not one number for each rank in their order"
             values = [as_numpy(value).reshape(-1) for value in found]
-        except Exception as error:  # anything that somebody's code raises is its answer
+            if len(values) != len(case) or any(value.size != 1 for value in values):
+                return f"it gives shapes {[value.shape for value in values]} for {len(case)} ranks, not one number for each"
+            numbers = [float(value[0]) for value in values]
+        except (Exception, SystemExit) as error:  # anything that somebody's code raises is its answer
             return f"it raises {type(error).__name__}: {error}".splitlines()[0]
-        if len(values) != len(case) or any(value.size != 1 for value in values):
-            return f"it gives shapes {[value.shape for value in values]} for {len(case)} ranks, not one number for each"
-        return [float(value[0]) for value in values]
+        return numbers if [written(x) for x in shards] == before else "it changes its shards"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +95,22 @@ def departure(collective: Collective, difficulty: str, cases: Sequence[Case]) ->
         case = simpler
     values, expected = collective.values(case), collective.expected(case)
     got = values if isinstance(values, str) else " and ".join(map(show, values))
+    if not wrong(collective, case) or values == [expected] * len(case):
+        got += ": not the same in every call"
+    elif said := remembers(collective):
+        got += f"; {said}"
     bits = "" if np.isnan(expected) else f" ({bits_of(expected, 'float32')})"
     return Departure(difficulty=difficulty, case=case, got=got, expected=f"{show(expected)}{bits}", clause=DIFFICULTIES[difficulty].clause)
+
+
+def remembers(collective: Collective) -> str:
+    """In words, that a call depends on an earlier one; else ""."""
+    small: Case = ((((1e-30,),),),)
+    large: Case = ((((3e38,),),),)
+    alone = collective.values(small)
+    collective.values(large)
+    after = collective.values(small)
+    return "" if alone == after else f"what it gives depends on earlier calls: {named(small)} gives other values after {named(large)}"
 
 
 def _simpler(case: Case) -> Iterator[Case]:

@@ -40,9 +40,11 @@ def require_sharded(
               a value is one number.
     Specials: NaN and infinities on any rank; all NaNs count as equal. A tensor that is empty as a
               whole is not given (S-7).
-    Raises:   ValueError: an unknown policy or word.
+    Raises:   ValueError: an unknown policy or word, or a collective that is no function.
     Source:   spec P-2, P-3, P-27, H-4.
     """
+    if not callable(collective):
+        raise ValueError(f"a collective is a function of a list of shards; got {type(collective).__name__}.")
     kind = Collective(
         function=collective, policy=policies.by_name(policy), fmt=fmt, made=made, axis=axis, microbatches=microbatches, framework=framework
     )

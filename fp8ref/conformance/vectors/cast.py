@@ -80,6 +80,8 @@ class Rules:
     def __post_init__(self) -> None:
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, which give each input one code; got {self.rounding!r}.")
+        if not isinstance(self.saturate, bool | np.bool_):
+            raise ValueError(f"saturate is True or False; got {self.saturate!r}.")
 
 
 def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:

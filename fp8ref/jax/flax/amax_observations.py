@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import jax
 
-from fp8ref.jax import delayed
+from fp8ref.jax import delayed, derivatives
 from fp8ref.recipe import Recipe
 
 STATE, SEEN = "fp8_state", "fp8_seen"  # linen's collections; a state is read, observations are threaded
@@ -99,6 +99,16 @@ def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
             f"{name}: recipe {recipe.name!r} scales by past amaxes, and the observations of this layer would be lost. {remedy}"
         )
     return delayed.unseen(recipe)
+
+
+def warned(y: jax.Array, recipe: Recipe, name: str) -> jax.Array:
+    """y, the output of a layer that was not observed; a UserWarning, naming it, where a gradient is taken."""
+    return derivatives.warned(
+        y,
+        name,
+        f"recipe {recipe.name!r} scales by past amaxes, and this gradient observes none: a model that it trains keeps its first scales. "
+        "Use fj.flax.value_and_grad in place of jax.grad or nnx.grad.",
+    )
 
 
 def check_precision(name: str, recipe: Recipe, precision) -> None:

@@ -136,7 +136,7 @@ def _hook(decision: linear_selection.Decision, layer, options: Mapping) -> nnx_h
     """What takes the place of a layer's own function, which it remembers."""
     attribute, kernel = _attribute(layer), layer.kernel.get_value()
     kind = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}.get(attribute, nnx_hooks.DotGeneral)
-    hook = kind(decision.recipe, decision.path, kernel.shape[: kernel.ndim - _kernel_ndim(layer)], **options)
+    hook = kind(decision.recipe, decision.path, kernel.shape[: kernel.ndim - reports.kernel_ndim(layer)], **options)
     hook.replaces = (getattr(layer, attribute),)
     return hook
 
@@ -219,15 +219,6 @@ def _dims(name: str, layer) -> tuple[int, int]:
     if isinstance(layer, nnx.Linear | GroupedLinear):
         return layer.out_features, layer.in_features
     return math.prod(layer.out_features), math.prod(layer.in_features)
-
-
-def _kernel_ndim(layer) -> int:
-    """The number of dims of one layer's kernel; a stacked kernel has more."""
-    if isinstance(layer, nnx.Einsum):
-        return len(layer.kernel_shape)
-    if isinstance(layer, GroupedLinear):
-        return 3
-    return 2 if isinstance(layer, nnx.Linear) else len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
 
 
 def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int, int]:

@@ -169,4 +169,5 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
         f"Call apply(..., mutable=[{SEEN!r}]), and name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
         "nn.scan that shares weights."
     )
-    return use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]
+    y = use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]
+    return amax_observations.warned(y, recipe, name)

@@ -18,10 +18,10 @@ class Fp8State(nnx.Variable):
     """A hook's state, {role: DelayedState}; nothing differentiates or optimizes it."""
 
 
-class Seen(nnx.Variable):
+class Seen(Fp8State):
     """The amax observations of a hook, there only while ``value_and_grad`` runs.
 
-    Under nnx.StateAxes it goes where Fp8State goes.
+    A filter of Fp8State takes it too, so that nnx.StateAxes stacks both or none.
     """
 
 
@@ -62,9 +62,15 @@ class Hook(nnx.Module):
         if self.state is None:
             return use()[0]
         state = self.state.get_value()
+        if stack := next((jax.numpy.shape(of_role.stored) for of_role in state.values() if jax.numpy.ndim(of_role.stored)), ()):
+            raise ValueError(
+                f"{self.name}: one layer has one state; got those of a stack of {list(stack)} layers, as under nnx.StateAxes that name "
+                "nnx.Param alone. Name fj.flax.Fp8State next to it: nnx.StateAxes({(nnx.Param, fj.flax.Fp8State): 0, ...: None})."
+            )
         if self.seen is None:
             remedy = "Use models other than value_and_grad's first argument outside of its loss, and hooks as attributes of their layers."
-            return use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
+            y = use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
+            return amax_observations.warned(y, self.recipe, self.name)
         y, after = use(state=state, seen=self.seen.get_value())
         try:
             # NNX refuses to change a Variable of another trace: the layer was closed over, and its

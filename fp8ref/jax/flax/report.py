@@ -6,7 +6,9 @@ products and the ragged products of experts.
 """
 
 import collections
+import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import flax.linen as nn
@@ -57,9 +59,9 @@ def of_nnx(
     rows: list[Row] = []
     vectors: list[Row] = []
     counted: set[int] = set()
-    for path, node in nnx.iter_graph(model, graph=True):
-        if not isinstance(node, nnx.Module) or isinstance(node, Hook):
-            continue
+    nodes = [(path, v) for path, v in nnx.iter_graph(model, graph=True) if isinstance(v, nnx.Module) and not isinstance(v, Hook)]
+    stacks = _stacks((_name(path, model), v, v.kernel.get_value().shape) for path, v in nodes if isinstance(v, LINEARS))
+    for path, node in nodes:
         own = {key: v.get_value() for key, v in vars(node).items() if isinstance(v, nnx.Param) and id(v) not in counted}
         counted |= {id(v) for v in vars(node).values() if isinstance(v, nnx.Variable)}
         shapes = {key: value.shape for key, value in own.items() if hasattr(value, "shape")}
@@ -67,7 +69,8 @@ def of_nnx(
             continue
         name = _name(path, model)
         hooks = [v for v in vars(node).values() if isinstance(v, Hook)] or [bridge.to_nnx__module for bridge in _bridged(node)]
-        row = _row(name, node, shapes, dims.get(name), [hook.recipe for hook in hooks], (decisions or {}).get(name), traced)
+        decision = (decisions or {}).get(name)
+        row = _row(name, node, shapes, _stack_at(name, stacks), dims.get(name), [hook.recipe for hook in hooks], decision, traced)
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
 
@@ -126,13 +129,17 @@ def of_linen(
     traced = _Traced(jaxpr, decisions)
     by_module: dict[str, dict] = collections.defaultdict(dict)
     for path, value in traverse_util.flatten_dict(params).items():
-        by_module[".".join(path[:-1]) or next(iter(modules), "")][path[-1]] = value.shape
+        (array,) = jax.tree.leaves(value)  # nn.unbox would also constrain its sharding
+        by_module[".".join(path[:-1]) or next(iter(modules), "")][path[-1]] = array.shape
+    linears = ((name, modules[name], by_module[name]["kernel"]) for name in decisions if "kernel" in by_module[name])
+    stacks = _stacks(linears)
     rows: list[Row] = []
     vectors: list[Row] = []
     for name, shapes in by_module.items():
         decision = decisions.get(name)
         of_hook = [recipes[name]] if name in recipes else []
-        row = _row(name, modules.get(name), shapes, decision.shape if decision else None, of_hook, decision, traced)
+        dims = decision.shape if decision else None
+        row = _row(name, modules.get(name), shapes, _stack_at(name, stacks), dims, of_hook, decision, traced)
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
 
@@ -147,9 +154,10 @@ class _Traced:
         self.layers: collections.Counter[str] = collections.Counter()
         self.others: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
         for eqn, scope, times in _products(jaxpr, "", 1):
-            parts = scope.split("/")
+            parts = scope.split("/")  # linen's end in its layer, such as "vmap(up)", or in the subscripts of its einsum
             at = next((i for i, part in enumerate(parts) if part == "output"), 0)
-            name = parts[at - 1] if at else next((name for end, name in of_scope.items() if scope.endswith(end)), None)
+            of_linen = re.sub(r"\w+\(([^()]*)\)", r"\1", "/".join(parts[:-1] if "->" in parts[-1] else parts))
+            name = parts[at - 1] if at else next((name for end, name in of_scope.items() if of_linen.endswith(end)), None)
             if name:
                 self.layers[name] += times * _multiplications(eqn)
             else:
@@ -186,19 +194,53 @@ def _multiplications(eqn) -> int:
     return out * math.prod(b) // out_channels
 
 
+def kernel_ndim(layer: nnx.Module | nn.Module) -> int:
+    """The number of dims of the kernel of one linear; a stacked kernel has more."""
+    if isinstance(layer, nnx.Einsum):
+        return len(layer.kernel_shape)
+    if isinstance(layer, nn.Einsum):
+        return len(layer.shape)
+    if isinstance(layer, GroupedLinear):
+        return 3
+    if isinstance(layer, nnx.Linear | nn.Dense):
+        return 2
+    if isinstance(layer, nnx.LinearGeneral):
+        return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
+    assert isinstance(layer, nn.DenseGeneral)
+    return sum(1 if isinstance(dims, int) else len(dims) for dims in (layer.batch_dims, layer.axis, layer.features))
+
+
+def _stacks(linears: Iterable[tuple[str, nnx.Module | nn.Module, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """For each linear the leading dims of its kernel, which nnx.vmap or nn.scan gave it, from (path, layer, kernel's shape)."""
+    return {name: shape[: max(0, len(shape) - kernel_ndim(layer))] for name, layer, shape in linears}
+
+
+def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The dims of the stack that a module is in: of the linear that shares most of its path, if it shares any."""
+
+    def shared(linear: str) -> int:
+        pairs = zip(name.split("."), linear.split("."), strict=False)
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    nearest = max(stacks, key=shared, default="")
+    return stacks[nearest] if nearest and shared(nearest) else ()
+
+
 def _row(
     name: str,
     layer: nnx.Module | nn.Module | None,
     shapes: Mapping,
+    stack: tuple[int, ...],
     dims: tuple[int, int] | None,
     recipes: Sequence[Recipe],
     decision: Decision | None,
     traced: "_Traced | None",
 ) -> Row:
-    """The row of one layer, from the shapes of its parameters; dims: [N, K] of a linear; layer: None if it was never called;
-    recipes: of its hooks, of which a layer of somebody's own may have several."""
+    """The row of one layer, from the shapes of its parameters; stack: leading dims that they may have, which are no dims of the layer;
+    dims: [N, K] of a linear; layer: None if it was never called; recipes: of its hooks, of which a layer of somebody's own may have several."""
     kind = "module" if layer is None else type(layer).__name__
     sizes = {key: math.prod(shape) for key, shape in shapes.items()}
+    shapes = {key: shape[len(stack) :] if shape[: len(stack)] == stack else shape for key, shape in shapes.items()}
     largest = dims or max(shapes.values(), key=math.prod)
     names = ", ".join(dict.fromkeys(recipe.name for recipe in recipes if recipe.fp8))
     fp8 = bool(recipes) and all(recipe.fp8 for recipe in recipes)

@@ -1,6 +1,7 @@
 """Train a Flax model under delayed scaling: ``value_and_grad`` with observations, ``update`` of the
 state (spec H-9)."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -18,8 +19,8 @@ Model: TypeAlias = nnx.Module | Mapping
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, update: bool = False) -> Callable:
-    """A function of loss_fn's arguments that returns (value, grads, seen): its value, its gradient,
-    and what the step observed.
+    """A function of loss_fn's arguments, by position or name after the first, that returns (value, grads, seen): its value, its
+    gradient, and what the step observed.
 
     NNX:      loss_fn(model, *args) -> loss, or (loss, aux) under has_aux; grads is the nnx.State of
               the model's variables that ``wrt`` filters, as of nnx.grad.
@@ -40,9 +41,9 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
               shared hook; update for linen, whose variables do not change in place.
     """
 
-    def run(model: Model, *args):
+    def run(model: Model, *args, **kwargs):
         if isinstance(model, nnx.Module):
-            value, grads, seen = _of_nnx(loss_fn, model, args, has_aux, wrt)
+            value, grads, seen = _of_nnx(loss_fn, model, args, kwargs, has_aux, wrt)
             if not update:
                 return value, grads, seen
             _advance(model, seen)
@@ -54,7 +55,7 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
             )
         if update:
             raise ValueError("update=True changes an NNX model; linen's variables do not change. Use fj.flax.update(variables, seen).")
-        return _of_linen(loss_fn, _variables(model), args, has_aux)
+        return _of_linen(functools.partial(loss_fn, **kwargs), _variables(model), args, has_aux)
 
     return run
 
@@ -98,7 +99,7 @@ def _advance(model: nnx.Module, seen: Observed) -> None:
         hook.state.set_value(delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe))
 
 
-def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wrt):
+def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, kwargs: dict, has_aux: bool, wrt):
     """(value, grads, seen) of an NNX model.
 
     Each hook with a state gets a ``Seen`` variable for the call. Its forward value holds
@@ -115,7 +116,9 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
         with amax_observations.observing() as observers:
             watched = _watched(loss_fn, observers)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
-            value, both = nnx.value_and_grad(watched, argnums=differentiated, has_aux=has_aux)(model, *args)
+            # also where Flax is set to treat modules as trees (nnx.set_graph_mode, set_graph_updates)
+            as_graph: dict = {"argnums": differentiated, "has_aux": has_aux, "graph": True, "graph_updates": True}
+            value, both = nnx.value_and_grad(watched, **as_graph)(model, *args, **kwargs)
         forward = {path: hook.seen.get_value() for path, hook in stateful.items()}
     finally:
         for path, hook in every.items():
@@ -132,6 +135,7 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
     nnx.scan drops changes to a layer that it broadcasts.
     """
 
+    @functools.wraps(loss_fn)  # nnx.value_and_grad reads from its signature where arguments by name go
     def watched(model: nnx.Module, *args):
         # A layer that ran but whose Seen is unchanged was a copy: its changes were dropped.
         before = {path: hook.seen.get_value() for path, hook in hooks(model).items() if hook.seen is not None}

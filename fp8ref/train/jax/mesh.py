@@ -312,10 +312,14 @@ class Layout:
             raise ConfigError(faults[0])
         for key in ("num_attention_heads", "num_key_value_heads"):
             if getattr(config.model, key) % tensor:
-                raise ConfigError(f"model.{key} is divisible by parallel.tensor = {tensor}; got {getattr(config.model, key)}.")
+                raise ConfigError(
+                    f"model.{key} is divisible by parallel.tensor = {tensor}; got {getattr(config.model, key)}. Change one of them."
+                )
         for key in ("vocab_size", "num_experts"):
             if getattr(config.model, key) % shards:
-                raise ConfigError(f"model.{key} is divisible by parallel.{self.config.of_shards}; got {getattr(config.model, key)}.")
+                raise ConfigError(
+                    f"model.{key} is divisible by parallel.{self.config.of_shards}; got {getattr(config.model, key)}. Change one of them."
+                )
         tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length
         try:
             for name, shape in llama.linear_shapes(config.model).items():

@@ -83,7 +83,7 @@ class DataConfig:
         require(self.microbatches >= 1, f"data.microbatches is at least 1; got {self.microbatches}.")
         require(
             self.batch_size % self.microbatches == 0,
-            f"data.batch_size is divisible by data.microbatches; got {self.batch_size} and {self.microbatches}.",
+            f"data.batch_size is divisible by data.microbatches; got {self.batch_size} and {self.microbatches}. Change one of them.",
         )
         require(0 < self.validation_fraction < 1, f"data.validation_fraction must be between 0 and 1; got {self.validation_fraction}.")
         require(self.seed >= 0, f"data.seed is not negative; got {self.seed}.")
@@ -91,7 +91,7 @@ class DataConfig:
     def indivisible(self, shared: str, who: str) -> str:
         """The error message for a batch that devices cannot share evenly; shared: ``ParallelConfig.of_batch``."""
         parts = f" times data.microbatches = {self.microbatches}" * (self.microbatches > 1)
-        return f"data.batch_size is divisible by {shared} {who}{parts}; got {self.batch_size}."
+        return f"data.batch_size is divisible by {shared} {who}{parts}; got {self.batch_size}. Change it, data.microbatches or the mesh."
 
     def parts(self, batch: np.ndarray) -> np.ndarray:
         """A batch [B, ...] as microbatches [microbatches, B / microbatches, ...] of contiguous rows

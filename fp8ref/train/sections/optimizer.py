@@ -82,8 +82,10 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.kind 'adamw_states' takes the numbers of O-2: {error}") from None
 
     def foreign(self, backend: str) -> list[str]:
-        """The keys that are set, and that this backend does not have."""
-        return ["optimizer.kind"] if backend == "jax" and self.kind not in ("adamw", "adamw_states") else []
+        """The error messages for a kind that this backend does not have."""
+        if backend == "torch" or self.kind in ("adamw", "adamw_states"):
+            return []
+        return [f"optimizer.kind of --backend jax is 'adamw' or 'adamw_states'; got {self.kind!r}. Use one of them, or --backend torch."]
 
     @property
     def moment_layout(self) -> states.Layout | None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref.conformance.gemm.adapters import wrap
-from fp8ref.conformance.gemm.scaled_gemm import RefusedError, operand
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, operand
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import gemm
 
@@ -63,3 +63,12 @@ def test_what_is_no_gemm():
         wrap(numpy, framework="cupy")
     with pytest.raises(RefusedError, match="raised ZeroDivisionError"):
         wrap(lambda a, b, c, d: 1 / 0, framework="numpy")
+
+
+def test_scales_that_are_changed_are_seen():
+    def mine(a, b, scale_a, scale_b):
+        scale_a *= 2
+        return a.astype(np.float32) @ b.astype(np.float32).T
+
+    with pytest.raises(ProbeError, match=r"changed its operands\. Let it work on copies"):
+        wrap(mine, framework="numpy")

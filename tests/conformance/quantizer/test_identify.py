@@ -355,3 +355,16 @@ def test_values_in_bfloat16():
     assert found.identified, found.message
     assert (found.found["granularity"], found.found["axis"], found.found["gives"]) == ("rowwise", 0, "bfloat16")
     assert "torchao" in [found.found["policy"], *found.found["same_policies"]]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [({"granularity": "columns"}, "granularity is one of tensorwise"), ({"axis": 1}, "axis is -1, the last axis")]
+)
+def test_an_unknown_granularity_or_axis_is_refused(how, said):
+    with pytest.raises(ValueError, match=said):
+        identify_quantizer(lambda x: x, E4M3FN, expect="torchao", **how)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(ValueError, match="what is asked is a function of an array; got int"):
+        identify_quantizer(5, E4M3FN)

@@ -215,3 +215,52 @@ def test_what_it_cannot_ask_is_refused():
 
 def test_other_numbers_of_values_are_counterexamples():
     assert "gives shapes [(1,)] for 2 ranks, not one number for each" in said(lambda shards: [local(shards[0])])
+
+
+class Largest:
+    """Remembers the largest amax of all calls."""
+
+    def __init__(self):
+        self.amax = np.float32(0)
+
+    def __call__(self, shards):
+        self.amax = np.maximum(self.amax, np.float32(max((np.abs(x).max() for x in shards if x.size), default=0)))
+        return [self.amax] * len(shards)
+
+
+def changes_shards(shards):
+    for x in shards:
+        np.abs(x, out=x)
+    return [np.maximum.reduce([x.max() for x in shards if x.size])] * len(shards)
+
+
+def every_other(calls=[0]):  # noqa: B006 - it counts
+    def mine(shards):
+        calls[0] += 1
+        return [np.float32(2 if calls[0] == 1 else 1)] * len(shards)
+
+    return mine
+
+
+def leaves(shards):
+    raise SystemExit("no network")
+
+
+@pytest.mark.parametrize(
+    ("collective", "expected"),
+    [
+        (Largest(), "; what it gives depends on earlier calls: rank 0 has [1e-30] gives other values after rank 0 has [3e+38], expected 1"),
+        (changes_shards, "got it changes its shards, expected "),
+        (every_other(), "got 1: not the same in every call, expected 1 "),
+        (leaves, "got it raises SystemExit: no network, expected "),
+        (lambda shards: dict(enumerate(shards)), "got it gives a dict, not one number for each rank in their order, expected "),
+        (lambda shards: ["one"] * len(shards), "got it raises ValueError: could not convert string to float"),
+    ],
+)
+def test_what_no_collective_does_is_said(collective, expected):  # P-27
+    assert expected in said(collective)
+
+
+def test_no_function_is_refused():
+    with pytest.raises(ValueError, match="a collective is a function of a list of shards; got int"):
+        require_sharded(5)

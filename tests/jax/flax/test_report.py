@@ -243,3 +243,59 @@ def test_a_bridged_layer_with_a_hook_is_not_silent():
     assert (layer.parameters, layer.recipe) == (D * F + F, None)
     assert (product.recipe, product.multiplications) == (None, TOKENS * D * F)
     assert "no layer with parameters holds" in product.reason
+
+
+class Scale(nnx.Module):
+    """A norm of somebody's own."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones(D))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.own = nnx.LayerNorm(D, rngs=rngs), Scale(rngs)
+        self.up, self.mixture = nnx.Linear(D, D, rngs=rngs), Experts(rngs)
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(Block, in_axes=0)(rngs.split(3))
+
+
+def test_norms_of_a_stack_are_vectors():
+    """Their parameters are [layers, D], which is no matrix; and a stack of experts [layers, E, D, F] is experts."""
+    rows = fj.flax.report(Stacked(nnx.Rngs(0))).rows
+    assert of(rows, kind="vectors").parameters == 3 * 3 * D
+    assert {row.path for row in rows} == {"layers.up", "layers.mixture.router", "layers.mixture", ""}
+    assert "3 dims outside linears" in of(rows, "layers.mixture").reason
+
+
+class BoxedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", None))
+        return nn.Dense(D, kernel_init=init, name="up")(nn.LayerNorm(name="norm")(x)), None
+
+
+class BoxedModel(nn.Module):
+    """Parameters in boxes that name their axes, layers in a scan, and layers whose scopes have more than their names."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.scan(
+            BoxedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: None}
+        )
+        x = nn.Einsum((D, D), "btd,dk->btk", name="einsum")(block(name="layers")(x, None)[0])
+        return nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(D, name="each")(x)
+
+
+def test_boxed_parameters_and_scopes_of_linen():
+    with jax.set_mesh(jax.make_mesh((1,), ("embed",), axis_types=(jax.sharding.AxisType.Auto,))):
+        rows = fj.flax.report(fj.flax.convert(BoxedModel(), "bf16", inputs=(X,))).rows
+    assert {row.path: row.multiplications for row in rows if row.kind != "vectors"} == {
+        "layers.up": 3 * TOKENS * D * D,
+        "einsum": TOKENS * D * D,
+        "each": TOKENS * D * D,
+    }
+    assert of(rows, kind="vectors").parameters == 3 * 2 * D

@@ -89,3 +89,57 @@ def test_update_inside_value_and_grad_is_update_after_it():
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_arguments_by_name():
+    x, model = jnp.ones((16, 16)), fp8.convert(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), "rowwise")
+    assert fp8.value_and_grad(loss_fn)(model, x=x)[0] == fp8.value_and_grad(loss_fn)(model, x)[0]
+    model, variables, x = linen_model()
+
+    def linen_loss(variables, *, x):
+        y, updated = model.apply(variables, x, mutable=[fp8.SEEN])
+        return (y**2).mean(), updated
+
+    assert fp8.value_and_grad(linen_loss)(variables, x=x)[0] > 0
+
+
+def test_a_gradient_that_observes_nothing_warns():  # H-9
+    """A loop around it would train with the first scales for ever."""
+    message = r"recipe 'delayed' scales by past amaxes, and this gradient observes none: .*Use fj.flax.value_and_grad"
+    x, model = jnp.ones((16, 16)), fp8.convert(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), "delayed")
+    loss_fn(model, x)  # without a gradient there is nothing to lose
+    with pytest.warns(UserWarning, match=f"^Linear: {message}"):
+        nnx.grad(loss_fn)(model, x)
+    model, variables, x = linen_model()
+    model.apply(variables, x)
+    with pytest.warns(UserWarning, match=f"^Dense: {message}"):
+        jax.grad(lambda params: (model.apply({**variables, "params": params}, x) ** 2).mean())(variables["params"])
+
+
+def scanned(model, x, axes):
+    return nnx.scan(lambda layer, x: layer(x), in_axes=(nnx.StateAxes(axes), nnx.Carry), out_axes=nnx.Carry)(model, x)
+
+
+def test_a_scan_takes_the_state_of_a_stack_by_its_filter():
+    """Observations go where the state goes; a filter that leaves both out is refused by the layer's name."""
+    x = jnp.ones((16, 16))
+    model = fp8.convert(nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs), in_axes=0)(nnx.Rngs(0).split(2)), "delayed")
+    by_filter = {(nnx.Param, fp8.Fp8State): 0, ...: None}
+    seen = fp8.value_and_grad(lambda model: scanned(model, x, by_filter).sum())(model)[2]
+    assert {v.shape for v in jax.tree.leaves(seen)} == {(2, 3)}
+    with pytest.raises(ValueError, match=r"^Linear: one layer has one state; got those of a stack of \[2\] layers.* Name fj.flax.Fp8State"):
+        scanned(model, x, {nnx.Param: 0, ...: None})
+
+
+@pytest.mark.parametrize("setting", [nnx.set_graph_mode, nnx.set_graph_updates])
+def test_modules_as_trees(setting):
+    """Flax may be set to treat modules as trees, not as graphs. The gradient observes the same, and updates go on."""
+    x = jnp.ones((16, 16))
+    models = [fp8.convert(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), "delayed") for _ in range(2)]
+    as_graph = nnx.jit(fp8.value_and_grad(loss_fn, update=True))(models[0], x)
+    with setting(False):
+        as_tree = nnx.jit(fp8.value_and_grad(loss_fn, update=True))(models[1], x)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), as_graph, as_tree))
+    states = [nnx.state(model, fp8.Fp8State) for model in models]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *states))
+    assert int(models[1].dot_general.state.get_value()["grad_output"].step) == 1

@@ -125,6 +125,7 @@ def _of_operands() -> Iterator[Fault]:
         "the result transposed in memory, [N, M] read as [M, N]", lambda s: np.ascontiguousarray(expected(s).T).reshape(s.shape[:2])
     )
     yield Fault("a in the place of b", lambda s: product(s, values(s)[0], values(s)[0]) if s.shape[0] == s.shape[1] else None)
+    yield Fault("a and b swapped, under their own scales", lambda s: product(s, *values(s)[::-1]) if s.shape[0] == s.shape[1] else None)
     for which, who in enumerate("ab"):
         for fmt in FP8_FORMATS.values():
             yield Fault(f"codes of {who} read as {fmt}", _read_as(which, fmt))

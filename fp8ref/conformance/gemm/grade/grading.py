@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8ref import epilogue as epilogues
 from fp8ref.conformance.gemm import adapters, bound
-from fp8ref.conformance.gemm.grade import codes, imprecision, stimuli, structure
+from fp8ref.conformance.gemm.grade import codes, edges, imprecision, stimuli, structure
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, Tile
 from fp8ref.conformance.gemm.grade.verdict import Grade, Measured, Shape
@@ -83,7 +83,7 @@ def grade_gemm(
     """Grade a GEMM: right, imprecise or wrong, by how much and why.
 
     function     as ``adapters.wrap``: of (a, b), or of codes and scale_inv of both; or a ScaledGemm.
-    shapes       M, N and K that it is asked with; by default three.
+    shapes       M, N and K that it is asked with; by default three, and integers at M = 1, N = 1 and a ragged K.
     formats      of a [M, K] and b [N, K].
     epilogue     how it should scale and round: B-1 allows more under G-5.
     accumulate   a plan whose bits it should have, in the place of B-1's bound.
@@ -99,12 +99,17 @@ def grade_gemm(
     """
     scaled = adapters.wrap(function, name=name, framework=framework, device=device, granularity=granularity, granularity_b=granularity_b)
     blocks = any(by_name(one).reduced for one in scaled.granularities)
-    shapes = tuple(shapes) if shapes is not None else SHAPES_OF_BLOCKS if blocks else SHAPES
+    usual = SHAPES_OF_BLOCKS if blocks else SHAPES
+    at_edges = edges.shapes(*usual[0], blocks=blocks) if shapes is None else {}
+    shapes = usual if shapes is None else tuple(shapes)
     if not shapes or any(min(shape) < 1 or shape[2] < 2 for shape in shapes):
         raise ValueError(f"a grade takes shapes M, N, K of at least 1, 1, 2; got {[list(shape) for shape in shapes]}.")
     named = None if accumulate is None else plans.by_name(accumulate)
     asked = Asked(scaled=scaled, formats=formats, epilogue=epilogues.by_name(epilogue), accumulate=named or "exact", seed=seed)
     causes, taken, refused, unasked = _structures(asked, shapes)
+    ends = edges.examine(scaled, asked.run, formats, {} if causes else at_edges)
+    causes += ends.causes
+    unasked += [f"{', '.join(ends.refused)}, for which it raised"] if ends.refused else []
     wrong = bool(causes)
     of_range = [cause for cause in causes if cause.name == codes.RANGE]
     measured, equal, compared = {}, 0, 0
@@ -140,6 +145,7 @@ def grade_gemm(
         expected=None if named is None else named if isinstance(named, str) else named.name,
         compared=compared,
         equal=equal,
+        edges=ends.asked,
         refused=refused,
         unasked=[*unasked, *_never(scaled, refused)],
     )

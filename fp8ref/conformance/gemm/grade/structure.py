@@ -19,9 +19,15 @@ WHOLE = 0.25
 """The part of a tile's results that differ at least: others are right by chance, such as a sum of 0, or
 one that has no product of those that the tile lacks."""
 
-
 PARTS = 16
 """The most parts of K that a part of it is called one of."""
+
+
+NO_PRODUCT = "results without a product are not 0"
+"""What is wrong with results that no index of K reaches."""
+
+EVERY = " is added to every result"
+"""The end of what is wrong where one number is added to all results, those without a product too."""
 
 
 class Cause(NamedTuple):
@@ -72,22 +78,29 @@ def first_of(stimulus: Stimulus, found: np.ndarray, expected: np.ndarray, where:
 
 
 def indices(asked: np.ndarray, stimulus: Stimulus, found: np.ndarray, skipped: Tile | None) -> list[tuple[str, np.ndarray, Counterexample]]:
-    """Indices of K whose product is not added once: (how, the indices, the first result).
+    """Indices of K whose product is not added once: (how, the indices, the first result); of results without a
+    product that are not 0, their flat indices.
 
     asked    the index of K whose product alone a result has, [M, N]; -1 of none.
     skipped  a tile that is wrong in a way of its own.
     """
-    given = asked >= 0
+    given, empty = asked >= 0, asked < 0
+    added = found[empty][:1]
+    if added.size and added[0] and np.array_equal(found, (given + added).astype(np.float32)):
+        return [(f"{show(added[0])}{EVERY}", np.flatnonzero(empty), first_of(stimulus, found, given.astype(np.float32), empty))]
     if skipped is not None:
         given = given.copy()
         given[skipped.place] = False
+        empty = empty.copy()
+        empty[skipped.place] = False
     kinds = {
         "dropped": given & (found == 0),
         "added twice": given & (found == 2),
         "added with another factor": given & (found != 1) & (found != 0) & (found != 2),
-        "added to other results": ~given & (asked < 0) & (found != 0),
+        NO_PRODUCT: empty & (found != 0),
     }
-    return [(how, np.sort(asked[at]), first_of(stimulus, found, given.astype(np.float32), at)) for how, at in kinds.items() if at.any()]
+    numbers = {how: np.flatnonzero(at) if how == NO_PRODUCT else np.sort(asked[at]) for how, at in kinds.items()}
+    return [(how, numbers[how], first_of(stimulus, found, given.astype(np.float32), at)) for how, at in kinds.items() if at.any()]
 
 
 def ranges(numbers: np.ndarray) -> str:
@@ -100,21 +113,24 @@ def ranges(numbers: np.ndarray) -> str:
 def in_words(how: str, numbers: np.ndarray, k: int) -> str:
     """Indices of K that are not added once, such as: the last 32 of K dropped."""
     count = len(numbers)
-    if how != "added to other results":
-        if numbers[-1] - numbers[0] + 1 == count:
-            if count == k:
-                return f"all of K {how}"
-            ends = {k - 1 - numbers[-1]: f"the last {count} of K {how}", numbers[0]: f"the first {count} of K {how}"}
-            return ends.get(0, f"{count} of K, {ranges(numbers)}, {how}")
-        steps = np.diff(numbers)
-        if (steps == steps[0]).all():
-            return f"every index {numbers[0] % steps[0]} modulo {steps[0]} of K {how}, from {numbers[0]} to {numbers[-1]}"
+    if how == NO_PRODUCT or how.endswith(EVERY):
+        return how
+    if numbers[-1] - numbers[0] + 1 == count:
+        if count == k:
+            return f"all of K {how}"
+        ends = {k - 1 - numbers[-1]: f"the last {count} of K {how}", numbers[0]: f"the first {count} of K {how}"}
+        return ends.get(0, f"{count} of K, {ranges(numbers)}, {how}")
+    steps = np.diff(numbers)
+    if (steps == steps[0]).all():
+        return f"every index {numbers[0] % steps[0]} modulo {steps[0]} of K {how}, from {numbers[0]} to {numbers[-1]}"
     return f"{count} of K {how}: {ranges(numbers)}"
 
 
 def part_of(how: str, numbers: np.ndarray, k: int) -> str:
     """The equal part of K that the indices are, such as: the last of 4 equal parts of K dropped; else ''."""
     count = len(numbers)
+    if how == NO_PRODUCT or how.endswith(EVERY):
+        return ""
     whole = numbers[-1] - numbers[0] + 1 == count and k % count == 0 and numbers[0] % count == 0
     if not whole or not 1 < k // count <= PARTS:
         return ""

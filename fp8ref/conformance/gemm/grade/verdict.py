@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8ref.conformance.finding import Counterexample, Finding, table
+from fp8ref.conformance.gemm.grade import codes
 from fp8ref.conformance.gemm.grade.structure import Cause
 from fp8ref.formats import Format
 from fp8ref.result import Result
@@ -58,6 +59,7 @@ class Grade(Result):
     measured   of random operands, for each shape that was asked.
     causes     why it is not right, the gravest first; of a right one, what rounds twice.
     plan       the simulator's accumulation that has the bits of random results, if one has; epilogue likewise.
+    edges      shapes at which sums of integers alone were asked, in words.
     expected   the plan that it should have, if any, and how many of compared results have its bits.
     refused    shapes that it raised for, with the first line of the error; unasked: what was not asked.
     """
@@ -76,13 +78,16 @@ class Grade(Result):
     expected: str | None
     compared: int
     equal: int
+    edges: Sequence[str]
     refused: Mapping[Shape, str]
     unasked: Sequence[str]
 
     @property
     def ok(self) -> bool:
-        """Right; or, if a plan is expected, all bits are the plan's."""
-        return self.verdict == "right" if self.expected is None else self.equal == self.compared
+        """Right; or, if a plan is expected, all bits are the plan's, and nothing is wrong but results beyond its range."""
+        if self.expected is None:
+            return self.verdict == "right"
+        return self.equal == self.compared and not any(one.severity == "wrong" and one.name != codes.RANGE for one in self.causes)
 
     @property
     def worst(self) -> Measured:
@@ -110,6 +115,7 @@ class Grade(Result):
     def asked(self) -> str:
         """Shapes, formats, dtype and scales, in words."""
         shapes = ", ".join(f"[{m}, {n}] K = {k}" for m, n, k in self.measured)
+        shapes += f"; integers at {', '.join(self.edges)}" if self.edges else ""
         bias = ", with a bias" if self.bias else ""
         return f"{shapes}; {self.formats[0]} x {self.formats[1]} to {self.out_dtype}; scales {' x '.join(self.granularities)}{bias}"
 
@@ -134,6 +140,7 @@ class Grade(Result):
             "out_dtype": self.out_dtype.name,
             "granularities": list(self.granularities),
             "bias": self.bias,
+            "edges": list(self.edges),
             "refused": [{"shape": list(shape), "error": error} for shape, error in self.refused.items()],
             "unasked": list(self.unasked),
         }

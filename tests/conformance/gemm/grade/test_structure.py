@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from graded_gemms import correct
 
+from fp8ref.conformance.gemm import grade_gemm
 from fp8ref.conformance.gemm.grade import structure
+from fp8ref.sim import cast
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,28 @@ def test_what_is_no_tile(places):
     for at in places:
         differ[at] = True
     assert structure.tile_of(differ) is None
+
+
+def test_a_number_that_is_added_to_every_result():
+    grade = grade_gemm(lambda a, b: correct(a, b) + np.float32(0.5), shapes=[(16, 16, 32)])
+    assert [cause.name for cause in grade.causes] == ["0.5 is added to every result"]
+
+
+def test_results_without_a_product():
+    def function(a, b):
+        found = correct(a, b)
+        found[0, 5] += 3
+        return np.where(found[::-1] == 0, found, np.where(found == 0, 7, found)).astype(np.float32)
+
+    grade = grade_gemm(function, shapes=[(16, 16, 32)])
+    assert structure.NO_PRODUCT in [cause.name for cause in grade.causes]
+    assert "-1" not in " ".join(cause.name for cause in grade.causes)
+
+
+def test_operands_that_are_swapped():
+    def swapped(a, b):
+        x, y = (cast.decode(q.codes, q.fmt) for q in (a, b))
+        return y @ x.T * a.scale_inv * b.scale_inv.T
+
+    grade = grade_gemm(swapped, granularity="rowwise", shapes=[(16, 16, 64)])
+    assert [cause.name for cause in grade.causes] == ["a and b swapped, under their own scales"]

@@ -1,0 +1,49 @@
+"""Shapes at which a GEMM may take another path: one row, one column, a K that no block divides (spec B-14)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance.gemm.grade import stimuli, structure
+from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.structure import Cause
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm
+from fp8ref.formats import Format
+
+
+class Edges(NamedTuple):
+    """What was found: causes, the edges that were asked, and those that the GEMM raised for; in words."""
+
+    causes: list[Cause]
+    asked: list[str]
+    refused: list[str]
+
+
+def shapes(m: int, n: int, k: int, *, blocks: bool) -> dict[str, tuple[int, int, int]]:
+    """{edge in words: a shape at it}, near a shape M, N, K whose K is a multiple of 32. Under scales of blocks K stays."""
+    of_k = {} if blocks else {f"K = {k + 16}": (m, n, k + 16), f"K = {k + 5}": (m, n, k + 5)}
+    return {"M = 1": (1, n, k), "N = 1": (m, 1, k), **of_k}
+
+
+def examine(
+    scaled: ScaledGemm,
+    run: Callable[[Stimulus], tuple[np.ndarray, Format]],
+    formats: tuple[Format, Format],
+    given: dict[str, tuple[int, int, int]],
+) -> Edges:
+    """Sums of integers at each edge, which every accumulator of 8 bits has exactly."""
+    found = Edges([], [], [])
+    for words, shape in given.items():
+        stimulus = stimuli.integers(scaled, shape, formats)
+        try:
+            results, out = run(stimulus)
+        except RefusedError:
+            found.refused.append(words)
+            continue
+        except ProbeError as error:
+            found.causes.append(Cause(f"at {words}: no valid result", str(error), "wrong"))
+            continue
+        found.asked.append(words)
+        found.causes.extend(one._replace(name=f"at {words}: {one.name}") for one in structure.of_integers(stimulus, results, out, None)[0])
+    return found
