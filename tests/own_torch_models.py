@@ -132,6 +132,29 @@ class Grouped(Tied):
         self.experts = GroupedLinear(2, 32, 32)
 
 
+class Lazy(Tied):
+    """With a linear whose input decides its shape."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.up = nn.LazyLinear(64)
+
+
+class Frozen(Tied):
+    """Of which nothing is trained."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.requires_grad_(False)
+
+
+class Detached(Tied):
+    """Whose logits have no gradient."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).detach()
+
+
 def nothing(vocab_size: int) -> str:
     return "no module"
 

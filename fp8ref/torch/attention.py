@@ -93,6 +93,7 @@ def apply(
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)):
         check_gradients(variant)
+    linear_input.check_transforms("attention", q, k, v, otherwise="call torch's scaled_dot_product_attention")
     given, observed = scales or {}, seen or {}
     roles = tuple(given), tuple(observed)
     function = attention_function.function(

@@ -40,6 +40,7 @@ from fp8ref.torch.torchao_linear import Float8Linear
 __all__ = ["Linear", "check_model", "convert", "deconvert", "report", "weights"]
 
 
+@torch.inference_mode(False)  # states that inference mode made could not observe in training
 def convert(
     model: nn.Module,
     recipe: str | Recipe,

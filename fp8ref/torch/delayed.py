@@ -178,7 +178,9 @@ class RoleState(nn.Module):
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
-    """The name and state of every role with delayed scaling."""
+    """The name and state of every role with delayed scaling. ValueError: model is not an nn.Module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
     return ((name, m) for name, m in model.named_modules() if isinstance(m, RoleState))
 
 

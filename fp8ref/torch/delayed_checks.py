@@ -54,15 +54,20 @@ class State(Protocol):
 
 
 class Linear(Protocol):
-    """A ``linear.Linear``, which imports this module."""
+    """A ``linear.Linear``, ``grouped_linear.GroupedLinear`` or ``experts.Experts``, which import this module."""
 
     fqn: str
     training: bool
-    states: nn.ModuleDict
+    _parameters: dict[str, nn.Parameter | None]
+    _modules: dict[str, nn.Module | None]
 
     @property
     def weight(self) -> torch.Tensor:
-        """[N, K]."""
+        """[N, K]; experts have other names."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its Parameters."""
         ...
 
     def __hash__(self) -> int: ...
@@ -79,7 +84,7 @@ _untraced = False
 
 def watch(linear: Linear) -> None:
     """Count the optimizer steps of a linear's weight that no update follows, if it keeps states."""
-    if linear.states:
+    if any(True for _ in _states(linear)):
         _linears.add(linear)
         _count_steps()
 
@@ -127,17 +132,19 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     evaluated: Linear | None = None
     for linear in list(_linears):
-        if not linear.weight.requires_grad:
+        weights = _weights(linear)
+        if not any(p.requires_grad for p in weights):
             # Whose step it is, nothing says. A frozen linear that was updated once may be another
             # model's, which this step does not train.
             for state in _states(linear):
                 state.idle += state.used and not state.updated
             continue
-        if id(linear.weight) not in held:
+        if not any(id(p) in held for p in weights):
             continue
-        if linear.training and linear.weight.grad is not None:
+        stepped = any(p.grad is not None for p in weights)
+        if linear.training and stepped:
             _judge(linear)  # a compiled forward pass does not check
-        elif linear in _evaluated and linear.weight.grad is not None:
+        elif linear in _evaluated and stepped:
             evaluated = evaluated or linear
         _sample(linear)
         for state in _states(linear):
@@ -151,10 +158,21 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _weights(linear: Linear) -> list[torch.Tensor]:
+    """What an optimizer trains of a linear's weight: the weight, or what pruning or a parametrization computes it of."""
+    own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+    return [p for p in linear.parameters() if p is not bias] or [linear.weight] if own is None else [own]
+
+
 def _sample(linear: Linear) -> None:
     """Keep elements of a gradient for ``check_copies``, which runs after gradients are cleared."""
-    grad = linear.weight.grad
-    if grad is not None and several_ranks() and any(state.group is None and not state.compared for state in _states(linear)):
+    grad = _weights(linear)[0].grad
+    if (
+        grad is not None
+        and grad.ndim == 2
+        and several_ranks()
+        and any(state.group is None and not state.compared for state in _states(linear))
+    ):
         _gradients[linear] = _local(grad).detach().reshape(-1)[:SAMPLE].clone()
 
 
@@ -167,7 +185,8 @@ def check(linear: Linear) -> None:
         _evaluated.add(linear)
         return
     _evaluated.discard(linear)
-    version = linear.weight._version if linear.weight.requires_grad else None
+    weights = _weights(linear)
+    version = sum(p._version for p in weights) if any(p.requires_grad for p in weights) else None
     for state in _states(linear):
         # Every step that changes a weight in place raises its version, a compiled step too.
         state.missed += _untraced and state.version is not None and state.version != version
@@ -178,7 +197,7 @@ def check(linear: Linear) -> None:
 
 def _judge(linear: Linear) -> None:
     """Warn or raise by what a linear's states have missed."""
-    frozen, missed = not linear.weight.requires_grad, 0
+    frozen, missed = not any(p.requires_grad for p in _weights(linear)), 0
     for state in _states(linear):
         if not state.used:
             state.used = True
@@ -319,7 +338,10 @@ def _mesh_size(unit: FSDPModule) -> int:
 
 
 def _states(linear: Linear) -> Iterable[State]:
-    return linear.states.values()  # type: ignore[return-value]
+    """Its states by role; of experts those of all weights."""
+    own, grouped = linear._modules.get("states"), linear._modules.get("grouped_states")
+    each = [own] if own is not None else [] if grouped is None else grouped.children()
+    return [state for states in each for state in states.children()]  # type: ignore[misc]
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fp8ref import grouped as recipes
 from fp8ref.grouped import GroupedRecipe
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import Recipe
-from fp8ref.torch import delayed, grouped, grouped_arguments, grouped_gemm, linear_input
+from fp8ref.torch import delayed, delayed_checks, grouped, grouped_arguments, grouped_gemm, linear_input
 
 _METHODS_OF = "_fp8_experts_of"
 """The attribute of a class made here that holds the class of the module before."""
@@ -54,6 +54,8 @@ class Experts(nn.Module):
         states = dict(self.grouped_states.items()).get(key)
         assert states is None or isinstance(states, nn.ModuleDict)
         bound = self._bound.get(key, self._bound[""])
+        if states and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            delayed_checks.check(self)  # type: ignore[arg-type]
         return grouped.apply(x, w, ends, recipe=bound, states=states, observe=self.training, name=f"{self.fqn}.{key}")
 
     @property
@@ -86,6 +88,7 @@ class Experts(nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         vars(self)["_bound"] = _bound(self.recipe, self.of_weights)
+        delayed_checks.watch(self)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """What the module prints, and the recipe's name; of each weight, where rules changed one."""
@@ -246,6 +249,7 @@ def convert(chosen: Mapping[str, nn.Module], plans: Mapping[str, Plan], group: s
         vars(module).update(recipe=recipe, fqn=name, of_weights=of_weights, _bound=bound)
         module.grouped_states.train(module.training)
         module.__class__ = _made(kind, type(module))  # type: ignore[arg-type]
+        delayed_checks.watch(module)  # type: ignore[arg-type]
 
 
 def deconvert(modules: Iterable[nn.Module]) -> None:

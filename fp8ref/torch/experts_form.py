@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fp8ref.torch import delayed_checks
 from fp8ref.torch.experts import OWN
 
 
@@ -31,6 +32,7 @@ def take(module: nn.Module, form: Form) -> None:
     vars(module).update(form.added)
     if form.states is not None:
         module.grouped_states = form.states.train(module.training)
+        delayed_checks.watch(module)  # type: ignore[arg-type]
     unit = isinstance(module, FSDPModule) and not issubclass(form.kind, FSDPModule)
     module.__class__ = _unit(form.kind, type(module)) if unit else form.kind  # type: ignore[arg-type]
 

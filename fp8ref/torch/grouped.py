@@ -97,6 +97,7 @@ def apply(
     recipe = bound.recipe
     if (dtype := linear_input.autocast_dtype(x)) is not None:
         x, w = x.to(dtype), w.to(dtype)
+    linear_input.check_transforms(name, x, w, otherwise="give each expert an nn.Linear")
     grouped_arguments.check_tensors(x, w, offs, recipe, name)
     by_role = grouped_arguments.states_of(states, recipe, name)
     rows = len(x)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fp8ref import grouped as recipes
 from fp8ref.grouped import GroupedRecipe
 from fp8ref.recipe import RECIPES, Recipe, Role
-from fp8ref.torch import delayed, grouped, grouped_arguments, grouped_gemm
+from fp8ref.torch import delayed, delayed_checks, grouped, grouped_arguments, grouped_gemm
 from fp8ref.torch.grouped_operands import Groups
 from fp8ref.torch.scaling import Quantized
 
@@ -23,7 +23,7 @@ from fp8ref.torch.scaling import Quantized
 class GroupedLinear(nn.Module):
     """Each group's rows times the weight of its expert; without bias.
 
-    Shapes:   weight [E, N, K]; rows [M, K] and int32 ends [E] -> [M, N], of rows' dtype.
+    Shapes:   weight [E, N, K], not initialized: fill it, as by nn.init; rows [M, K] and int32 ends [E] -> [M, N], of rows' dtype.
     recipe    the grouped recipe; ``bf16`` until it is converted.
     states    by role, the states of delayed scaling (X-9).
     fqn       its name in the model that was converted, for errors.
@@ -45,6 +45,8 @@ class GroupedLinear(nn.Module):
         self, rows: torch.Tensor, ends: torch.Tensor, *, input_codes: Quantized | None = None, grad_codes: grouped.Slot | None = None
     ) -> torch.Tensor:
         """rows [M, K] of groups that end at ends -> [M, N]; input_codes, grad_codes and what it raises as ``grouped.apply``."""
+        if self.states and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            delayed_checks.check(self)
         cut = isinstance(self.weight, DTensor)
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         how: dict = {"states": self.states, "observe": self.training, "shared": self.shared, "apart": cut, "name": self.fqn}
@@ -68,6 +70,7 @@ class GroupedLinear(nn.Module):
         self.states = nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}).train(self.training)
         self.shared = group if made.recipe.fp8 and not made.recipe.delayed else None
         self._take(made)
+        delayed_checks.watch(self)
 
     @property
     def in_fp8(self) -> int:
@@ -88,6 +91,7 @@ class GroupedLinear(nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._take(self.recipe)
+        delayed_checks.watch(self)
 
     def extra_repr(self) -> str:
         """Its sizes, and the recipe's name."""

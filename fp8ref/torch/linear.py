@@ -102,6 +102,7 @@ class Linear(nn.Linear):
             state.to_empty(device=linear.weight.device)
         return made.train(linear.training)
 
+    @linear_input.weight_once
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """output [..., N] of input [..., K]. ValueError as in linear_input."""
         x = linear_input.taken(input if self.cut is None else self.cut.enter(input), self)

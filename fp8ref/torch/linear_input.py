@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.torch import cast
@@ -41,7 +42,7 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
               mode or a transform of torch.func (L-8).
     """
     if not torch.compiler.is_compiling():
-        _check_transforms(x, linear)
+        check_transforms(_name(linear), x, linear.weight)
     w = _of_rank(linear, x)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
@@ -57,9 +58,12 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
     return x if dtype is None else x.to(dtype)
 
 
-def _check_transforms(x: torch.Tensor, linear: Named) -> None:
-    """ValueError where torch.func transforms the pass, or it has a derivative in forward mode: torch's error would name no layer."""
-    plain = [t for t in (x, linear.weight) if type(t) in (torch.Tensor, torch.nn.Parameter)] if forward_ad._current_level >= 0 else []
+def check_transforms(name: str, *tensors: torch.Tensor, otherwise: str = "keep it in high precision by filter_fqns") -> None:
+    """ValueError where torch.func transforms a pass of FP8, or one of its tensors has a derivative in forward mode: torch's error
+    would name no layer. In a compiled graph nothing is checked."""
+    if torch.compiler.is_compiling():
+        return
+    plain = [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter)] if forward_ad._current_level >= 0 else []
     if torch._C._are_functorch_transforms_active():
         what = "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
     elif any(forward_ad.unpack_dual(t).tangent is not None for t in plain):
@@ -67,8 +71,8 @@ def _check_transforms(x: torch.Tensor, linear: Named) -> None:
     else:
         return
     raise ValueError(
-        f"{_name(linear)} is in FP8, whose codes and scales only a backward pass of torch.autograd follows (L-8); got {what}. Use "
-        "loss.backward() or torch.autograd.grad, also of torch.func.functional_call, or keep the linear in high precision by filter_fqns."
+        f"{name} has a backward pass of its own, which torch.autograd alone takes (L-8); got {what}. Use loss.backward() or torch.autograd.grad, "
+        f"also of torch.func.functional_call, or {otherwise}."
     )
 
 
@@ -116,5 +120,18 @@ def without_autocast(pass_: Callable) -> Callable:
             return pass_(ctx, x, *more)
         with torch.autocast(x.device.type, enabled=False):
             return pass_(ctx, x, *more)
+
+    return run
+
+
+def weight_once(forward: Callable) -> Callable:
+    """Wrap a forward pass (linear, input): a parametrized weight, as of spectral_norm, is computed once in it when it runs eagerly."""
+
+    @functools.wraps(forward)
+    def run(linear, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or "parametrizations" not in linear._modules:
+            return forward(linear, input)
+        with parametrize.cached():
+            return forward(linear, input)
 
     return run

@@ -70,7 +70,7 @@ class Switch:
             parent = self.model.get_submodule(path)
             delayed_checks.unwatch(getattr(parent, key))
             setattr(parent, key, linear.train(self.model.training))
-            if isinstance(linear, Linear):
+            if isinstance(linear, Linear | GroupedLinear):
                 delayed_checks.watch(linear)
         for name, forms in self._forms.items():
             experts_form.take(self.model.get_submodule(name), forms[recipe])

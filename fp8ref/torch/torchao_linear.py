@@ -33,6 +33,7 @@ class Float8Linear(float8_linear.Float8Linear):
     recipe: Recipe
     fqn: str = ""
 
+    @linear_input.weight_once
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """output [..., N] of input [..., K]."""
         if torch.compiler.is_exporting():

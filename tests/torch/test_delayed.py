@@ -173,6 +173,21 @@ def test_an_update_keeps_the_addresses_of_states():  # P-12
     assert len(before) == 3 * 4
 
 
+def test_a_model_that_inference_mode_converts_is_trained():  # H-4
+    model = nn.Sequential(nn.Linear(16, 16))
+    with torch.inference_mode():
+        model = convert.convert(model, "delayed")
+    run(model, torch.ones(4, 16), torch.ones(4, 16))
+    delayed.update(model)
+    assert all(state.step == 1 for _, state in delayed.states(model))
+
+
+@pytest.mark.parametrize("function", [delayed.update, delayed.forget, delayed.states])
+def test_states_are_of_a_module(function):
+    with pytest.raises(ValueError, match=r"^a model is an nn\.Module; got a list\. Give the module itself"):
+        function([convert.Linear(16, 16, "delayed")])
+
+
 def test_states_that_are_assigned_bring_their_device():
     with torch.device("meta"):
         model = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import pickle
 import warnings
 
 import pytest
@@ -13,9 +14,11 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from fp8ref.torch import compiled_fsdp, convert, delayed, delayed_checks
+from fp8ref.torch.grouped_linear import GroupedLinear
 
 STEPS = 3
 
@@ -175,6 +178,49 @@ def test_a_forgotten_update_of_frozen_linears_is_noticed():  # H-12
     delayed.update(model)
     for _ in range(delayed_checks.MOST + 2):  # steps of another model, which train nothing here
         step(nn.Sequential(adapter, model), optimizer, x)
+
+
+class Grouped(nn.Module):
+    """Experts alone, of 4 rows each."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = GroupedLinear(2, 16, 32)
+        nn.init.ones_(self.up.weight)
+
+    def forward(self, x):
+        return self.up(x, torch.tensor([4, 8], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("change", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_forgotten_update_of_a_grouped_linear_is_noticed(change):  # H-12, X-9
+    model, x = change(convert.convert(Grouped(), "delayed")), torch.ones(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, x)
+    delayed.update(model)
+    step(model, optimizer, x)
+    with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
+        model(x)
+    delayed.forget(model)
+    with pytest.warns(UserWarning, match="took gradients of up that eval mode computed"):
+        step(model.eval(), optimizer, x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: prune.l1_unstructured(m, "weight", 0.5), nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm],
+)
+def test_a_forgotten_update_of_a_weight_that_is_computed_is_noticed(change):  # H-12
+    model, x = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed"), torch.ones(8, 16)
+    change(model[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, x)
+    delayed.update(model)
+    buffers = [value.clone() for value in model.buffers()]
+    optimizer.step()
+    assert all(map(torch.equal, buffers, model.buffers()))  # no pass of the parametrization
+    with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
+        model(x)
 
 
 def test_steps_of_another_model_do_not_count_for_one_that_is_frozen_in_turn():

@@ -4,10 +4,11 @@ from linears import run
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.formats import E4M3FN
-from fp8ref.torch import convert, linear_input, scaling
+from fp8ref.torch import attention, convert, delayed, grouped, linear_input, scaling
 
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
 own = pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
@@ -157,7 +158,9 @@ def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(recipe): 
         lambda: torch.func.jacrev(model)(x),
         duals,
     ):
-        with pytest.raises(ValueError, match=r"^0 is in FP8, .* \(L-8\); got (forward mode|a transform of torch\.func)"):
+        with pytest.raises(
+            ValueError, match=r"^0 has a backward pass of its own, .* \(L-8\); got (forward mode|a transform of torch\.func)"
+        ):
             transformed()
     with forward_ad.dual_level():  # without a tangent
         y = model(x)
@@ -165,3 +168,38 @@ def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(recipe): 
     grads = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
     loss({}, x).backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
+
+
+class Counting(nn.Module):
+    """A parametrization that changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight.clone()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_parametrized_weight_is_computed_once_a_pass(recipe):
+    model, x, g = converted(recipe), torch.randn(4, 128), torch.randn(4, 128)
+    expected, counting = run(model, x, g), Counting()
+    model.zero_grad()
+    delayed.forget(model)
+    parametrize.register_parametrization(model[0], "weight", counting)
+    counting.calls = 0
+    y, grad_input, *_ = run(model, x, g)
+    assert counting.calls == 1
+    assert torch.equal(y, expected[0])
+    assert torch.equal(grad_input, expected[1])
+    assert torch.equal(model[0].parametrizations.weight.original.grad, expected[2])
+
+
+def test_transforms_of_grouped_linears_and_attention_are_refused_by_name():  # L-8
+    x, ends, q = torch.randn(4, 16), torch.tensor([4], dtype=torch.int32), torch.randn(1, 1, 32, 32)
+    with pytest.raises(ValueError, match=r"^up has a backward pass .* or give each expert an nn\.Linear"):
+        torch.func.grad(lambda x: grouped.apply(x, torch.ones(1, 16, 16), ends, recipe="rowwise", name="up").sum())(x)
+    with pytest.raises(ValueError, match=r"^attention has a backward pass .* or call torch's scaled_dot_product_attention"):
+        torch.func.grad(lambda q: attention.apply(q, q, q, variant="cudnn").sum())(q)

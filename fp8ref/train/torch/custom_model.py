@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import fp8ref.torch  # noqa: F401  # before transformers, which loads torchao: its warnings are hidden there
 from fp8ref.errors import ConfigError
@@ -21,7 +22,7 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
 
     transformers    ``source`` is a directory with config.json, or the file; the class is AutoModelForCausalLM's.
     torch           ``source`` is an import path of a function or class; it is called with vocab_size=.
-    Raises:         ConfigError: it cannot be imported or made; a vocabulary of another size; dropout or batch
+    Raises:         ConfigError: it cannot be imported or made; a vocabulary of another size; lazy modules, dropout or batch
                     norms, which have no place in a step; grouped linears. ``custom_probe.check`` finds what only a pass shows.
     """
     with torch.random.fork_rng(devices=[]):
@@ -84,6 +85,10 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
     size = getattr(own, "vocab_size", vocab_size)
     if size != vocab_size:
         raise ConfigError(f"{name} has a vocabulary of {size}; model.vocab_size is {vocab_size}. Set it to {size}.")
+    if lazy := [key for key, p in model.named_parameters() if is_lazy(p)]:
+        raise ConfigError(
+            f"{name} has a lazy module ({lazy[0]}), whose shape its first forward pass decides. Give it its input's features."
+        )
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ConfigError(f"{name} has dropout ({path}, {module.p}), and a step has no random numbers. Set it to 0.")

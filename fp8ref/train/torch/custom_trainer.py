@@ -50,9 +50,17 @@ class CustomStep(Step):
         return convert(model, recipe, filter_fqns=config.filter_fqns, fp8_fqns=keys.fp8_fqns, rules=keys.rules or ())
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
-        """The mean loss of tokens [B, T + 1], in nats: a float32 scalar."""
+        """The mean loss of tokens [B, T + 1], in nats: a float32 scalar.
+
+        Raises:   ConfigError: logits without a gradient, in a step.
+        """
         batch = self.tokens(tokens)
         logits = self.logits(batch[:, :-1])  # [B, T, V]
+        if torch.is_grad_enabled() and not logits.requires_grad:
+            raise ConfigError(
+                f"a step differentiates the logits; those of architecture.source {self.config.architecture.source!r} have no gradient. Give a parameter "
+                "requires_grad=True, and leave out torch.no_grad and detach in the forward pass."
+            )
         return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).mean()
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

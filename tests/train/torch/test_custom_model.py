@@ -35,6 +35,7 @@ def test_a_causal_model_of_transformers_is_built_from_its_configuration(tmp_path
     ("name", "message"),
     [
         ("Dropping", r"has dropout \(drop, 0\.1\)"),
+        ("Lazy", r"has a lazy module \(up\.weight\), .* Give it its input's features"),
         ("Grouped", r"has a GroupedLinear \(experts\)"),
         ("nothing", "makes a torch.nn.Module; got str"),
         ("broken", "cannot be made: KeyError: 'width'"),

@@ -121,6 +121,13 @@ def test_other_logits_are_refused(config):
         Trainer(Config(**{**vars(config), "architecture": of("Misshapen")}))
 
 
+@pytest.mark.parametrize("name", ["Frozen", "Detached"])
+def test_logits_without_a_gradient_are_refused(config, name):  # T-10
+    made = Trainer(Config(**{**vars(config), "architecture": of(name)}))
+    with pytest.raises(ConfigError, match=rf"'own_torch_models:{name}' have no gradient\. Give a parameter requires_grad=True"):
+        made.step(TOKENS[0])
+
+
 def test_a_trainer_probes_its_model(config):
     with pytest.raises(ConfigError, match="'own_torch_models:Averaging' changes average"):
         Trainer(Config(**{**vars(config), "architecture": of("Averaging")}))
