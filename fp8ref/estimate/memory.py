@@ -114,19 +114,28 @@ def _state(config: Config, sizes: Mapping[str, tuple[int, int]]) -> tuple[dict[s
 
 
 def _gradients(config: Config, backend: str, sizes: Mapping[str, tuple[int, int]]) -> dict[str, Line]:
-    """Gradients of the device's pieces. Each layer's are there after its backward pass; a scan has room for all from its beginning."""
-    held = sum(piece for piece, _ in sizes.values())
+    """Gradients of the device's pieces. Each layer's are there after its backward pass, those of the tables and the last norm at its end; a scan has
+    room for all layers' from its beginning."""
+    of_layers = sum(piece for name, (piece, _) in sizes.items() if ".layers." in name)
+    others = sum(piece for piece, _ in sizes.values()) - of_layers
     parts = config.data.microbatches > 1
-    if backend == "torch" and (sharded(config, backend) or config.optimizer.keeps_masters):
-        return {"gradients": Line(4 * held, "4 bytes a parameter, float32", MOMENTS if parts else AFTER)}
-    if backend == "torch":  # autograd widens gradients of bf16 copies last
-        return {
-            "gradients": Line(4 * held, "4 bytes a parameter, float32", MOMENTS if parts else MOMENTS[3:]),
-            "gradients of bf16 copies": Line(2 * held, "2 bytes a parameter, until the end of the backward pass", MOMENTS[2:3]),
+    if backend == "jax":
+        found = {
+            "gradients of layers": Line(2 * of_layers, "2 bytes a parameter, bf16", MOMENTS[1:] if config.parallel.scan else AFTER),
+            "gradients of other weights": Line(2 * others, "2 bytes a parameter, bf16", MOMENTS[4:]),
         }
-    found = {"gradients": Line(2 * held, "2 bytes a parameter, bf16", MOMENTS[1:] if config.parallel.scan else AFTER)}
-    if parts:
-        found["gradients, sum over parts"] = Line(sum_bytes(config, sizes), _sum_formula(config))
+        if parts:
+            found["gradients, sum over parts"] = Line(sum_bytes(config, sizes), _sum_formula(config))
+        return found
+    # Without FSDP2 autograd widens the gradients of bf16 copies last, all of them.
+    widened = not sharded(config, backend) and not config.optimizer.keeps_masters
+    wide, last = "4 bytes a parameter, float32", MOMENTS[3:] if widened else MOMENTS[4:]
+    found = {
+        "gradients of layers": Line(4 * of_layers, wide, MOMENTS if parts else last if widened else AFTER),
+        "gradients of other weights": Line(4 * others, wide, MOMENTS if parts else last),
+    }
+    if widened:
+        found["gradients of bf16 copies"] = Line(2 * (of_layers + others), "2 bytes a parameter, until all are there", MOMENTS[2:3])
     return found
 
 
@@ -194,7 +203,9 @@ def _weights(config: Config, backend: str, kept: Collection[str]) -> dict[str, L
         return found
     at_once = weight if backend == "jax" and not config.parallel.scan else layer
     what = "weight" if at_once == weight else "layer"
-    found["weights of a layer, gathered"] = Line(codes, "1 byte an element where FP8 is gathered, else 2", LAYERS)
+    # FSDP2 frees a layer before it reduces its gradients, and has gathered the next one.
+    gathers = LAYERS if backend == "jax" else LAYERS[:1]
+    found["weights of a layer, gathered"] = Line(codes, "1 byte an element where FP8 is gathered, else 2", gathers)
     found["gradients, whole"] = Line(6 * at_once, f"6 bytes an element of the largest {what}: bf16, and float32 to be summed", LAYERS)
     if backend == "jax":
         # the weight in another order, or its gradient
