@@ -236,7 +236,7 @@ def test_what_checkpointing_keeps_of_a_layer(how, recipe):
     assert 0 <= kept - expected <= 256 * 24 + 512
 
 
-DEEP = {"num_hidden_layers": 8}
+DEEP = {"num_hidden_layers": 6}
 STEPS = {
     "bf16": sizes.config("bf16"),
     "delayed": sizes.config("delayed"),
@@ -262,7 +262,7 @@ def test_the_most_that_operators_keep_alive_in_a_step(config):
 
 SHARDED = {
     "words": sizes.config("bf16", fsdp=2).replace(model={"vocab_size": 8192}, data={"batch_size": 2, "sequence_length": 8}),
-    "layers": sizes.config(fsdp=2).replace(model=DEEP, data={"batch_size": 2, "sequence_length": 8}),
+    "layers": sizes.config(fsdp=2).replace(model={"num_hidden_layers": 8}, data={"batch_size": 2, "sequence_length": 8}),
     "tokens": sizes.config("bf16", fsdp=2, checkpointing="full").replace(data={"sequence_length": 512}),
 }
 
