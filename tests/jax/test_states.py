@@ -1,6 +1,7 @@
 """AdamW with narrow states in JAX against the simulator: 0 bits differ (spec O)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -316,6 +317,19 @@ def test_a_step_is_an_update_and_its_sum(name):  # O-6, O-14
         assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
+@pytest.mark.parametrize("jitted", [True, False])
+def test_a_step_of_an_ensemble(jitted):
+    """The kernel of GPUs is not batched: XLA's step is, with the same bits."""
+    p, g = jnp.stack([jnp.full((2, 128), x) for x in (1.0, 3.0)]), jnp.linspace(-1, 1, 512).reshape(2, 2, 128)
+    one = functools.partial(states.step, learning_rate=1e-3, **HYPER)
+    optimizer = states.adamw(1e-3, **HYPER)
+    found = (jax.vmap(jax.jit(one)) if jitted else jax.vmap(one))(p, g, jax.vmap(optimizer.init)(p))
+    for i in range(2):
+        wanted = one(p[i], g[i], optimizer.init(p[i]))
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+        assert all(np.asarray(x[i]).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
 @pytest.mark.slow
 def test_what_is_not_finite_is_nan():  # O-2
     p = {"w": jnp.ones((2, 256))}
@@ -375,7 +389,15 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
         states.adamw(1e-3, b1=0.99, b2=0.9)
     with pytest.raises(ValueError, match="'sqrt_e4m3' rounds to nearest and has no use for a seed; got seed=1"):
         states.adamw(1e-3, seed=1)
+    for wrong in (None, "1e-3", jnp.ones(2), np.ones(1)):
+        with pytest.raises(ValueError, match=r"learning_rate is a number, an array of shape \(\), or a schedule; got"):
+            states.adamw(wrong)
+    with pytest.raises(ValueError, match="weight_decay is a number; got <function"):
+        states.adamw(1e-3, weight_decay=optax.constant_schedule(0.1))
     optimizer, p = states.adamw(1e-3), {"w": jnp.ones((4, 4))}
+    rates = states.adamw(lambda count: jnp.full((4, 1), 1e-3))  # a rate of each row
+    with pytest.raises(ValueError, match=r"a schedule gives a number or an array of shape \(\); got one of shape \(4, 1\)"):
+        rates.update(p, rates.init(p), p)
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(p, optimizer.init(p))
     with pytest.raises(ValueError, match=r"takes float32 parameters .* got bfloat16"):
