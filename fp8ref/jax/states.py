@@ -33,7 +33,7 @@ from jax import lax
 
 from fp8ref import recipe as recipes
 from fp8ref import states
-from fp8ref.jax import adamw_state, cast, moments, parameter_stacks, philox, scaling
+from fp8ref.jax import adamw_state, array_types, cast, moments, parameter_stacks, philox, scaling
 from fp8ref.jax.adamw_state import AdamWState
 from fp8ref.jax.moments import MomentState, Scalars
 from fp8ref.jax.scaling import Quantized
@@ -119,7 +119,7 @@ def step(
 
     There one kernel (``adamw_kernel``) reads and writes what a layout in blocks of exact amaxes has of a
     parameter, if the blocks divide its last dim. ``update`` cannot: what it returns is added to the parameters
-    after it. Without such blocks, elsewhere, and under jax.vmap, it is update and ``optax.apply_updates``.
+    after it. Without such blocks, elsewhere, under jax.vmap, and on Explicit axes or those of shard_map it is update and ``optax.apply_updates``.
 
     factor    multiplies the gradients first, RN32(g * factor), such as what clips their norm.
     finite    false: nothing changes, the count included.
@@ -149,7 +149,8 @@ def step(
         from fp8ref.jax import adamw_kernel
 
         # Of a stack the kernel takes all blocks at once. Scales of masters, one for each of its tensors, it does not.
-        if not adamw_kernel.takes(p.shape[is_stack:], own) or (is_stack and own.keeps_master):
+        # Its results have no types of a mesh.
+        if not adamw_kernel.takes(p.shape[is_stack:], own) or (is_stack and own.keeps_master) or any(map(array_types.on_a_mesh, (p, g))):
             return by_xla(*given)
         return parameter_stacks.batched_by(by_xla)(
             lambda *given: lax.platform_dependent(*given, cuda=functools.partial(adamw_kernel.step, layout=own), default=by_xla)
@@ -303,6 +304,11 @@ def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:
         )
     if is_stack and p.ndim == 0:
         raise ValueError(f"a stack has its tensors along its first dim; got one of shape {p.shape}. Leave it out of stacked.")
+    if is_stack and any(jax.typeof(p).sharding.spec[:1]):
+        raise ValueError(
+            f"Explicit axes cut other dims of a stack than its first, along which its tensors are mapped; got {jax.typeof(p)}. Reshard it, or "
+            "use a mesh of Auto axes."
+        )
     if layout.stochastic and math.prod(p.shape[is_stack:]) >= 1 << 32:
         raise ValueError(
             f"fp8ref.jax rounds stochastically tensors of fewer than 2^32 elements; got {p.shape} under layout {layout.name!r}. "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,38 @@ def test_a_mesh_changes_nothing(name):  # O-11
     state = jax.jit(optimizer.init)(p)
     assert optimizer.init(p).m["w"].codes.sharding == p["w"].sharding
     assert state.m["w"].codes.shape == (16, 256)
+
+
+@pytest.mark.parametrize(("name", "of", "shape"), [("sqrt_e4m3", P(None, "x"), (4, 256)), ("coat", P("x", "y"), (4, 130))])
+def test_explicit_axes_change_nothing(name, of, shape):  # O-11
+    """A loop over steps carries equal types, as scales are whole on every device."""
+    mesh, p = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2), np.linspace(-1, 1, math.prod(shape))
+    p = p.astype(np.float32).reshape(shape)
+    optimizer = states.adamw(1e-3, layout=name, **HYPER)
+    wanted = jax.jit(optimizer.update)(jnp.asarray(p), optimizer.init(jnp.asarray(p)), jnp.asarray(p))
+    with jax.set_mesh(mesh):
+        own = jax.device_put(p, NamedSharding(mesh, of))
+        state = optimizer.init(own)
+        found = jax.jit(optimizer.update)(own, state, own)
+        stepped = jax.eval_shape(functools.partial(states.step, learning_rate=1e-3, layout=name, **HYPER), own, own, state)
+        types = [[jax.typeof(x) for x in jax.tree.leaves(tree)] for tree in ((own, state), found)]
+        assert types[0] == types[1]
+        assert [x.shape for x in jax.tree.leaves(stepped)] == [x.shape for x in types[0]]
+        with pytest.raises(ValueError, match="Explicit axes cut other dims of a stack than its first"):
+            states.adamw(1e-3, stacked=True).init(jax.device_put(p, NamedSharding(mesh, P("x"))))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def test_a_step_inside_shard_map():  # O-11
+    """Of rows: blocks are whole on a device."""
+    mesh, p = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jnp.linspace(-1, 1, 2048).reshape(8, 256)
+
+    def step(p):
+        return states.step(p, p, states.adamw(1e-3).init(p), learning_rate=1e-3)[0]
+
+    found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(p)
+    assert np.asarray(found).tobytes() == np.asarray(step(p)).tobytes()
 
 
 @pytest.mark.slow
