@@ -143,6 +143,7 @@ CASES = [
     ("bf16", {"data": 2, "fsdp": 2, "loss": "chunked"}, False, TIED),
     ("bf16", {**FSDP, "through": "jit"}, False, TIED),
     *((recipe, {}, False, NARROWER) for recipe in ("bf16", "tensorwise", "rowwise")),
+    *((recipe, CUBE, False) for recipe in ("delayed", "rowwise_with_gw_hp")),
 ]
 HOOKS = {"Flax, bfloat16": None, "Flax, FP8": fp8_ops.Fp8DirectDotGeneralOp} | {
     recipe: fj.flax.linen_dot_general(recipe) for recipe in ("bf16", "tensorwise", "rowwise", "delayed")
