@@ -22,12 +22,12 @@ COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "lay
 
 @dataclass(frozen=True)
 class Row:
-    """A shape of linear, how many there are, and their predicted time."""
+    """A shape of linear under a recipe, how many there are, and their predicted time."""
 
     linear: str
     shape: tuple[int, int]  # [N, K], whole
     count: int
-    ledger: Ledger
+    ledger: Ledger  # of the last of them: XLA computes an input of the first two layers from other arrays
     experts: int | None = None  # of each such linear, on all devices
 
     @property
@@ -136,7 +136,7 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}
     for decision, one in roofline.linears(config, backend, ceilings):
-        key = (decision.path.split(".")[-1], decision.shape, decision.fp8, decision.experts)
+        key = (decision.path.split(".")[-1], decision.shape, decision.recipe, decision.experts)
         groups[key] = (groups.get(key, (0, one))[0] + 1, one)
     rows = [Row(name, shape, count, one, experts) for (name, shape, _, experts), (count, one) in groups.items()]
     fused = backend == "jax" or config.parallel.compile != "none"

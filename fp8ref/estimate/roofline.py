@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from fp8ref.estimate import attention, grouped, kernels, linear_place, outside_linears
 from fp8ref.estimate.gpu_rates import Ceilings
@@ -101,14 +102,11 @@ def of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
     """Predict one optimizer step of a device, all microbatches included."""
     parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
     bf16 = configured = filtered = 0.0
-    forward: dict[tuple, Ledger] = {}
-    for decision, whole in linears(config, backend, ceilings):
+    forward = linears(config, backend, ceilings, gemms=("output",))
+    for (decision, whole), (_, first) in zip(linears(config, backend, ceilings), forward, strict=True):
         spent = [whole]
         if (again and decision.path.startswith("model.layers.")) or (config.parallel.loss == "chunked" and decision.path == "lm_head"):
-            key = (decision.path.split(".")[-1], decision.shape)
-            if key not in forward:
-                forward[key] = of_decision(decision, config, backend, ceilings, gemms=("output",))
-            spent.append(forward[key])
+            spent.append(first)
         times = sum(one.bf16 for one in spent), sum(one.seconds for one in spent)
         loses = whole.ratio is not None and whole.ratio < 1
         bf16, configured, filtered = bf16 + times[0], configured + times[1], filtered + times[not loses]
@@ -128,14 +126,18 @@ def with_tied(config: Config) -> list[Decision]:
     return [*decisions, Decision(path="lm_head", shape=shape, recipe=RECIPES["bf16"], reason="tied")]
 
 
-def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Decision, Ledger]]:
-    """(linear, cost) for one microbatch. The cost of equal linears is computed once."""
+def linears(config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> list[tuple[Decision, Ledger]]:
+    """(linear, cost) for one microbatch. The cost of equal linears in equal places is computed once."""
     made: dict[tuple, Ledger] = {}
     found = []
-    for decision in with_tied(config):
-        key = (decision.path.split(".")[-1], decision.shape, decision.recipe.name, decision.experts)
+    decisions = with_tied(config)
+    recipes = {decision.path: decision.recipe for decision in decisions}
+    for decision in decisions:
+        place = linear_place.of(decision, config, backend, recipes)
+        # the recipe itself: rules make several of one name
+        key = (short_name(decision.path), decision.shape, decision.recipe, decision.experts, str(place))
         if key not in made:
-            made[key] = of_decision(decision, config, backend, ceilings)
+            made[key] = of_decision(decision, config, backend, ceilings, gemms=gemms, place=place)
         found.append((decision, made[key]))
     return found
 
@@ -255,13 +257,21 @@ def quantizing(
     )
 
 
-def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:
-    """Cost of a config's linear on one device, for one microbatch; of experts that of all of the device's."""
+def of_decision(
+    decision: Decision,
+    config: Config,
+    backend: str,
+    ceilings: Ceilings,
+    *,
+    gemms: Sequence[Gemm] = kernels.GEMMS,
+    place: Mapping[str, Any] | None = None,
+) -> Ledger:
+    """Cost of a config's linear on one device, for one microbatch; of experts that of all of the device's. place: its ``linear_place``."""
     sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
     how = kernels.fusion(config, backend)
     if decision.experts is not None:
         return of_groups(decision.recipe, sizes, decision.experts // config.parallel.expert, how, ceilings)
-    return of_sizes(decision.recipe, sizes, how, ceilings, **linear_place.of(decision, config, backend))
+    return of_sizes(decision.recipe, sizes, how, ceilings, **(linear_place.of(decision, config, backend) if place is None else place))
 
 
 def of_groups(recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, ceilings: Ceilings) -> Ledger:
