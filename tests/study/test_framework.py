@@ -21,7 +21,7 @@ def test_a_linen_module_is_no_model_of_nnx_also_in_a_bridge():
         framework.of(linen.Dense(2))
     bridged = nnx.bridge.ToNNX(linen.Dense(2), rngs=nnx.Rngs(0))
     with (
-        pytest.raises(ValueError, match="a model without linears. Layers of linen"),
+        pytest.raises(ValueError, match=r"a model without linears\. Layers of linen"),
         framework.of(bridged).record(bridged, rows=128, layers="*"),
     ):
         pass
