@@ -10,6 +10,9 @@ from fp8ref.recipe import ROLES, Gemm, Recipe, Role
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import in_fp8, tokens
 
+FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""The linear by which XLA quantizes an input that another linear reads too."""
+
 
 def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, Recipe] | None = None) -> dict:
     """Keywords of ``roofline.quantizing`` for a config's linear. recipes: of all linears by path; None: looked up."""
@@ -20,7 +23,7 @@ def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, R
     if keys.sequence and decision.path.startswith("model.layers."):
         parts["input" if name in llama.COLUMN else "grad_output"] = keys.tensor
     # XLA quantizes an input once for linears that share it; of each by its own state, in one kernel.
-    first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
+    first = FIRST.get(name, name)
     if recipes is None:
         recipes = {d.path: d.recipe for d in config.decisions()}
     shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe

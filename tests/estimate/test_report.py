@@ -87,8 +87,8 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     one = made["linears"][0]
     assert one["ratio"] == pytest.approx(one["ledger"]["bf16"] / sum(one["ledger"]["parts"].values()))
     assert one["ledger"]["floor"] == pytest.approx(3e-6 * one["ledger"]["kernels"])
-    rest = sum(made["step"]["rest"].values())
-    assert made["step"]["ratio"] == pytest.approx((made["step"]["bf16"] + rest) / (made["step"]["configured"] + rest))
+    rest, plain = (sum(made["step"][key].values()) for key in ("rest", "in_bf16"))
+    assert made["step"]["ratio"] == pytest.approx((made["step"]["bf16"] + plain) / (made["step"]["configured"] + rest))
 
 
 @pytest.mark.parametrize(
