@@ -41,7 +41,7 @@ class Forecast(Result):
     ceilings: Ceilings
     rows: list[Row]
     step: Step
-    fused: bool
+    fused: bool  # or cannot be
     named: bool  # whether fp8_fqns names a linear that FP8 makes slower
     to_filter: list[str]  # patterns of the linears that FP8 makes slower, for filter_fqns
     parameters: int = 0
@@ -138,7 +138,7 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
         key = (kind := filtering.kind(decision), decision.shape, decision.experts)
         count = rows[key].count + 1 if key in rows else 1
         rows[key] = Row(roofline.short_name(decision.path), decision.shape, count, one, decision.experts, kind in lost)
-    fused = backend == "jax" or config.parallel.compile != "none"
+    fused = backend == "jax" or config.parallel.compile != "none" or bool(config.model.num_experts)  # experts run eagerly alone
     named = any(d.reason.startswith("named by fp8_fqns") and filtering.kind(d) in lost for d in config.decisions())
     return Forecast(
         backend,

@@ -64,6 +64,13 @@ def test_the_advice(config, said):
     assert said in " ".join(printed(report.of(config, "torch", H200)).split())
 
 
+def test_a_model_with_experts_is_not_told_to_compile():
+    """The trainer refuses parallel.compile for it."""
+    text = " ".join(printed(report.of(configs.load("tiny-moe"), "torch", H200)).split())
+    assert "SLOWER in FP8: every linear. Use recipe bf16." in text
+    assert "parallel.compile" not in text
+
+
 def test_a_config_without_fp8_says_so():
     text = printed(report.of(sizes.config("bf16"), "jax", H200))
     assert "No linear is in FP8." in text
