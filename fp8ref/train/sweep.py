@@ -11,6 +11,9 @@ they begin with the same weights and see the same batches.
 import concurrent.futures
 import json
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +91,7 @@ def train(planned: Sequence[Planned], *, jobs: int = 1) -> None:
         return
     context = multiprocessing.get_context("spawn")  # no fork: JAX and torch have threads
     with (
-        concurrent.futures.ProcessPoolExecutor(min(jobs, len(left)), mp_context=context) as pool,
+        concurrent.futures.ProcessPoolExecutor(min(jobs, len(left)), mp_context=context, initializer=follow_parent) as pool,
         console.bar("sweep", len(planned), done=len(planned) - len(left)) as advance,
     ):
         waiting = {pool.submit(_one, json.dumps(configs.to_dict(run.config)), run.backend, str(run.out)): run for run in left}
@@ -122,8 +125,36 @@ def _check(run: Planned) -> None:
         held.close()
 
 
+_IDLE = threading.Event()
+"""Set while this process of a pool trains nothing."""
+_IDLE.set()
+
+
+def follow_parent() -> None:
+    """End this process of a pool when its parent has ended, as by SIGTERM; a run is stopped first, and saves its state."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        if not _IDLE.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+        _IDLE.wait()
+        os._exit(1)  # a pool's process waits for its next task forever
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _one(config: str, backend: str, out: str) -> str:
     """One run, in a process of the pool."""
+    _IDLE.clear()
+    try:
+        return _train(config, backend, out)
+    finally:
+        _IDLE.set()
+
+
+def _train(config: str, backend: str, out: str) -> str:
     from fp8ref.train import loop
 
     try:

@@ -1,4 +1,10 @@
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import made_runs
 import pytest
@@ -64,6 +70,32 @@ def test_a_run_with_fewer_steps_has_not_ended(tiny, tmp_path):
     assert old.ended
     (longer,) = sweep.plan(tiny.replace(run={"steps": 120}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
     assert not longer.ended
+
+
+POOL = """
+import concurrent.futures, multiprocessing, os, time
+from fp8ref.train import sweep
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=context, initializer=sweep.follow_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_of_the_pool_ends_with_the_sweep(tmp_path):
+    """A sweep that SIGTERM or SIGKILL ends cannot end them itself."""
+    (tmp_path / "pool.py").write_text(POOL)
+    with subprocess.Popen([sys.executable, tmp_path / "pool.py"], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        parent.terminate()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the process of the pool is still there")
 
 
 def test_a_run_that_diverges_is_said_and_resumed_runs_are_finished(tiny, tmp_path, monkeypatch):
