@@ -39,6 +39,14 @@ def matches(pattern: str, name: str) -> bool:
     return bool(pattern) and f".{pattern}." in f".{name}."
 
 
+def listed(names: Collection[str], most: int = 16) -> str:
+    """Names of linears for an error: all of a small model; of a large one the first and the last."""
+    names = list(names)
+    if len(names) > most:
+        names = [*names[: most - 2], f"{len(names) - most + 1} more", names[-1]]
+    return ", ".join(names)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What becomes of one linear, and why: reason is for a person, and names the pattern or the rule."""
@@ -85,7 +93,7 @@ def select(
                 continue
             if not any(matches(pattern, name) for name in linears):
                 raise ValueError(
-                    f"every pattern of {key} names at least one linear (R-3); {pattern!r} names none of: {', '.join(linears) or 'no linears'}."
+                    f"every pattern of {key} names at least one linear (R-3); {pattern!r} names none of: {listed(linears) or 'no linears'}."
                 )
     small = _small(recipe) if AUTO_FILTER in filter_fqns else ()
     decisions = [_decide(name, shape, recipe, filter_fqns, fp8_fqns, small) for name, shape in linears.items()]

@@ -121,6 +121,13 @@ def test_a_pattern_that_names_no_linear_is_an_error(key, name):  # R-3
         linear_selection.select(LINEARS, name, **{key: ["lm_head", "layers.1"]})
 
 
+def test_the_linears_of_a_large_model_are_not_all_listed():
+    many = {f"model.layers.{i}.q": (32, 32) for i in range(500)} | {"lm_head": (32, 32)}
+    with pytest.raises(ValueError, match=r"layers\.13\.q, 486 more, lm_head\.") as raised:
+        linear_selection.select(many, "rowwise", filter_fqns=["layers.0."])
+    assert len(str(raised.value)) < 500
+
+
 @pytest.mark.parametrize("key", ["filter_fqns", "fp8_fqns"])
 def test_a_string_in_place_of_a_list_is_an_error(key):
     with pytest.raises(ValueError, match=rf"{key} is a list.*\['lm_head'\]"):

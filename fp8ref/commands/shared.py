@@ -93,6 +93,8 @@ def check_json(path: Path | None, *read: Path | None) -> None:
     """ValueError if --json cannot be written, or names a file of a run or of this command."""
     if path and any(other and other.exists() and path.exists() and path.samefile(other) for other in read):
         raise ValueError(f"--json names a file that this command does not read; got {path}. Name another.")
+    if path and str(path) == "-":
+        raise ValueError("--json names a file; got '-'. Name /dev/stdout for standard output.")
     if path and path.name in ("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml", "shards.json", "batch.npy"):
         raise ValueError(f"--json names no file of a run, checkpoint or shard directory, such as {path.name}; got {path}. Name another.")
     if path and (path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK)):

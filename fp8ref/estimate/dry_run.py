@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8ref import console as consoles
-from fp8ref.estimate import kernels, memory, roofline, traffic
+from fp8ref.estimate import filtering, kernels, memory, roofline, traffic
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.train import architecture, coverage, device_shapes, hardware, train_state
 from fp8ref.train.config import Config
@@ -171,16 +171,15 @@ def _break_even(config: Config, backend: str) -> Table:
     names = [ceilings.gpu for ceilings in PUBLISHED.values()]
     table = consoles.table("linear", *(f">{name}" for name in names), "", title="Where FP8 would pay: bf16's time by FP8's, predicted")
     columns = [roofline.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
-    shown = set()
+    lost = [roofline.losing(config, backend, ceilings) for ceilings in PUBLISHED.values()]
+    rows: dict[tuple, list[float | None]] = {}  # the last of equal linears, as fp8ref estimate has it
     for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
-        key = (roofline.short_name(decision.path), decision.shape, decision.fp8)
-        if key in shown:
-            continue
-        shown.add(key)
-        ratios = [one.ratio for one in ledgers]
+        rows[filtering.kind(decision), decision.shape, decision.experts] = [one.ratio for one in ledgers]
+    for (kind, *_), ratios in rows.items():
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio is not None and ratio < 1]
-        table.add_row(key[0], *cells, f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else "")
+        slower = [name for name, kinds in zip(names, lost, strict=True) if kind in kinds]
+        said = f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else ""
+        table.add_row(roofline.short_name(kind[0]), *cells, said)
     eager = "" if kernels.fusion(config, backend) != "eager" else "; casts not fused, as without parallel.compile"
     table.caption = f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what they are made of."
     return table

@@ -2,15 +2,20 @@
 XLA computes a norm from.
 """
 
+from collections.abc import Mapping
+
 from fp8ref import llama
 from fp8ref.linear_selection import Decision
-from fp8ref.recipe import ROLES, Gemm, Role
+from fp8ref.recipe import ROLES, Gemm, Recipe, Role
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import in_fp8, tokens
 
+FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""The linear by which XLA quantizes an input that another linear reads too."""
 
-def of(decision: Decision, config: Config, backend: str) -> dict:
-    """Keywords of ``roofline.quantizing`` for a config's linear."""
+
+def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, Recipe] | None = None) -> dict:
+    """Keywords of ``roofline.quantizing`` for a config's linear. recipes: of all linears by path; None: looked up."""
     keys, name = config.parallel, decision.path.split(".")[-1]
     parts: dict[Role, int] = {"weight": keys.shards} if keys.shards > 1 and in_fp8(decision.recipe, config, backend) else {}
     if backend != "jax":
@@ -18,8 +23,9 @@ def of(decision: Decision, config: Config, backend: str) -> dict:
     if keys.sequence and decision.path.startswith("model.layers."):
         parts["input" if name in llama.COLUMN else "grad_output"] = keys.tensor
     # XLA quantizes an input once for linears that share it; of each by its own state, in one kernel.
-    first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
-    recipes = {d.path: d.recipe for d in config.decisions()}
+    first = FIRST.get(name, name)
+    if recipes is None:
+        recipes = {d.path: d.recipe for d in config.decisions()}
     shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
     given = decision.recipe.output.a
     own = shares and given is not None and given.delayed is not None

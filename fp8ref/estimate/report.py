@@ -9,9 +9,9 @@ from rich.text import Text
 
 from fp8ref import console as consoles
 from fp8ref.errors import ConfigError
-from fp8ref.estimate import roofline
+from fp8ref.estimate import filtering, roofline
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.roofline import Ledger, Step
+from fp8ref.estimate.ledger import Ledger, Step
 from fp8ref.result import Result
 from fp8ref.train import device_shapes
 from fp8ref.train.config import Config
@@ -22,18 +22,14 @@ COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "lay
 
 @dataclass(frozen=True)
 class Row:
-    """A shape of linear, how many there are, and their predicted time."""
+    """A shape of linear under a recipe, how many there are, and their predicted time."""
 
     linear: str
     shape: tuple[int, int]  # [N, K], whole
     count: int
-    ledger: Ledger
+    ledger: Ledger  # of the last of them: XLA computes an input of the first two layers from other arrays
     experts: int | None = None  # of each such linear, on all devices
-
-    @property
-    def loses(self) -> bool:
-        """Whether FP8 is predicted to be slower."""
-        return self.ledger.ratio is not None and self.ledger.ratio < 1
+    loses: bool = False  # whether a step is predicted to be faster without it in FP8
 
 
 @dataclass(frozen=True)
@@ -45,15 +41,11 @@ class Forecast(Result):
     ceilings: Ceilings
     rows: list[Row]
     step: Step
-    fused: bool
+    fused: bool  # or cannot be
     named: bool  # whether fp8_fqns names a linear that FP8 makes slower
+    to_filter: list[str]  # patterns of the linears that FP8 makes slower, for filter_fqns
     parameters: int = 0
     active: int = 0  # parameters that take a token: of experts its own
-
-    @property
-    def to_filter(self) -> list[str]:
-        """The linears that FP8 makes slower, for filter_fqns."""
-        return list(dict.fromkeys(row.linear for row in self.rows if row.loses))
 
     def render(self, console: Console) -> None:
         """Print the tables of linears and of a step, with advice."""
@@ -75,7 +67,9 @@ class Forecast(Result):
 
     def to_dict(self) -> dict:
         """The content of the --json file."""
-        rows = [dataclasses.asdict(row) | {"ratio": row.ledger.ratio, "filter": row.loses} for row in self.rows]
+        rows = [{**dataclasses.asdict(row), "ratio": row.ledger.ratio, "filter": row.loses} for row in self.rows]
+        for row in rows:
+            del row["loses"]
         ratios = {name: getattr(self.step, name) for name in ("ratio", "filtered_ratio", "limit")}
         return {
             "backend": self.backend,
@@ -94,7 +88,9 @@ class Forecast(Result):
         if lost and not self.fused:
             return f"SLOWER in FP8: {', '.join(lost)}. Casts are not fused: set parallel.compile to block and estimate again.{tail}"
         if not lost:
-            return f"No linear is slower in FP8.{'' if self.fused else ' Casts are not fused: set parallel.compile to block.'}{tail}"
+            none = all((row.ledger.ratio or 1) >= 1 for row in self.rows)
+            said = "No linear is slower in FP8." if none else "With fewer linears in FP8 the step is no faster."
+            return f"{said}{'' if self.fused else ' Casts are not fused: set parallel.compile to block.'}{tail}"
         if not any(row.ledger.parts and not row.loses for row in self.rows):
             return f"SLOWER in FP8: every linear. Use recipe bf16.{tail}"
         said = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns"
@@ -105,9 +101,10 @@ class Forecast(Result):
         linear = (self.step.bf16, self.step.configured, self.step.filtered)
         table.add_row("linears", *map(_ms, linear))
         before = self.step.rest_bf16
-        for what, seconds in rest.items():
-            table.add_row(what, _ms(before[what]), *[_ms(seconds)] * 2)
-        each = before, rest, rest
+        after = self.step.rest_filtered
+        for what in dict.fromkeys((*rest, *after)):
+            table.add_row(what, *(_ms(one.get(what, 0.0)) for one in (before, rest, after)))
+        each = before, rest, after
         table.add_row("all", *(_ms(seconds + sum(others.values())) for seconds, others in zip(linear, each, strict=True)))
         table.add_row("speed-up over bf16", "1.00", f"{self.step.ratio:.2f}", f"{self.step.filtered_ratio:.2f}")
         return table
@@ -134,22 +131,24 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
         )
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
-    groups: dict[tuple, tuple[int, Ledger]] = {}
-    for decision, one in roofline.linears(config, backend, ceilings):
-        key = (decision.path.split(".")[-1], decision.shape, decision.fp8, decision.experts)
-        groups[key] = (groups.get(key, (0, one))[0] + 1, one)
-    rows = [Row(name, shape, count, one, experts) for (name, shape, _, experts), (count, one) in groups.items()]
-    fused = backend == "jax" or config.parallel.compile != "none"
-    lost = {row.linear for row in rows if row.loses}
-    named = any(d.reason.startswith("named by fp8_fqns") and d.path.split(".")[-1] in lost for d in config.decisions())
+    found = roofline.linears(config, backend, ceilings)
+    lost = roofline.losing(config, backend, ceilings)
+    rows: dict[tuple, Row] = {}
+    for decision, one in found:
+        key = (kind := filtering.kind(decision), decision.shape, decision.experts)
+        count = rows[key].count + 1 if key in rows else 1
+        rows[key] = Row(roofline.short_name(decision.path), decision.shape, count, one, decision.experts, kind in lost)
+    fused = backend == "jax" or config.parallel.compile != "none" or bool(config.model.num_experts)  # experts run eagerly alone
+    named = any(d.reason.startswith("named by fp8_fqns") and filtering.kind(d) in lost for d in config.decisions())
     return Forecast(
         backend,
         config.numerics.recipe,
         ceilings,
-        rows,
-        roofline.of_step(config, backend, ceilings),
+        list(rows.values()),
+        roofline.of_step(config, backend, ceilings, lost),
         fused,
         named,
+        filtering.patterns(lost, found),
         device_shapes.kinds(config)["all"],
         device_shapes.active(config),
     )

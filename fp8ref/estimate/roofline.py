@@ -10,14 +10,18 @@ moves more bytes. Not counted: collectives, which may overlap, the host, the loa
 checkpoints.
 """
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
-from fp8ref.estimate import attention, grouped, kernels, linear_place, outside_linears
+from fp8ref.estimate import attention, filtering, grouped, kernels, linear_place, outside_linears
+from fp8ref.estimate.filtering import Kind
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
+from fp8ref.estimate.ledger import Ledger, Step
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
@@ -33,90 +37,42 @@ Size = tuple[Gemm, int, int, int]
 """A GEMM's name, M, N and K: [M, K] x [N, K] -> [M, N]."""
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """Seconds of one linear for one microbatch.
-
-    parts: FP8's by purpose; empty if no GEMM is in FP8.
-    """
-
-    bf16: float
-    parts: dict[str, float]
-    kernels: int
-    floor: float  # seconds of the kernel launches alone: no bandwidth makes it faster
-
-    @property
-    def seconds(self) -> float:
-        """Time as configured: FP8's parts, or bfloat16 without any."""
-        return sum(self.parts.values()) if self.parts else self.bf16
-
-    @property
-    def ratio(self) -> float | None:
-        """bfloat16's time by FP8's; below 1, FP8 is slower."""
-        return self.bf16 / self.seconds if self.parts else None
+def of_step(config: Config, backend: str, ceilings: Ceilings, lost: set[Kind] | None = None) -> Step:
+    """Predict one optimizer step of a device, all microbatches included. lost: what is filtered; None: ``losing``."""
+    lost = losing(config, backend, ceilings) if lost is None else lost
+    step = _of_step(config, backend, ceilings)
+    if not lost:
+        return step
+    after = _of_step(filtering.without(config, lost, linears(config, backend, ceilings)), backend, ceilings)
+    return dataclasses.replace(step, filtered=after.configured, after=after.rest)
 
 
-@dataclass(frozen=True)
-class Step:
-    """Seconds of a step.
+def losing(config: Config, backend: str, ceilings: Ceilings) -> set[Kind]:
+    """The kinds of linears without which in FP8 a step is faster."""
+    found = linears(config, backend, ceilings)
 
-    bf16        all linears in bfloat16.
-    configured  the linears as configured.
-    filtered    the same, with linears that FP8 makes slower in bfloat16.
-    rest        {what: seconds} of everything else, as configured.
-    own         seconds of the framework's own attention, which the step in bfloat16 has; None: ``rest`` has it.
-    """
+    def seconds(lost: set[Kind]) -> float:
+        step = _of_step(filtering.without(config, lost, found), backend, ceilings)
+        return step.configured + sum(step.rest.values())
 
-    bf16: float
-    configured: float
-    filtered: float
-    rest: dict[str, float]
-    own: float | None = None
-
-    @property
-    def rest_bf16(self) -> dict[str, float]:
-        """{what: seconds} of everything else in bfloat16: an attention variant is part of what is configured."""
-        return self.rest if self.own is None else self.rest | {"attention": self.own}
-
-    @property
-    def ratio(self) -> float:
-        """A step's time in bfloat16 by its time as configured."""
-        return self._ratio(self.configured)
-
-    @property
-    def filtered_ratio(self) -> float:
-        """The same ratio, with linears that FP8 makes slower left in bfloat16."""
-        return self._ratio(self.filtered)
-
-    @property
-    def limit(self) -> float:
-        """The same ratio, if linears took no time (Amdahl's limit)."""
-        return self._ratio(0.0)
-
-    def _ratio(self, linears: float) -> float:
-        return (self.bf16 + sum(self.rest_bf16.values())) / (linears + sum(self.rest.values()))
+    return filtering.worthwhile(filtering.slower(found, backend), seconds)
 
 
-def of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
-    """Predict one optimizer step of a device, all microbatches included."""
+def _of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
+    """The step, in which nothing is filtered."""
     parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
-    bf16 = configured = filtered = 0.0
-    forward: dict[tuple, Ledger] = {}
-    for decision, whole in linears(config, backend, ceilings):
+    bf16 = configured = 0.0
+    forward = linears(config, backend, ceilings, gemms=("output",))
+    for (decision, whole), (_, first) in zip(linears(config, backend, ceilings), forward, strict=True):
         spent = [whole]
         if (again and decision.path.startswith("model.layers.")) or (config.parallel.loss == "chunked" and decision.path == "lm_head"):
-            key = (decision.path.split(".")[-1], decision.shape)
-            if key not in forward:
-                forward[key] = of_decision(decision, config, backend, ceilings, gemms=("output",))
-            spent.append(forward[key])
-        times = sum(one.bf16 for one in spent), sum(one.seconds for one in spent)
-        loses = whole.ratio is not None and whole.ratio < 1
-        bf16, configured, filtered = bf16 + times[0], configured + times[1], filtered + times[not loses]
-    rest, variant, own = outside_linears.seconds(config, backend, ceilings), config.attention_variant, None
+            spent.append(first)
+        bf16, configured = bf16 + sum(one.bf16 for one in spent), configured + sum(one.seconds for one in spent)
+    rest, variant = outside_linears.seconds(config, backend, ceilings), config.attention_variant
+    in_bf16 = outside_linears.seconds(filtering.in_bf16(config), backend, ceilings)
     if variant is not None:
-        own = rest["attention"]
         rest["attention"] = config.model.num_hidden_layers * attention.seconds(config, variant, backend, ceilings)
-    return Step(parts * bf16, parts * configured, parts * filtered, rest, own)
+    return Step(parts * bf16, parts * configured, parts * configured, rest, in_bf16)
 
 
 def with_tied(config: Config) -> list[Decision]:
@@ -128,14 +84,18 @@ def with_tied(config: Config) -> list[Decision]:
     return [*decisions, Decision(path="lm_head", shape=shape, recipe=RECIPES["bf16"], reason="tied")]
 
 
-def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Decision, Ledger]]:
-    """(linear, cost) for one microbatch. The cost of equal linears is computed once."""
+def linears(config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> list[tuple[Decision, Ledger]]:
+    """(linear, cost) for one microbatch. The cost of equal linears in equal places is computed once."""
     made: dict[tuple, Ledger] = {}
     found = []
-    for decision in with_tied(config):
-        key = (decision.path.split(".")[-1], decision.shape, decision.recipe.name, decision.experts)
+    decisions = with_tied(config)
+    recipes = {decision.path: decision.recipe for decision in decisions}
+    for decision in decisions:
+        place = linear_place.of(decision, config, backend, recipes)
+        # the recipe itself: rules make several of one name
+        key = (short_name(decision.path), decision.shape, decision.recipe, decision.experts, str(place))
         if key not in made:
-            made[key] = of_decision(decision, config, backend, ceilings)
+            made[key] = of_decision(decision, config, backend, ceilings, gemms=gemms, place=place)
         found.append((decision, made[key]))
     return found
 
@@ -255,13 +215,21 @@ def quantizing(
     )
 
 
-def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:
-    """Cost of a config's linear on one device, for one microbatch; of experts that of all of the device's."""
+def of_decision(
+    decision: Decision,
+    config: Config,
+    backend: str,
+    ceilings: Ceilings,
+    *,
+    gemms: Sequence[Gemm] = kernels.GEMMS,
+    place: Mapping[str, Any] | None = None,
+) -> Ledger:
+    """Cost of a config's linear on one device, for one microbatch; of experts that of all of the device's. place: its ``linear_place``."""
     sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
     how = kernels.fusion(config, backend)
     if decision.experts is not None:
         return of_groups(decision.recipe, sizes, decision.experts // config.parallel.expert, how, ceilings)
-    return of_sizes(decision.recipe, sizes, how, ceilings, **linear_place.of(decision, config, backend))
+    return of_sizes(decision.recipe, sizes, how, ceilings, **(linear_place.of(decision, config, backend) if place is None else place))
 
 
 def of_groups(recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, ceilings: Ceilings) -> Ledger:

@@ -28,8 +28,9 @@ def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
     Zeros, infinities and NaNs stay white.
 
     Shapes:   x [M, K]; without a finite non-zero number the map is white, and its colors end at 1.
+    Raises:   ValueError: x that is not a matrix, or that NumPy cannot read.
     """
-    x = np.abs(np.asarray(x, np.float64))
+    x = np.abs(_matrix(x).astype(np.float64))
     shown = np.isfinite(x) & (x > 0)
     exponent = np.where(shown, np.frexp(x)[1] - 1.0, np.nan)
     top = int(exponent[shown].max()) + 1 if shown.any() else 1
@@ -53,7 +54,7 @@ def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float 
     Shapes:   x [M, K] and q's codes alike.
     Raises:   ValueError: as ``sim.scaling.dequantize``; x that is not a matrix.
     """
-    x = np.asarray(x, np.float64)
+    x = _matrix(x).astype(np.float64)
     relative = np.divide(dequantize(q).astype(np.float64) - x, x, out=np.zeros_like(x), where=x != 0)
     size = cell or -(-max(x.shape) // 64)
     rows, columns = (np.arange(0, n, size) for n in x.shape)
@@ -77,8 +78,11 @@ def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float 
 
 
 def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
-    """What happened to every element of a matrix x [M, K], by color: see ``FATES``."""
-    fate = fates(x, q)
+    """What happened to every element of a matrix x [M, K], by color: see ``FATES``.
+
+    Raises:   ValueError: x that is not a matrix, or that NumPy cannot read.
+    """
+    fate = fates(_matrix(x), q)
     ax.imshow(fate, cmap=ListedColormap(list(FATES.values())), vmin=-0.5, vmax=len(FATES) - 0.5, interpolation="nearest", aspect="auto")
     if legend:
         present = [Patch(facecolor=c, edgecolor=style.MUTED, label=name) for i, (name, c) in enumerate(FATES.items()) if (fate == i).any()]
@@ -141,7 +145,12 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
     Beyond ``most`` the color stays the same; NaNs are white.
 
     Shapes:   codes of both [M, K], of one format.
+    Raises:   ValueError: codes of another shape or format.
     """
+    if a.fmt != b.fmt or _matrix(a.codes).shape != _matrix(b.codes).shape:
+        raise ValueError(
+            f"codes are compared in one format and shape; got {a.fmt.name} {a.codes.shape} and {b.fmt.name} {b.codes.shape}. Quantize one tensor alike."
+        )
     magnitude = [
         np.where(np.isnan(cast.decode(q.codes, q.fmt)), np.nan, (q.codes & ~np.uint8(q.fmt.sign_bit)).astype(float)) for q in (a, b)
     ]
@@ -155,3 +164,11 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
     )
     ax.figure.colorbar(image, ax=ax, label="codes further from zero", fraction=0.046, ticks=range(-most, most + 1))
     return style.plain_map(ax)
+
+
+def _matrix(x) -> np.ndarray:
+    """x as an array; ValueError unless it is a matrix with elements: matplotlib draws [M, K, 3] as a picture in colors."""
+    x = cast.array(x)
+    if x.ndim != 2 or not x.size:
+        raise ValueError(f"a map is of a matrix [M, K] with elements; got shape {x.shape}. Reshape it, as by x.reshape(-1, x.shape[-1]).")
+    return x

@@ -92,7 +92,8 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
     first, again  that pass, twice: they have the same bits.
     under         the pass under a recipe.
     recipes       None: all in FP8 that train, of which those that are refused (ValueError) are noted.
-    Raises:       ValueError: the two passes differ; what ``under`` raises for a recipe that was named.
+    Raises:       ValueError: the two passes differ; a pass that calls another model than it is given; what ``under`` raises
+                  for a recipe that was named.
     """
     if first.result.ndim == 0:
         raise ValueError("run gives logits, or another tensor with a last dim to compare along; got a scalar. Give what the loss is of.")
@@ -112,6 +113,11 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
                 raise
             refused[recipe.name] = str(error)
             continue
+        if not seen.inputs:
+            raise ValueError(
+                f"run calls the model that it is given; under {recipe.name!r} no linear of the copy was called, as where run names the model of "
+                "outside. Write lambda model: model(...)."
+            )
         outcomes[recipe.name] = _outcome(first, seen)
     return Depth(outcomes=dict(sorted(outcomes.items(), key=lambda item: (np.isnan(item[1].output), item[1].output))), refused=refused)
 

@@ -157,13 +157,17 @@ def chosen(names: Iterable[str], layers: str, rows: int) -> list[str]:
         raise ValueError(f"rows is a multiple of {BLOCK}, which no block of scales crosses; got {rows}.")
     names = list(names)
     found = [name for name in names if fnmatch.fnmatchcase(name, layers)]
+    if not names:
+        raise ValueError(
+            "a study records linears of PyTorch or Flax NNX; got a model without linears. Layers of linen, as in nnx.bridge.ToNNX, are not seen."
+        )
     if not found:
         raise ValueError(f"layers matches the name of a linear of the model; got {layers!r} for {_some(names)}.")
     return found
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "a model without linears"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def check_attention(heads: int, tokens: int, *, least: int = 0) -> None:

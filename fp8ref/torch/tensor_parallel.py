@@ -153,7 +153,7 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
         named = [name for name in linears if linear_selection.matches(pattern, name)]
         if not named:
             raise ValueError(
-                f"plan pattern {pattern!r} names none of the linears: {', '.join(linears) or 'there are none'}. Use one of them."
+                f"plan pattern {pattern!r} names none of the linears: {linear_selection.listed(linears) or 'there are none'}. Use one of them."
             )
         for name in named:
             if found.setdefault(name, style) != style:

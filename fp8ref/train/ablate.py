@@ -163,6 +163,11 @@ def ablate(
             )
     if (steps and seeds < 2) or batches < 2:
         raise ConfigError(f"an interval takes 2 or more seeds, and 2 or more batches; got {seeds} and {batches}. Raise them.")
+    most = len(start.batches.validation) // config.data.batch_size
+    if batches > most:  # the loader begins anew, and an interval would count batches twice
+        raise ConfigError(
+            f"--batches is at most the batches of validation data there are, {most}; got {batches}. Lower it, or give more text."
+        )
     about = {
         "backend": start.backend,
         "config": configs.to_dict(config),

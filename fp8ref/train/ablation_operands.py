@@ -9,7 +9,7 @@ from typing import Literal
 from fp8ref import attention_casts, layout_parts, recipe
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import GEMMS
-from fp8ref.linear_selection import matches
+from fp8ref.linear_selection import listed, matches
 from fp8ref.recipe import OPERANDS, Gemm
 from fp8ref.train import variants
 from fp8ref.train.config import Config
@@ -74,7 +74,7 @@ def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[str], 
     paths = dict.fromkeys(path for path, *_ in cast if path)
     for pattern in layers:
         if not any(matches(pattern, path) for path in paths):
-            raise ConfigError(f"--layers {pattern!r} names no linear in FP8, nor attention; there are {', '.join(paths)}.")
+            raise ConfigError(f"--layers {pattern!r} names no linear in FP8, nor attention; there are {listed(paths)}.")
     groups: dict[tuple[str, bool], list[str]] = {}
     attention = {path for path, gemm, _ in cast if gemm == "attention"}
     for path in paths:

@@ -11,6 +11,9 @@ they begin with the same weights and see the same batches.
 import concurrent.futures
 import json
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ from fp8ref import console
 from fp8ref.errors import ConfigError, NonFiniteError
 from fp8ref.recipe import RECIPES, trained_recipes
 from fp8ref.train import config as configs
-from fp8ref.train import log
+from fp8ref.train import log, run_dir
 from fp8ref.train.config import Config
 
 
@@ -33,19 +36,21 @@ class Planned:
 
     @property
     def ended(self) -> bool:
-        """Whether it is finished, or ended by a loss that is not finite, which training again would repeat."""
+        """Whether it is finished, or ended by a loss that is not finite, which training again would repeat; with as many steps as are planned."""
         try:
             manifest = log.read_manifest(self.out)
         except ConfigError:
             return False
-        return manifest["status"] == "finished" or str(manifest.get("error", "")).startswith(NonFiniteError.__name__)
+        steps = manifest.get("config", {}).get("run", {}).get("steps", self.config.run.steps)
+        ended = manifest["status"] == "finished" or str(manifest.get("error", "")).startswith(NonFiniteError.__name__)
+        return ended and steps == self.config.run.steps
 
 
 def plan(config: Config, backends: Sequence[str], recipes: Sequence[str], *, seeds: int, out: Path) -> list[Planned]:
     """The runs of a sweep, seed after seed, so that an unfinished sweep has matched runs.
 
     Raises:   ConfigError: no recipe, an unknown one or one named twice; fewer than one seed; a
-              config with a schedule; a directory that is not of this sweep.
+              config with a schedule.
     """
     config.require_one_recipe("a sweep")
     unknown = [name for name in recipes if name not in trained_recipes()]
@@ -74,8 +79,11 @@ def train(planned: Sequence[Planned], *, jobs: int = 1) -> None:
     A stopped run resumes from its last checkpoint. A run that ends by a loss that is not finite
     does not end the sweep.
 
-    Raises:   ConfigError, and what ``loop.train`` raises, of the first run that could not train.
+    Raises:   ConfigError before any run trains: a directory holds a run with other settings, or no run; and what
+              ``loop.train`` raises, of the first run that could not train.
     """
+    for run in planned:
+        _check(run)
     left = [run for run in planned if not run.ended]
     if len(left) < len(planned):
         console.say(f"{len(planned) - len(left)} of {len(planned)} runs have ended before; {len(left)} are left")
@@ -83,7 +91,7 @@ def train(planned: Sequence[Planned], *, jobs: int = 1) -> None:
         return
     context = multiprocessing.get_context("spawn")  # no fork: JAX and torch have threads
     with (
-        concurrent.futures.ProcessPoolExecutor(min(jobs, len(left)), mp_context=context) as pool,
+        concurrent.futures.ProcessPoolExecutor(min(jobs, len(left)), mp_context=context, initializer=follow_parent) as pool,
         console.bar("sweep", len(planned), done=len(planned) - len(left)) as advance,
     ):
         waiting = {pool.submit(_one, json.dumps(configs.to_dict(run.config)), run.backend, str(run.out)): run for run in left}
@@ -105,8 +113,48 @@ def report(planned: Sequence[Planned], out: Path, *, confidence: float, margin: 
     return page.write(runs.read_all([run.out for run in planned]), out, confidence=confidence, margin=margin)
 
 
+def _check(run: Planned) -> None:
+    """ConfigError if the directory holds a run that this one could not resume, or whose result would be taken for it."""
+    held = run_dir.Lock()
+    try:
+        run_dir.claim(run.out, run.config, run.backend, held, resume=True, overwrite=False)
+    except ConfigError as error:
+        remedy = "Repeat the sweep's own settings, or name another directory with --out."
+        raise ConfigError(str(error).replace("Resume with the same configuration, or use --overwrite.", remedy)) from error
+    finally:
+        held.close()
+
+
+_IDLE = threading.Event()
+"""Set while this process of a pool trains nothing."""
+_IDLE.set()
+
+
+def follow_parent() -> None:
+    """End this process of a pool when its parent has ended, as by SIGTERM; a run is stopped first, and saves its state."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        if not _IDLE.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+        _IDLE.wait()
+        os._exit(1)  # a pool's process waits for its next task forever
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _one(config: str, backend: str, out: str) -> str:
     """One run, in a process of the pool."""
+    _IDLE.clear()
+    try:
+        return _train(config, backend, out)
+    finally:
+        _IDLE.set()
+
+
+def _train(config: str, backend: str, out: str) -> str:
     from fp8ref.train import loop
 
     try:

@@ -64,6 +64,13 @@ def test_the_advice(config, said):
     assert said in " ".join(printed(report.of(config, "torch", H200)).split())
 
 
+def test_a_model_with_experts_is_not_told_to_compile():
+    """The trainer refuses parallel.compile for it."""
+    text = " ".join(printed(report.of(configs.load("tiny-moe"), "torch", H200)).split())
+    assert "SLOWER in FP8: every linear. Use recipe bf16." in text
+    assert "parallel.compile" not in text
+
+
 def test_a_config_without_fp8_says_so():
     text = printed(report.of(sizes.config("bf16"), "jax", H200))
     assert "No linear is in FP8." in text
@@ -87,8 +94,8 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     one = made["linears"][0]
     assert one["ratio"] == pytest.approx(one["ledger"]["bf16"] / sum(one["ledger"]["parts"].values()))
     assert one["ledger"]["floor"] == pytest.approx(3e-6 * one["ledger"]["kernels"])
-    rest = sum(made["step"]["rest"].values())
-    assert made["step"]["ratio"] == pytest.approx((made["step"]["bf16"] + rest) / (made["step"]["configured"] + rest))
+    rest, plain = (sum(made["step"][key].values()) for key in ("rest", "in_bf16"))
+    assert made["step"]["ratio"] == pytest.approx((made["step"]["bf16"] + plain) / (made["step"]["configured"] + rest))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
         (["--gpu", "b200"], "--gpu is one of h100, h200; got 'b200'"),
         (["--gpu", "h100", "--ceilings", "nowhere.json"], "nowhere.json: cannot be read"),
         (["--gpu", "h100", "--json", "no/such/directory/out.json"], "--json names a file"),
+        (["--gpu", "h100", "--json", "-"], "--json names a file; got '-'. Name /dev/stdout"),
     ],
 )
 def test_errors_are_clear(options, said, capsys):

@@ -3,12 +3,15 @@ import dataclasses
 import pytest
 import sizes
 
-from fp8ref.estimate import roofline
+from fp8ref.estimate import report, roofline
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
+from fp8ref.linear_rules import Rule
 from fp8ref.recipe import RECIPES
+from fp8ref.train import config as configs
 
 H100 = PUBLISHED["h100"]
 COMPILED = {"compile": "block"}
+FULL = {"compile": "block", "checkpointing": "full"}
 ROUND = dataclasses.replace(H100, bf16=5e14, fp8=1e15, fp8_rowwise=8e14, bandwidth=1e12, launch=1e-6)
 
 
@@ -197,6 +200,38 @@ def test_checkpointing_runs_a_layers_forward_pass_again():
     elementwise = [one.rest["norms, rotations, SwiGLU, sums"] for one in (none, selective, full)]
     assert elementwise[0] < elementwise[1] == elementwise[2]
     assert full.rest["attention"] == pytest.approx(9 / 7 * none.rest["attention"])
+
+
+def test_checkpointing_runs_a_layer_again_by_its_own_recipe():
+    """A step with layer 0 in bfloat16 takes as long as one with layer 1."""
+    either = [
+        roofline.of_step(configs.load("llama-8b").replace(numerics={"filter_fqns": ("lm_head", layer)}, parallel=FULL), "torch", H100)
+        for layer in ("layers.0", "layers.1")
+    ]
+    assert either[0].configured == pytest.approx(either[1].configured, rel=1e-12)
+
+
+def test_rules_make_several_recipes_of_one_name():
+    """R-8: which of two layers has which of two rules changes no time."""
+    rules = [
+        Rule(layers=("layers.0",), gemms=("grad_weight",), recipe="bf16"),
+        Rule(layers=("layers.0",), roles=("weight",), recipe="bf16"),
+    ]
+    either = []
+    for names in (("layers.0", "layers.1"), ("layers.1", "layers.0")):
+        made = tuple(dataclasses.replace(rule, layers=(name,)) for rule, name in zip(rules, names, strict=True))
+        config = sizes.config(**COMPILED).replace(numerics={"rules": made})
+        either.append(roofline.of_step(config, "torch", H100).configured)
+        assert len(report.of(config, "torch", H100).rows) == 7 + 7 + 1
+    assert either[0] == pytest.approx(either[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("filtered", [(), ("layers.0.self_attn.q_proj",)])
+def test_equal_linears_in_other_places_have_costs_of_their_own(filtered):
+    """XLA computes inputs of the first layers from rows of the embedding, and quantizes a shared input with its first linear in FP8."""
+    config = configs.load("llama-125m").replace(model={"num_hidden_layers": 3}, numerics={"filter_fqns": filtered})
+    for decision, one in roofline.linears(config, "jax", H100):
+        assert one == roofline.of_decision(decision, config, "jax", H100), decision.path
 
 
 def test_faster_memory_helps_casts():

@@ -113,3 +113,27 @@ def test_a_code_difference_is_positive_away_from_zero_whatever_the_sign(ax):
     a, b = unscaled(x), unscaled(x * np.array([[1.125, 1.125, 0.9375]], np.float32))
     plots.code_difference(ax, a, b)
     np.testing.assert_array_equal(ax.images[0].get_array(), [[1, 1, -1]])
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (2, 4, 3)])
+def test_a_map_is_of_a_matrix(ax, shape):
+    """matplotlib would draw [2, 4, 3] as a picture in red, green and blue."""
+    x = np.ones(shape, np.float32)
+    q = unscaled(x)
+    for draw in (lambda: plots.magnitude_map(ax, x), *(lambda f=f: f(ax, x, q) for f in (plots.error_map, plots.fate_map))):
+        with pytest.raises(ValueError, match=r"a map is of a matrix \[M, K\] with elements; got shape"):
+            draw()
+    with pytest.raises(ValueError, match="a map is of a matrix"):
+        plots.code_difference(ax, q, q)
+
+
+def test_codes_of_two_formats_have_no_difference(ax):
+    x = np.ones((2, 2), np.float32)
+    with pytest.raises(ValueError, match=r"in one format and shape; got e4m3fn .* and e5m2"):
+        plots.code_difference(ax, unscaled(x), unscaled(x, E5M2))
+
+
+def test_a_map_of_what_numpy_cannot_read_says_what_to_do(ax):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match=r"use x\.detach\(\)\.float\(\)\.numpy\(\)"):
+        plots.magnitude_map(ax, torch.ones(2, 2, dtype=torch.bfloat16))

@@ -47,13 +47,13 @@ def test_refusals_of_recipes_that_nobody_named_are_kept():
 
 def test_the_best_result_is_first():
     errors = {"tensorwise": 0.3, "rowwise": 0.1}
-    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({}, X * (1 + errors[recipe.name]), 1), list(errors))
+    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X}, X * (1 + errors[recipe.name]), 1), list(errors))
     assert list(found.outcomes) == ["rowwise", "tensorwise"]
 
 
 def test_a_result_that_is_no_number_is_last():
     errors = {"tensorwise": np.nan, "rowwise": 0.3, "mxfp8": 0.1}
-    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({}, X * np.float32(1 + errors[recipe.name]), 1), list(errors))
+    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X}, X * np.float32(1 + errors[recipe.name]), 1), list(errors))
     assert list(found.outcomes) == ["mxfp8", "rowwise", "tensorwise"]
 
 
@@ -79,6 +79,13 @@ def test_what_cannot_be_compared_is_refused():
         depth_error.compare(seen({"a": X}, np.float32(1)), FIRST, lambda recipe: FIRST, ["rowwise"])
     with pytest.raises(ValueError, match="no linear of it was called"):
         depth_error.compare(seen({}, X), FIRST, lambda recipe: FIRST, ["rowwise"])
+
+
+@pytest.mark.parametrize("recipes", [["rowwise"], None])
+def test_a_pass_that_calls_the_model_of_outside_is_refused(recipes):
+    """Its copy was not called, and the same result twice is no error of 0."""
+    with pytest.raises(ValueError, match="no linear of the copy was called"):
+        depth_error.compare(FIRST, FIRST, lambda recipe: seen({}, X, 2), recipes)
 
 
 def test_a_pass_that_changes_is_refused():

@@ -240,6 +240,14 @@ def test_a_baseline_that_is_not_finite_is_not_kept(run, monkeypatch):
     assert ablate.ablate(run, batches=2).baseline == pytest.approx(2, abs=0.01)
 
 
+def test_no_batch_of_validation_is_counted_twice(run):  # E-8
+    """An index beyond the last gives the first ones again, of which an interval would be too narrow."""
+    batches = ablate.ablation_start.of_run(run, None).batches
+    most = len(batches.validation) // batches.batch_size
+    with pytest.raises(ConfigError, match=rf"--batches is at most the batches .* {most}; got {most + 1}\. Lower it"):
+        ablate.ablate(run, batches=most + 1)
+
+
 def test_a_forward_pass_has_no_operand_of_gradients(run):
     found = ablate.ablate(run, attention="cudnn", batches=2, by="model")
     assert {row.operand.role for row in found.rows} == {"input", "weight", "q", "k", "v", "p"}

@@ -1,5 +1,12 @@
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import made_runs
 import pytest
 
 from fp8ref.errors import ConfigError, NonFiniteError
@@ -40,6 +47,55 @@ def test_what_has_ended_is_left_alone_and_the_rest_resumed(tiny, tmp_path, monke
         error = {"error": "NonFiniteError: step 3"} if status == "failed" else {}
         (run.out / "manifest.json").write_text(json.dumps({"fp8ref": "0", "status": status} | error))
     assert [run.ended for run in planned] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("status", "error"), [("finished", ""), ("failed", "NonFiniteError: step 3"), ("interrupted", "")])
+def test_a_directory_of_other_settings_is_refused(tiny, tmp_path, status, error, monkeypatch):
+    """Its runs have other losses than the sweep that is asked for."""
+    monkeypatch.setattr(sweep, "_one", None)  # no run may begin
+    (old,) = sweep.plan(tiny.replace(run={"steps": 60}, optimizer={"learning_rate": 0.5}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
+    made_runs.make(old.out, old.config, [5.0] * 6, status=status, more={"error": error})
+    planned = sweep.plan(tiny.replace(run={"steps": 60}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
+    match = r"holds a run with another config\.optimizer\.learning_rate: 0\.5; .*\. Repeat the sweep's own settings, or name another directory with --out\."
+    with pytest.raises(ConfigError, match=match):
+        sweep.train(planned)
+    shorter = sweep.plan(old.config.replace(run={"steps": 30}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
+    with pytest.raises(ConfigError, match=r"another config\.run\.steps: 60; got 30"):
+        sweep.train(shorter)
+
+
+def test_a_run_with_fewer_steps_has_not_ended(tiny, tmp_path):
+    (old,) = sweep.plan(tiny.replace(run={"steps": 60}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
+    made_runs.make(old.out, old.config, [5.0] * 6)
+    assert old.ended
+    (longer,) = sweep.plan(tiny.replace(run={"steps": 120}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
+    assert not longer.ended
+
+
+POOL = """
+import concurrent.futures, multiprocessing, os, time
+from fp8ref.train import sweep
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=context, initializer=sweep.follow_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_of_the_pool_ends_with_the_sweep(tmp_path):
+    """A sweep that SIGTERM or SIGKILL ends cannot end them itself."""
+    (tmp_path / "pool.py").write_text(POOL)
+    with subprocess.Popen([sys.executable, tmp_path / "pool.py"], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        parent.terminate()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the process of the pool is still there")
 
 
 def test_a_run_that_diverges_is_said_and_resumed_runs_are_finished(tiny, tmp_path, monkeypatch):

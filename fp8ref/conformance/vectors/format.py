@@ -173,9 +173,10 @@ def shape(text: str, axes: str = "") -> tuple[int, ...]:
     (4, 128)
     """
     if not _SHAPE.fullmatch(text) or (axes and text.count(",") != axes.count(",")):
+        example = ",".join(["4"] * axes.count(",") + ["256"]) if axes else "4,128"
         raise ValueError(
             f"a shape is {axes or '1 to 32 axes'}, each at least 1, in decimal, separated by "
-            f"commas; got {short(text)!r}. Write it like {'4,4,256' if axes else '4,128'}."
+            f"commas; got {short(text)!r}. Write it like {example}."
         )
     return tuple(int(n) for n in text.split(","))
 

@@ -94,7 +94,7 @@ def _hook_options(chosen: Sequence[str], given: Mapping) -> dict[str, dict]:
         for pattern in placement:
             if not any(linear_selection.matches(pattern, name) for name in chosen):
                 raise ValueError(
-                    f"every pattern of placement names at least one linear in FP8 (R-3); {pattern!r} names none of: {', '.join(chosen)}."
+                    f"every pattern of placement names at least one linear in FP8 (R-3); {pattern!r} names none of: {linear_selection.listed(chosen)}."
                 )
         found = {
             name: next((placed for pattern, placed in placement.items() if linear_selection.matches(pattern, name)), None)

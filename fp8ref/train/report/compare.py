@@ -26,7 +26,8 @@ METRICS = ("loss", "grad_norm", "val_loss")
 class Comparison(Result):
     """The result of ``compare``.
 
-    settings, versions: {dotted key: (A's value, B's value)} where they differ; of logs, none is known.
+    settings, versions: {dotted key: (A's value, B's value)} where they differ.
+    known       whether settings and versions are known: those of a log are not, and then both are empty.
 
     by          what decides: equal ``bits``; how runs ``end``; matched ``seeds``; ``steps`` of one
                 pair; ``unmatched`` runs. None if nothing does.
@@ -49,6 +50,7 @@ class Comparison(Result):
     high: float | None
     margin: float | None
     said: str
+    known: bool = True
 
     @property
     def ok(self) -> bool:
@@ -62,6 +64,9 @@ class Comparison(Result):
     def render(self, console: Console) -> None:
         """Print the differences in config and versions, and the verdict on the losses."""
         for title, found in (("config", self.settings), ("versions", self.versions)):
+            if not self.known:
+                console.print(f"{title}: not known of a log")
+                continue
             if not found:
                 console.print(f"{title}: no difference")
                 continue
@@ -101,7 +106,7 @@ def compare(
             raise ConfigError(
                 f"losses are compared on one text; {key} is {settings[key][0]!r} in {a.name} and {settings[key][1]!r} in {b.name}."
             )
-    about = {"a": a.name, "b": b.name, "settings": settings, "versions": versions}
+    about = {"a": a.name, "b": b.name, "settings": settings, "versions": versions, "known": known}
     nothing = {"difference": None, "low": None, "high": None, "margin": None, "pairs": 1}
     if _identical(a, b):
         steps = len(runs.common_steps([a, b]))

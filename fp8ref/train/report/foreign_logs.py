@@ -90,7 +90,7 @@ def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
             raise ConfigError(f"{path} has no tag of losses; it has {', '.join(tagged) or 'none'}. Name one with --loss.")
         yield from tagged[name].items()
         return
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a byte order mark
     if path.suffix == ".csv":
         yield from _table(csv.DictReader(text.splitlines()), path, loss)
     elif path.suffix in (".jsonl", ".ndjson", ".json"):

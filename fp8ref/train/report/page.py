@@ -67,6 +67,7 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = gaps.CONFIDENC
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that can be written.") from error
     said = [f"{arm.name}: {verdict.said}" for group in groups for arm, verdict in group["verdicts"]]
+    said += [f"{run.name} is left out: {counted.name} has its config and seeds" for group in groups for run, counted in group["others"]]
     return "\n".join([*said, f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} next to it"])
 
 
@@ -96,6 +97,7 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
         "runs": group,
         "seeds": seeds,
         "verdicts": judged,
+        "others": [pair for arm in verdicts.arms(group) for pair in arm.others],
         "compared": compared,
         "figures": [(f"g{index}-{name}", figure, title) for name, figure, title in made if figure is not None],
         "statistics": statistics,

@@ -33,9 +33,13 @@ TINY = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Runs that differ in their seeds alone, the first given for each pair of seeds (E-1)."""
+    """Runs that differ in their seeds alone: of each pair of seeds the first that ended, or the first if none did (E-1).
+
+    others: (run, the one of its seeds that counts in its place).
+    """
 
     runs: tuple[Run, ...]
+    others: tuple[tuple[Run, Run], ...] = ()
 
     @property
     def name(self) -> str:
@@ -122,14 +126,18 @@ def groups(given: Sequence[Run]) -> list[list[Run]]:
 
 def arms(group: Sequence[Run]) -> list[Arm]:
     """The arms of a group, in the order given."""
-    found: list[tuple[dict, dict[tuple[int, int], Run]]] = []
+    found: list[tuple[dict, dict[tuple[int, int], list[Run]]]] = []
     for run in group:
         mine = next((members for like, members in found if not configs.differences(like, of_arm(run))), None)
         if mine is None:
-            found.append((of_arm(run), {run.seeds: run}))
-        else:
-            mine.setdefault(run.seeds, run)
-    return [Arm(runs=tuple(members.values())) for _, members in found]
+            found.append((of_arm(run), mine := {}))
+        mine.setdefault(run.seeds, []).append(run)
+    made = []
+    for _, members in found:
+        counted = {seeds: next((run for run in several if run.finished or run.diverged), several[0]) for seeds, several in members.items()}
+        others = [(run, counted[seeds]) for seeds, several in members.items() for run in several if run is not counted[seeds]]
+        made.append(Arm(runs=tuple(counted.values()), others=tuple(others)))
+    return made
 
 
 def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:

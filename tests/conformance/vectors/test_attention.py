@@ -136,7 +136,7 @@ def test_exponentials_of_hardware():  # A-5
         ({"variant": "fa3", "mask": "band"}, "a mask is one of full, causal, causal_start; got 'band'"),
         ({"variant": "fa3", "window": "5"}, "a window is left,right, -1 for an open side, or none; got '5'"),
         ({"variant": "fa3", "shape": "1,3,2,4,200,32"}, "Hkv dividing H; got 1,3,2,4,200,32"),
-        ({"variant": "fa3", "shape": "4,200"}, "a shape is B,H,Hkv,Tq,Tk,D"),
+        ({"variant": "fa3", "shape": "4,200"}, "a shape is B,H,Hkv,Tq,Tk,D, .* Write it like 4,4,4,4,4,256"),
         ({"variant": "mxfp8", "shape": "1,2,1,4,200,40"}, "needs D divisible by 32"),
         ({"variant": "fa3", "shape": "1,2,1,4,200,512"}, "at most 256 features; got 512"),
     ],

@@ -175,3 +175,7 @@ def test_a_log_is_compared_with_a_run(seeds, tmp_path):
     path.write_text("".join(json.dumps({"step": step, "loss": loss + 0.2}) + "\n" for step, loss in seeds[0].losses.items()))
     found = compare.compare(seeds[0], compare.read(path))
     assert (found.result, round(found.difference, 6)) == ("worse", 0.2)
+    console = Console(width=300, record=True, file=(tmp_path / "shown").open("w"))
+    with console.file:
+        found.render(console)
+    assert (tmp_path / "shown").read_text().splitlines()[:2] == ["config: not known of a log", "versions: not known of a log"]

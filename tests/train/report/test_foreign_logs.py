@@ -44,6 +44,12 @@ def test_a_csv_of_any_case_and_order(tmp_path):
     assert read(tmp_path / "b.csv", "Step,run - train/loss\n0,2.5\n", loss="run - train/loss") == {0: 2.5}
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.csv", "step,loss\n0,2.5\n"), ("a.jsonl", '{"step": 0, "loss": 2.5}\n')])
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert foreign_logs.read(tmp_path / name).losses == {0: 2.5}
+
+
 def test_json_lines_with_other_metrics_between(tmp_path):
     lines = [{"_step": 0, "train/loss": 3.0}, {"_step": 0, "eval/loss": 9.0}, {"_step": 1, "train/loss": 2.0}]
     assert read(tmp_path / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + '{"_step": 2, "tr') == {0: 3.0, 1: 2.0}

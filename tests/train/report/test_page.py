@@ -286,6 +286,14 @@ def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(seeds, t
     assert "over the last 5 of 40 steps" in shown.text
 
 
+def test_a_run_that_another_of_its_seeds_replaces_is_named(seeds, fp8, tmp_path, small, write):  # E-1
+    short = made_runs.make(tmp_path / "a-short", small, falling(20), recipe="tensorwise", seed=0, status="interrupted")
+    whole = fp8()
+    shown, said = write([*seeds, short, whole])
+    assert f"{short.name} is left out of verdicts: {whole.name} has its config and seeds." in shown.text
+    assert f"{short.name} is left out: {whole.name} has its config and seeds" in said
+
+
 def test_runs_of_different_models_are_apart(seeds, tmp_path, small, write):
     other = made_runs.make(tmp_path / "wide", small.replace(model={"hidden_size": 64}), falling(), recipe="tensorwise")
     shown, said = write([*seeds, other])

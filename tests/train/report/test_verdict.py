@@ -136,6 +136,20 @@ def test_unfinished_runs_are_left_out_where_others_are_finished(seeds, fp8, tmp_
     assert found.said.endswith("short is not finished, but interrupted.")
 
 
+def test_a_finished_run_counts_before_an_unfinished_one_of_its_seeds(seeds, fp8, tmp_path, small):  # E-1
+    short = made_runs.make(tmp_path / "a-short", small, falling(20, above=0.3), recipe="tensorwise", seed=0, status="interrupted")
+    runs = [fp8(0.1, 0), fp8(0.11, 1)]
+    (_, mine) = verdict.arms([*seeds, short, *runs])
+    assert (mine.runs, mine.others) == (tuple(runs), ((short, runs[0]),))
+    assert judged([*seeds, short, *runs]).said == judged([*seeds, *runs]).said
+
+
+def test_a_run_that_diverged_counts_before_a_finished_one_that_follows(seeds, fp8, tmp_path, small):  # E-4
+    error = {"error": "NonFiniteError: step 20"}
+    ended = made_runs.make(tmp_path / "a", small, falling(20), recipe="tensorwise", seed=0, status="failed", more=error)
+    assert judged([*seeds, ended, fp8(0.0, 0), fp8(0.0, 1)]).kind == "worse"
+
+
 @pytest.mark.parametrize(
     "other",
     [{"model": {"hidden_size": 64}}, {"optimizer": {"learning_rate": 0.5}}, {"data": {"batch_size": 8}}, {"data": {"sequence_length": 8}}],
