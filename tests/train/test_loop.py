@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -143,6 +144,22 @@ def test_the_error_names_the_weights_that_are_not_finite(tmp_path, small, fake):
     fake({0: {"loss": float("nan")}})
     with pytest.raises(NonFiniteError, match=r"non-finite weights: broken\. fp8ref crosscheck --replay"):
         loop.train(small, "jax", tmp_path / "run")
+
+
+def test_a_failed_step_is_saved_when_the_checkpoint_before_it_is_complete(tmp_path, small, fake):  # K-6
+    trainer, written, save = fake({3: {"loss": np.nan}}), [], FakeTrainer.save
+
+    def slowly(directory):
+        # what processes save at the same time would meet in the same collectives
+        assert [step.name for step in (tmp_path / "run" / "checkpoints").glob("*[0-9]")] == written
+        save(trainer, directory)
+        written.append(directory.parent.name.removesuffix(checkpoint.UNFINISHED))
+        return lambda: time.sleep(0.2)
+
+    trainer.save = slowly
+    with pytest.raises(NonFiniteError, match="crosscheck --replay"):
+        loop.train(small.replace(checkpoint={"every": 3}), "jax", tmp_path / "run")
+    assert written == ["step-00000003", "step-00000003"]  # the second is of failures/
 
 
 def test_a_backend_keeps_its_weights_when_the_gradient_is_not_finite(tmp_path, small, monkeypatch):  # T-4
