@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -339,6 +340,27 @@ def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, s
     with pytest.raises(ConfigError, match=said):
         loop.train(small.replace(checkpoint={"every": 2}), "jax", tmp_path / "run", resume=True)
     assert not trainer.batches
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "ranks", "said"),
+    [
+        ("torch", "delayed", (1, 4), "of 1 rank that shared the batch, and 4 read it: grad_outputs are 4 times as large .* clips the largest"),
+        ("torch", "delayed", (4, 2), "of 4 ranks that shared the batch, and 2 read it: grad_outputs are 0.5 times as large .* loses small ones"),
+        ("torch", "delayed", (2, 2), None),
+        ("torch", "tensorwise", (1, 4), None),  # scales are of the step's own amaxes
+        ("jax", "delayed", (1, 4), None),  # whose gradients are of the mean over all tokens
+    ],
+)
+def test_histories_of_another_number_of_ranks_are_told_of(tmp_path, small, fake, capsys, backend, recipe, ranks, said):  # K-2
+    for count, failing in zip(ranks, ({3: RuntimeError("lost")}, {}), strict=True):
+        fake(failing).backend = backend
+        config = small.replace(numerics={"recipe": recipe}, parallel={"fsdp": count}, checkpoint={"every": 2})
+        with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
+            loop.train(config, backend, tmp_path / "run", resume=not failing)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "resumed at step 2" in told
+    assert re.search(said, told) if said else "grad_outputs" not in told
 
 
 def test_a_set_for_validation_does_not_change_between(tmp_path, small, fake):  # D-9
