@@ -345,8 +345,18 @@ def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, s
 @pytest.mark.parametrize(
     ("backend", "recipe", "ranks", "said"),
     [
-        ("torch", "delayed", (1, 4), "of 1 rank that shared the batch, and 4 read it: grad_outputs are 4 times as large .* clips the largest"),
-        ("torch", "delayed", (4, 2), "of 4 ranks that shared the batch, and 2 read it: grad_outputs are 0.5 times as large .* loses small ones"),
+        (
+            "torch",
+            "delayed",
+            (1, 4),
+            "of 1 rank that shared the batch, and 4 read it: grad_outputs are 4 times as large .* clips the largest",
+        ),
+        (
+            "torch",
+            "delayed",
+            (4, 2),
+            "of 4 ranks that shared the batch, and 2 read it: grad_outputs are 0.5 times as large .* loses small ones",
+        ),
         ("torch", "delayed", (2, 2), None),
         ("torch", "tensorwise", (1, 4), None),  # scales are of the step's own amaxes
         ("jax", "delayed", (1, 4), None),  # whose gradients are of the mean over all tokens
