@@ -7,6 +7,8 @@ or refuses.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from fp8ref import registry
 from fp8ref.attention_variant import ARITHMETIC as ARITHMETIC
@@ -156,3 +158,16 @@ def differentiated(variant: "str | Variant", backward: Backward) -> Variant:
     """The variant with the gradients of a backward pass: its own, or ``bf16``'s (A-25)."""
     known = by_name(variant)
     return known if backward == "own" else dataclasses.replace(known, backward=backward)
+
+
+def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
+    """ValueError for the quantized tensors, by role, of a forward pass of another variant, where the variant's backward pass reads them."""
+    if variant.backward != "cast":
+        return
+    wanted = {"q", "k", "v"} | ({"o"} if variant.out.bits == 8 else set())
+    codes = tensors["q"].codes if "q" in tensors else None  # None, or in their own dtype, in high precision
+    if set(tensors) != wanted or (codes is not None and codes.dtype.itemsize == 1) != (variant.fmt.bits == 8):
+        raise ValueError(
+            f"result is what forward gave by the same variant, {variant.name!r}; got another's, with tensors of {', '.join(tensors) or 'no role'}. "
+            "Call forward by the variant of the backward pass."
+        )

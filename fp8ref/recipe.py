@@ -141,7 +141,8 @@ class Recipe:
 
 
 def _uniform(name: str, forward: CastSpec, weight: CastSpec, backward: CastSpec) -> Recipe:
-    """One cast for the input, one for the weight and one for grad_output, wherever they go."""
+    """One cast for the input, one for the weight and one for grad_output, wherever they go; a GEMM's epilogue is scale_then_round, the
+    default of GemmSpec."""
     return Recipe(
         name=name,
         output=GemmSpec(a=forward, b=weight, accumulate="fast"),
@@ -160,6 +161,11 @@ def _rowwise(name: str, *, weight_for_grad_input: str, grad_weight_fp8: bool) ->
         grad_input=GemmSpec(a=row, b=weight, accumulate="slow", epilogue="unit_round_scale_round"),
         grad_weight=slow if grad_weight_fp8 else GemmSpec(),
     )
+
+
+def _tensorwise(fmt: Format) -> CastSpec:
+    """One scale for the whole tensor, of its own amax, by torchao's policy."""
+    return CastSpec(fmt=fmt, granularity="tensorwise", policy=POLICIES["torchao"])
 
 
 def _delayed(fmt: Format) -> CastSpec:
@@ -197,7 +203,7 @@ RECIPES = {
     r.name: r
     for r in (
         Recipe(name="bf16"),
-        _uniform("tensorwise", CastSpec(fmt=E4M3FN), CastSpec(fmt=E4M3FN), CastSpec(fmt=E5M2)),
+        _uniform("tensorwise", _tensorwise(E4M3FN), _tensorwise(E4M3FN), _tensorwise(E5M2)),
         _rowwise("rowwise", weight_for_grad_input="rowwise", grad_weight_fp8=True),
         _rowwise("rowwise_with_gw_hp", weight_for_grad_input="tensorwise", grad_weight_fp8=False),
         _uniform("delayed", _delayed(E4M3FN), _delayed(E4M3FN), _delayed(E5M2)),

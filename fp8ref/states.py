@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import struct
+from numbers import Real
 from typing import NamedTuple
 
 from fp8ref import registry
@@ -72,6 +73,7 @@ def scalars(step: int, *, learning_rate: float, b1: float, b2: float, eps: float
     Raises:   ValueError: as ``check``; step below 1; a learning rate outside [0, 1024].
     """
     check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    _check_number("learning_rate", learning_rate)
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ValueError(f"steps are counted from 1; got step={step!r}.")
     if not 0 <= learning_rate <= 1024:
@@ -113,6 +115,8 @@ def float32(value: float) -> float:
 def check(*, b1: float, b2: float, eps: float, weight_decay: float, layout: "Layout | None" = None) -> None:
     """ValueError unless AdamW's numbers are in the ranges in which no operation overflows or needs
     a subnormal number (O-2); and b1^2 / b2 below 1 - 2^-14 where the layout is bounded."""
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay)):
+        _check_number(name, value)
     if not (b1 == 0 or 0.5 <= b1 <= 1 - 2.0**-14):
         raise ValueError(f"b1 is 0 or in [0.5, 1 - 2^-14]; got {b1!r}.")
     if not 0.5 <= b2 <= 1 - 2.0**-14:
@@ -127,6 +131,12 @@ def check(*, b1: float, b2: float, eps: float, weight_decay: float, layout: "Lay
         )
     if layout is not None and layout.average == "lerp" and (b1 <= 0.5 or b2 <= 0.5):
         raise ValueError(f"average 'lerp' needs betas above 0.5 (O-5); got b1={b1!r}, b2={b2!r}.")
+
+
+def _check_number(name: str, value: float) -> None:
+    """ValueError for what is no number, such as None or a schedule."""
+    if not isinstance(value, Real):
+        raise ValueError(f"{name} is a number; got {value!r}.")
 
 
 def check_seed(seed: int, layout: Layout) -> None:

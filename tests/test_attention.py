@@ -1,5 +1,8 @@
 """Attention as data: variants and masks (spec A-1, A-3, A-6, A-8)."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from fp8ref import attention
@@ -52,3 +55,19 @@ def test_too_many_features():  # A-6
 def test_an_unknown_name():
     with pytest.raises(ValueError, match="variant is a Variant or one of exact, bf16, fa3"):
         attention.by_name("fa5")
+
+
+def test_a_backward_pass_reads_what_its_own_variant_made():  # A-14 to A-16, A-25
+    """What is read by no backward pass is not asked for: that of real arithmetic, and of bfloat16."""
+    codes = {"e4m3fn": SimpleNamespace(codes=np.zeros(1, np.uint8)), "bfloat16": SimpleNamespace(codes=np.zeros(1, np.float32))}
+    cudnn, mx, bf16 = (VARIANTS[name] for name in ("cudnn", "mxfp8", "bf16"))
+    made = {variant.name: dict.fromkeys("qkvo" if variant is cudnn else "qkv", codes[variant.fmt.name]) for variant in (cudnn, mx, bf16)}
+    for variant in (cudnn, mx, bf16):
+        for name, tensors in (made | {"exact": {}}).items():
+            if name == variant.name:
+                attention.check_result(variant, tensors)
+                continue
+            with pytest.raises(ValueError, match=f"by the same variant, '{variant.name}'; got another's, with tensors of"):
+                attention.check_result(variant, tensors)
+    for variant in (VARIANTS["exact"], attention.differentiated("fa3", "bf16")):
+        attention.check_result(variant, made["cudnn"])

@@ -36,6 +36,8 @@ def test_a_layout_is_looked_up_by_its_name():
         ("weight_decay", -0.1, "weight_decay is in"),
         ("learning_rate", -1e-3, "learning_rate is in"),
         ("learning_rate", math.nan, "learning_rate is in"),
+        ("learning_rate", None, "learning_rate is a number; got None"),
+        ("b2", "0.9", "b2 is a number; got '0.9'"),
     ],
 )
 def test_numbers_outside_their_range_are_refused(key, value, message):  # O-2

@@ -1,6 +1,7 @@
 """``fp8ref train --dry-run``: tables of sizes, memory, GEMMs, communication and break-even."""
 
 import math
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -87,24 +88,34 @@ def _sizes(config: Config, backend: str) -> Table:
 
 
 def _memory(config: Config, backend: str) -> Table:
-    table = consoles.table("what", ">GiB", "how", title="Memory of a device, estimated")
+    table = consoles.table("what", ">GiB", "in", "how", title="Memory of a device, estimated")
     lines = memory.lines(config, backend)
-    for what, (size, how) in lines.items():
-        table.add_row(what, _gib(size), how)
-    total = sum(size for size, _ in lines.values())
-    fits = ", ".join(f"{'fits' if total <= gpu.memory else 'DOES NOT FIT'} {gpu.name} ({_gib(gpu.memory)})" for gpu in GPUS.values())
-    table.add_row("all", _gib(total), fits)
+    for what, line in lines.items():
+        table.add_row(what, _gib(line.size), _span(line.at), line.formula)
+    moment, size = memory.most(lines)
+    fits = ", ".join(f"{'fits' if size <= gpu.memory else 'DOES NOT FIT'} {gpu.name} ({_gib(gpu.memory)})" for gpu in GPUS.values())
+    table.add_row("the most at one time", _gib(size), moment, fits)
     if config.numerics.schedule:
         table.title = f"Memory of a device, estimated, under recipe {memory.largest(config, backend)!r}, the largest of the schedule"
-    if config.parallel.checkpointing == "none":
-        table.caption = "H, A, KV, F: hidden, query, key and value, inner features on a device; no activation checkpointing"
-    else:
-        table.caption = (
-            f"H, A, KV, F: hidden, query, key and value, inner features on a device; checkpointing {config.parallel.checkpointing}"
-        )
+    checkpointing = (
+        "no activation checkpointing" if config.parallel.checkpointing == "none" else f"checkpointing {config.parallel.checkpointing}"
+    )
+    table.caption = (
+        "in: moments of a step, in order: the backward pass of the loss, the last layer, the first layer and the embedding; the update. "
+        f"H, A, KV, F: hidden, query, key and value, inner features on a device; {checkpointing}"
+    )
     if config.model.num_experts:
         table.caption += f"; k: a token's experts, {config.model.num_experts_per_tok}, whose features F is all of"
     return table
+
+
+def _span(at: Sequence[memory.Moment]) -> str:
+    """The moments of a step in which a line is there; they follow each other."""
+    if tuple(at) == memory.MOMENTS:
+        return "all"
+    if tuple(at) == memory.LAYERS:
+        return "last to first layer"
+    return at[0] if len(at) == 1 else f"{at[0]} to {at[-1]}"
 
 
 def _linears(config: Config, backend: str) -> Table:

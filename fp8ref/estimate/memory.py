@@ -1,56 +1,103 @@
-"""Estimated memory of a device in training, from shapes alone, with the formula of each line.
+"""Estimated memory of a device in training, from shapes alone: what each thing takes, and when a step needs it.
 
-The tests compare it with the tensors that PyTorch's autograd saves, within 2 %, and with the
-temporary memory of XLA's programs for H200s, within 30 %. Not counted: CUDA context and libraries
-(about a GiB), fragmentation, buffers of collectives, workspaces of GEMMs.
+Most of it is not needed throughout a step: logits are gone before the last layer's gradients are there. So the most that is in use is looked for
+among ``MOMENTS``. The tests compare it with the memory of XLA's programs for H200s, within 6 % of whole models and 20 % of two layers, and with
+what PyTorch's operators keep alive on one device, within 2 %. Not counted: CUDA context and libraries (about a GiB), fragmentation, buffers of
+collectives, workspaces of GEMMs.
 """
 
 import math
 from collections.abc import Collection, Mapping
+from typing import Literal, NamedTuple
 
 from fp8ref import llama
-from fp8ref.estimate import attention
+from fp8ref.estimate import activations, attention
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import at_rest, copied, in_fp8, sharded, tokens, used
+from fp8ref.train.device_shapes import at_rest, copied, in_fp8, sharded, used
 from fp8ref.train.train_state import FP8_BLOCK, FP8_SMALLEST
 
-LOGITS = 4
-"""Bytes of a logit: itself and its gradient, bfloat16."""
+Moment = Literal["loss", "last layer", "first layer", "embedding", "update"]
+"""A moment of a step: the backward pass of the loss, of the last layer, which comes first, of the first layer, of the embedding table; the
+optimizer's update."""
 
-LOGITS_CHUNK, WIDE_LOGIT = 1 << 24, 16
-"""PyTorch: the most logits that exist in float32 at a time (``train.torch.cross_entropy``), and bytes of each: itself, its
-logarithmic softmax and the gradients of both."""
+MOMENTS: tuple[Moment, ...] = ("loss", "last layer", "first layer", "embedding", "update")
+"""Every ``Moment``, in the order of a step."""
 
-WORDS = 8192
-"""JAX: the words whose logits exist at a time under ``parallel.loss = "chunked"`` (``train.jax.chunked_loss``)."""
-
-SCORE, QUERIES = 10, 512
-"""Bytes of an attention score, and the queries that chunked attention takes at a time
-(``train.jax.forward_pass``)."""
+BACKWARD, LAYERS, AFTER = MOMENTS[:4], MOMENTS[1:3], MOMENTS[2:]
 
 OBSERVATION = 3 * 4
 """Bytes that a role's observation takes until the step's update: amax and two flags, float32."""
 
+FOREACH = 4
+"""Bytes a parameter that the update of torch's AdamW takes, of all parameters at once: the square roots of second moments."""
+
+
+class Line(NamedTuple):
+    """What something takes on a device: bytes, the formula, and when it is there."""
+
+    size: int
+    formula: str
+    at: tuple[Moment, ...] = MOMENTS
+
 
 def largest(config: Config, backend: str) -> str:
     """The recipe of a schedule's phases that takes the most memory of a device; the first of equal ones."""
-    return max(config.recipes, key=lambda recipe: sum(size for size, _ in lines(config, backend, recipe).values()))
+    return max(config.recipes, key=lambda recipe: most(lines(config, backend, recipe))[1])
 
 
-def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, tuple[int, str]]:
-    """{what: (bytes, formula)} of a device, in one of the config's recipes; None: the ``largest``.
+def at_moments(found: Mapping[str, Line]) -> dict[Moment, int]:
+    """Bytes that are in use at each moment."""
+    return {moment: sum(line.size for line in found.values() if moment in line.at) for moment in MOMENTS}
+
+
+def most(found: Mapping[str, Line]) -> tuple[Moment, int]:
+    """(the moment that needs the most, its bytes); the first of equal ones."""
+    return max(at_moments(found).items(), key=lambda item: item[1])
+
+
+def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, Line]:
+    """What a device holds in a step, by name, in one of the config's recipes; None: the ``largest``.
 
     States of delayed scaling are those of all recipes, since phases keep them (T-9).
     """
-    fp8_states = (_states(config, backend), "scales, histories and observations of delayed scaling")
+    fp8_states = Line(_states(config, backend), "scales, histories and observations of delayed scaling")
     recipe = recipe or largest(config, backend)
     # In PyTorch phases of a schedule share one weight, and keep none in FP8.
     kept_in_fp8 = copied(config.under(recipe), backend) if backend == "jax" or len(config.recipes) == 1 else {}
     config = config.under(recipe)
     sizes = piece_sizes(config, backend)
-    held = sum(piece for piece, _ in sizes.values())
-    kept: dict[str, int] = {}  # of the training state, bytes by label
+    state, masters = _state(config, sizes)
+    scores: dict[str, Line] = {}
+    if config.parallel.attention == "kernel":  # it keeps its scores on the chip
+        pass
+    elif config.attention_variant is not None:
+        scores["attention scores"] = Line(*attention.tile_bytes(config, config.attention_variant, backend), LAYERS)
+    elif backend == "jax" and config.parallel.attention != "cudnn":
+        scores["attention scores"] = Line(*activations.scores(config), LAYERS)
+    if config.parallel.context > 1:
+        scores["keys and values of all parts"] = Line(*attention.gathered_bytes(config), LAYERS)
+    kept, of_layer = activations.kept(config, backend), activations.of_layer(config, backend)
+    found = {
+        masters: state.pop(masters),
+        **_gradients(config, backend, sizes),
+        **state,
+        "FP8 states": fp8_states,
+        **_weights(config, backend, kept_in_fp8),
+        "activations, kept": Line(*kept, MOMENTS[:2]),
+        "activations of a layer": Line(*of_layer, LAYERS if config.parallel.checkpointing != "none" else LAYERS[1:]),
+        **scores,
+        "logits": Line(*activations.logits(config, backend), MOMENTS[:1]),
+    }
+    if backend == "torch" and config.optimizer.kind == "adamw":
+        of_update = FOREACH * sum(piece for piece, _ in sizes.values())
+        found["update of all parameters"] = Line(of_update, f"{FOREACH} bytes a parameter; none under adamw_fused", MOMENTS[4:])
+    return found
+
+
+def _state(config: Config, sizes: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Line], str]:
+    """(what is kept between steps, the name of the masters among it)."""
+    kept: dict[str, int] = {}  # bytes by label
     for one in train_state.PER_PARAMETER:
         kept[one.label] = kept.get(one.label, 0) + sum(one.device_bytes(piece, config.optimizer, whole) for piece, whole in sizes.values())
     masters = next(one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS)
@@ -63,39 +110,40 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
         masters = f"weights, {layout.master.fmt.name} masters"
         kept[masters] = own
     formulas = {masters: of_masters, "AdamW's moments": _moments_formula(config)}
-    state = {label: (size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}
-    if backend == "torch":
-        gradients = (4 * held, "4 bytes a parameter, float32")
-    elif config.data.microbatches > 1:
-        gradients = (2 * held + sum_bytes(config, sizes), _gradients_formula(config))
-    else:
-        gradients = (2 * held, "2 bytes a parameter, bf16")
-    activations, formula = _activations(config, backend)
-    compute, how = _compute(config, backend, kept_in_fp8)
-    scores = {"attention scores": _scores(config)} if backend == "jax" and config.parallel.attention != "cudnn" else {}
-    if config.parallel.attention == "kernel":  # it keeps its scores on the chip
-        scores = {}
-    elif config.attention_variant is not None:
-        scores = {"attention scores": attention.tile_bytes(config, config.attention_variant, backend)}
-    if config.parallel.context > 1:
-        scores["keys and values of all parts"] = attention.gathered_bytes(config)
-    return {
-        masters: state.pop(masters),
-        "gradients": gradients,
-        **state,
-        "FP8 states": fp8_states,
-        "weights in use": (compute, how),
-        "activations": (activations, formula),
-        **scores,
-        "logits": _logits(config, backend),
+    return {label: Line(size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}, masters
+
+
+def _gradients(config: Config, backend: str, sizes: Mapping[str, tuple[int, int]]) -> dict[str, Line]:
+    """Gradients of the device's pieces. Each layer's are there after its backward pass, those of the tables and the last norm at its end; a scan has
+    room for all layers' from its beginning."""
+    of_layers = sum(piece for name, (piece, _) in sizes.items() if ".layers." in name)
+    others = sum(piece for piece, _ in sizes.values()) - of_layers
+    parts = config.data.microbatches > 1
+    if backend == "jax":
+        found = {
+            "gradients of layers": Line(2 * of_layers, "2 bytes a parameter, bf16", MOMENTS[1:] if config.parallel.scan else AFTER),
+            "gradients of other weights": Line(2 * others, "2 bytes a parameter, bf16", MOMENTS[4:]),
+        }
+        if parts:
+            found["gradients, sum over parts"] = Line(sum_bytes(config, sizes), _sum_formula(config))
+        return found
+    # Without FSDP2 autograd widens the gradients of bf16 copies last, all of them.
+    widened = not sharded(config, backend) and not config.optimizer.keeps_masters
+    wide, last = "4 bytes a parameter, float32", MOMENTS[3:] if widened else MOMENTS[4:]
+    found = {
+        "gradients of layers": Line(4 * of_layers, wide, MOMENTS if parts else last if widened else AFTER),
+        "gradients of other weights": Line(4 * others, wide, MOMENTS if parts else last),
     }
+    if widened:
+        found["gradients of bf16 copies"] = Line(2 * (of_layers + others), "2 bytes a parameter, until all are there", MOMENTS[2:3])
+    return found
 
 
-def _gradients_formula(config: Config) -> str:
+def _sum_formula(config: Config) -> str:
     of_sum = {"float32": 4, "bfloat16": 2}.get(config.parallel.accumulate_dtype)
     if of_sum is None:
-        return "2 bytes a parameter, bf16; and the sum over parts: 1 of a linear's weight, in FP8, 4 of others"
-    return f"{2 + of_sum} bytes a parameter: bf16, and the sum over parts in {config.parallel.accumulate_dtype}"
+        return "1 byte of a linear's weight, in FP8, 4 of others"
+    return f"{of_sum} bytes a parameter, in {config.parallel.accumulate_dtype}"
 
 
 def sum_bytes(config: Config, sizes: Mapping[str, tuple[int, int]]) -> int:
@@ -134,44 +182,62 @@ def _states(config: Config, backend: str) -> int:
     return sum(tensor.nbytes for tensor in found.values()) + OBSERVATION * roles
 
 
-def _compute(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]:
-    """(bytes, formula) of bf16 copies, and of gathered weights and their gradients. kept: linears whose weights are kept in FP8."""
-    model = config.model
-    table = model.vocab_size * model.hidden_size
-    # The table is used in float32. Only torch's whole-model compile gathers it in the compute dtype
-    # (P-19).
-    own, formula = _own(config, backend, kept)
+def _weights(config: Config, backend: str, kept: Collection[str]) -> dict[str, Line]:
+    """Copies of the device's own pieces that it computes with, and what it gathers of others. kept: linears whose weights are kept in FP8."""
+    masters_apart = config.optimizer.keeps_masters
+    found: dict[str, Line] = {}
+    if backend == "jax" or masters_apart or not sharded(config, backend):
+        # copies of masters are made in each step
+        found["weights in use"] = Line(*_own(config, backend, kept), MOMENTS if masters_apart else BACKWARD)
+    table = config.model.vocab_size * config.model.hidden_size
     if not sharded(config, backend):
-        return own, formula
-    blocks: dict[str, int] = {}
-    elements: dict[str, int] = {}
-    for decision in config.decisions():
-        block = ".".join(decision.path.split(".")[:3])
-        size = (
-            math.prod(used(decision.path, decision.shape, config))
-            * (decision.experts or 1)
-            // (config.parallel.expert if decision.experts else 1)
+        if backend == "jax":
+            found["gradient of the last linear"] = Line(2 * table, "2 bytes an element: bf16", MOMENTS[:1])
+        return found
+    layer, codes, weight = _largest_layer(config, backend)
+    if config.parallel.compile == "model":
+        blocks = config.model.num_hidden_layers
+        found["weights, gathered"] = Line(blocks * codes + 4 * table, "the whole model", BACKWARD)
+        of_all = 6 * (blocks * layer + 2 * table)
+        found["gradients, whole"] = Line(of_all, "6 bytes a parameter: bf16, and float32 to be summed", MOMENTS[2:4])
+        return found
+    at_once = weight if backend == "jax" and not config.parallel.scan else layer
+    what = "weight" if at_once == weight else "layer"
+    # FSDP2 frees a layer before it reduces its gradients, and has gathered the next one.
+    gathers = LAYERS if backend == "jax" else LAYERS[:1]
+    found["weights of a layer, gathered"] = Line(codes, "1 byte an element where FP8 is gathered, else 2", gathers)
+    found["gradients, whole"] = Line(6 * at_once, f"6 bytes an element of the largest {what}: bf16, and float32 to be summed", LAYERS)
+    if backend == "jax":
+        # the weight in another order, or its gradient
+        chunked = config.parallel.loss == "chunked"
+        found["last linear, gathered"] = Line(
+            (2 if chunked else 4) * table, "2 bytes an element, of the weight and its gradient", MOMENTS[:1]
         )
+        found["gradients of the tables"] = Line(8 * table, "4 bytes an element of the embedding and the last linear, float32", MOMENTS[3:4])
+    else:
+        found["last linear, gathered"] = Line(4 * table, "2 bytes an element, of the weight and its gradient", MOMENTS[:3])
+        of_table = 2 if masters_apart else 4
+        found["embedding table, gathered"] = Line(of_table * table, f"{of_table} bytes an element", BACKWARD)
+        found["gradient of the embedding table"] = Line(8 * table, "8 bytes an element: float32, and again to be summed", MOMENTS[3:4])
+    return found
+
+
+def _largest_layer(config: Config, backend: str) -> tuple[int, int, int]:
+    """(elements, bytes as gathered, elements of the largest weight) of the layer that gathers the most, on a device."""
+    elements: dict[str, int] = {}
+    gathered: dict[str, int] = {}
+    weights = [0]
+    for decision in config.decisions():
+        if "layers" not in decision.path:
+            continue
+        block = ".".join(decision.path.split(".")[:3])
+        own = (decision.experts or 1) // (config.parallel.expert if decision.experts else 1)
+        size = math.prod(used(decision.path, decision.shape, config)) * own
         codes = decision.experts is None and in_fp8(decision.recipe, config, backend)
         elements[block] = elements.get(block, 0) + size
-        blocks[block] = blocks.get(block, 0) + size * (1 if codes else 2)
-    head, layer = blocks.pop("lm_head", 0), max(blocks.values())
-    if backend == "jax":
-        return own + layer + head + 4 * table + 6 * max(elements.values()), (
-            f"{formula}; one layer, lm_head and the float32 table gathered; one block's gradients in bf16 and float32"
-        )
-    if config.parallel.compile == "model":
-        whole = sum(blocks.values()) + head + 2 * table
-        return whole + 6 * (sum(elements.values()) + table), "the whole model gathered, its gradients in bf16 and float32"
-    one = max(elements.values())
-    if config.optimizer.keeps_masters:
-        return own + 2 * layer + head + 6 * table + 6 * one, (
-            f"{formula}, of the shards; two layers, lm_head and the bf16 table gathered; the table's gradient, and the largest block's in bf16 and "
-            "float32"
-        )
-    return 2 * layer + head + 8 * table + 6 * one, (
-        "two layers, lm_head and the float32 table gathered; the table's gradient, and the largest block's in bf16 and float32"
-    )
+        gathered[block] = gathered.get(block, 0) + size * (1 if codes else 2)
+        weights.append(size)
+    return max(elements.values(), default=0), max(gathered.values(), default=0), max(weights)
 
 
 def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]:
@@ -180,63 +246,13 @@ def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]
     pieces = {name: math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items()}
     if not config.optimizer.keeps_masters:
         of_pieces = "of the pieces" if sharded(config, backend) else "of all but the embedding table"
-        return 2 * sum(size for name, size in pieces.items() if name != llama.EMBEDDING), f"bf16 copies {of_pieces}"
+        size = 2 * sum(size for name, size in pieces.items() if name != llama.EMBEDDING)
+        if backend == "jax" and not sharded(config, backend) and not config.parallel.scan:
+            # XLA quantizes from the masters
+            size -= sum(math.prod(d.shape) for d in config.decisions() if d.fp8 and d.experts is None and not d.recipe.in_blocks)
+            return size, "codes of weights in FP8, and bf16 copies of others but the embedding table"
+        return size, f"bf16 copies {of_pieces}"
     # FSDP2 gathers from shards that stay bf16
     beside = 2 if backend == "torch" and sharded(config, backend) else 0
     size = sum(piece * (1 + beside if name.removesuffix(".weight") in kept else 2) for name, piece in pieces.items())
     return size, "bf16 weights" if not kept else f"{1 + beside} bytes of each weight in FP8 (O-16), 2 of others in bf16"
-
-
-def _activations(config: Config, backend: str) -> tuple[int, str]:
-    """(bytes, formula) of activations of one microbatch that are kept for the backward pass."""
-    keys, model = config.parallel, config.model
-    count, layers = tokens(config), model.num_hidden_layers
-    h = model.hidden_size / (keys.tensor if keys.sequence else 1)
-    attended, inner = model.num_attention_heads * model.head_dim, model.intermediate_size
-    # Where devices have experts of their own, JAX has buffers for all rows of all of them (X-13).
-    copies = model.num_experts_per_tok * (keys.expert if backend == "jax" else 1)
-    if model.num_experts:  # a token's own experts, and the shared one
-        inner = inner * copies + model.shared_expert_intermediate_size
-    a, kv, f = (n / keys.tensor for n in (attended, model.num_key_value_heads * model.head_dim, inner))
-    if backend == "jax" or keys.compile != "none":
-        # bf16: the inputs of both norms and what they give; q, k, v; attention's output; gate, up
-        # and their product
-        layer, formula = 2 * (4 * h + 2 * a + 2 * kv + 3 * f), "2 (4 H + 2 A + 2 KV + 3 F)"
-    else:
-        # eager autograd keeps float32 too: two of each norm; gate, its SiLU and up
-        layer, formula = 2 * (2 * h + 2 * a + 2 * kv + f) + 16 * h + 12 * f, "2 (2 H + 2 A + 2 KV + F) + 16 H + 12 F"
-    if model.num_experts:
-        # copies of a token for its experts in bf16, and what they give: in bf16 by XLA, widened by autograd
-        of_copy = 4 if backend == "jax" else 6
-        layer, formula = layer + of_copy * copies * h, f"{formula} + {of_copy} k H"
-    if keys.checkpointing == "full":
-        return int(count * (layers * 2 * h + layer)), f"tokens x (layers x 2 H + one layer's {formula}) bytes"
-    if keys.checkpointing == "selective":
-        # the layer's input, and the results of seven products and of attention
-        kept = 2 * (h + 2 * a + 2 * kv + 2 * f + (1 + max(model.num_experts_per_tok, 1)) * h)
-        return int(count * (layers * kept + layer)), f"tokens x (layers x 2 (3 H + 2 A + 2 KV + 2 F) + one layer's {formula}) bytes"
-    return int(count * layers * layer), f"tokens x layers x {formula} bytes"
-
-
-def _scores(config: Config) -> tuple[int, str]:
-    """(bytes, formula) of one layer's attention scores, which XLA writes."""
-    keys, model = config.parallel, config.model
-    length = config.data.sequence_length
-    queries = min(length, QUERIES) if keys.attention == "chunked" else length
-    elements = tokens(config) // length * model.num_attention_heads // keys.tensor * queries * length
-    return SCORE * elements, f"{SCORE} bytes each, of {queries:,} queries at a time: float32 scores and gradient, bf16 probabilities"
-
-
-def _logits(config: Config, backend: str) -> tuple[int, str]:
-    if backend == "jax" and config.parallel.loss == "chunked":
-        own = tokens(config) // (config.parallel.tensor if config.parallel.sequence else 1)
-        words = min(config.model.vocab_size, WORDS)
-        return LOGITS * own * words + 8 * own * config.model.hidden_size, (
-            f"{LOGITS} bytes each, of {words:,} words at a time; the gradient of the last linear's input, 8 bytes each in float32"
-        )
-    count = tokens(config) * config.model.vocab_size
-    formula = f"{LOGITS} bytes each: bf16 logits and their gradient"
-    if backend == "jax":
-        return LOGITS * count // (config.parallel.tensor if config.parallel.sequence else 1), formula
-    wide = min(count, LOGITS_CHUNK)
-    return LOGITS * count + WIDE_LOGIT * wide, f"{formula}; {WIDE_LOGIT} of {wide:,} at a time, in float32"

@@ -7,8 +7,9 @@ PyTorch moves more bytes. Attention also multiplies.
 from dataclasses import dataclass
 
 from fp8ref.estimate import kernels
+from fp8ref.estimate.activations import WORDS
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.memory import WORDS, piece_sizes, states, sum_bytes
+from fp8ref.estimate.memory import piece_sizes, states, sum_bytes
 from fp8ref.llama import EXPERTS
 from fp8ref.recipe import Recipe
 from fp8ref.train.config import Config

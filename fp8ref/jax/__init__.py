@@ -17,8 +17,8 @@ FP8 into an existing model.
                   ``moments`` is one of them, ``adamw_kernel`` a GPU's kernel of a step, ``philox`` the
                   stochastic rounding; ``health`` what storing them cost
     division      quotients and roots that are rounded once, on GPUs too
-    placement, sharding, explicit_sharding
-                  the placement of a linear on a mesh; as the types of Explicit axes say it
+    placement, sharding, explicit_sharding, array_types
+                  the placement of a linear on a mesh; as the types of Explicit axes say it, and what types say
     gradient_reduction
                   gradients summed over devices in FP8, and over microbatches
     derivatives   refuses those that a linear does not have

@@ -1,16 +1,17 @@
-"""The state of AdamW with narrow moments in JAX, and whether it is one of a layout (spec O-4, O-17).
+"""The state of AdamW with narrow moments in JAX, and whether it and the numbers of a step are what a layout takes (spec O-2, O-4, O-17).
 
 A state is arrays alone, so that any pytree library keeps it: orbax, flax, optax's own states around it. So
 the decisions of its layout are an array too, their text in ASCII.
 """
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8ref import layout_decisions
+from fp8ref import layout_decisions, states
 from fp8ref.jax import moments
 from fp8ref.jax.moments import MomentState
 from fp8ref.states import Layout
@@ -76,6 +77,32 @@ def check_moment(stored, shape: tuple[int, ...], layout: Layout, which: int, *, 
             f"the state of a moment under layout {layout.name!r} is {described[1]}; got {described[0]}. States of another layout are not "
             "converted: use the layout that they were made with, or init."
         )
+
+
+def check_numbers(learning_rate, b1: float, b2: float, eps: float, weight_decay: float, layout: Layout, seed: int) -> None:
+    """ValueError for numbers of a step outside their ranges, for what is no number, and for what a jitted step cannot read (O-2)."""
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay), ("seed", seed)):
+        if isinstance(value, jax.Array):
+            raise ValueError(
+                f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams only learning_rate varies: name b1, b2, eps, "
+                "weight_decay and seed in static_args."
+            )
+    states.check_seed(seed, layout)
+    states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
+    if callable(learning_rate):
+        return
+    if not isinstance(learning_rate, Real) and getattr(learning_rate, "shape", None) != ():
+        raise ValueError(f"learning_rate is a number, an array of shape (), or a schedule; got {learning_rate!r}.")
+    if not isinstance(learning_rate, jax.core.Tracer):
+        states.scalars(1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+
+
+def check_leaf(p, g, stored: list, layout: Layout, is_stack: bool) -> None:
+    """ValueError unless gradient and state are a parameter's."""
+    if getattr(g, "shape", None) != p.shape:
+        raise ValueError(f"a gradient has its parameter's shape, {p.shape}; got {getattr(g, 'shape', type(g).__name__)}.")
+    for i, one in enumerate(stored):
+        check_moment(one, p.shape, layout, i, stacked=is_stack)
 
 
 def _text(layout: Layout) -> np.ndarray:

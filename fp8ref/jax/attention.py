@@ -225,6 +225,7 @@ def backward(
     _check_differentiable(use)
     if not isinstance(result, Result) or jnp.shape(result.o) != given.q.shape:
         raise ValueError(f"result is what forward gave for q {given.q.shape}; got {type(result).__name__}.")
+    data.check_result(use.variant, result.tensors)
     do = inputs.checked("do", do)
     if do.shape != given.q.shape:
         raise ValueError(f"do has the shape of o, {given.q.shape}; got {do.shape}.")

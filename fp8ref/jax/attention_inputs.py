@@ -237,7 +237,7 @@ def checked(name: str, x) -> jax.Array:
 
 
 def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Array] | None:
-    """(documents of queries, of keys), int32 [B, T]."""
+    """(documents of queries, of keys), integers [B, T]."""
     if documents is None:
         return None
     pair = documents if isinstance(documents, tuple) else (documents, documents)
@@ -247,7 +247,18 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Arra
             f"documents are integers of at least 0, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
             f"{[(str(getattr(ids, 'dtype', type(ids).__name__)), shape) for ids, shape in zip(pair, shapes, strict=True)]}."
         )
-    return jnp.asarray(pair[0]).astype(jnp.int32), jnp.asarray(pair[1]).astype(jnp.int32)
+    return _numbers_of_documents(pair[0]), _numbers_of_documents(pair[1])
+
+
+def _numbers_of_documents(ids) -> jax.Array:
+    """Documents as an array. ValueError for numbers that JAX would cut to 32 bits: documents would become one."""
+    bits = jax.dtypes.canonicalize_dtype(np.int64).itemsize * 8
+    if isinstance(ids, np.ndarray) and ids.dtype.itemsize * 8 > bits and int(ids.max()) >= 1 << (bits - 1):
+        raise ValueError(
+            f"documents have numbers below 2^{bits - 1}, since JAX has {bits} bits here; got {int(ids.max())}. Number them from 0 in each batch."
+        )
+    found = jnp.asarray(ids)
+    return found.astype(jnp.int64 if found.dtype.itemsize > 4 else jnp.int32)
 
 
 def _on_devices(inputs: Inputs, use: Use) -> Inputs:

@@ -74,8 +74,8 @@ def apply(
               without rows is +0. A NaN of one group stays in it, unless a scale is shared (X-6).
     Returns:  (output, seen), as ``linear.apply``: seen merged with what this use observes (X-9).
     Gradient: by x, w and seen; state is a constant, and group_sizes are integers.
-    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit; under FP8 K or N that
-              is no multiple of 16; a recipe this backend cannot run, a state or seen of another
+    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit; on a CPU, where they are not traced,
+              group_sizes below 0 or of a sum above M; under FP8 K or N that is no multiple of 16; a recipe this backend cannot run, a state or seen of another
               recipe, or none if the recipe needs them; inside shard_map amaxes of all groups.
     """
     y, seen, _ = apply_with_stats(x, w, group_sizes, recipe=recipe, state=state, seen=seen, over=over, name=name, tap=None)

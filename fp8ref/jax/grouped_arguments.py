@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8ref import grouped as recipes
 from fp8ref.granularity import by_name
@@ -50,12 +51,17 @@ def on_one_device(
 
 def check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> None:
     """ValueError for shapes or dtypes that do not fit, and for types that say that Explicit axes cut an array."""
+    if unlike := [
+        f"{what}, {type(v).__name__}" for what, v in {"x": x, "w": w, "group_sizes": group_sizes}.items() if not hasattr(v, "dtype")
+    ]:
+        raise ValueError(f"{name}: a grouped linear takes arrays; got {', '.join(unlike)}. Use jnp.asarray.")
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(f"{name}: a grouped linear takes x [M, K] and w [E, K, N] with the same K; got {x.shape} and {w.shape}.")
     if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"{name}: group_sizes are integers [E], one for each of {len(w)} weights; got {group_sizes.dtype} {group_sizes.shape}."
         )
+    _check_sizes(group_sizes, len(x), name)
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
             f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first."
@@ -69,4 +75,22 @@ def check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: Gro
     if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
         raise ValueError(
             f"{name}: FP8 needs K and N to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the experts or use recipe 'bf16'."
+        )
+
+
+def _check_sizes(group_sizes: jax.Array, rows: int, name: str) -> None:
+    """ValueError for sizes that do not fit, where the host knows them: not of tracers, and not on a GPU, for which it would wait."""
+    known = isinstance(group_sizes, np.ndarray) or (
+        isinstance(group_sizes, jax.Array)
+        and not isinstance(group_sizes, jax.core.Tracer)
+        and all(device.platform == "cpu" for device in group_sizes.devices())
+        and group_sizes.is_fully_addressable
+    )
+    if not known or not len(group_sizes):
+        return
+    sizes = np.asarray(group_sizes).astype(np.int64)
+    if sizes.min() < 0 or sizes.sum() > rows:
+        raise ValueError(
+            f"{name}: group_sizes are at least 0, and their sum is at most M={rows}; got {sizes.tolist()}. Of cumulative ends take the "
+            "differences: jnp.diff(ends, prepend=0)."
         )

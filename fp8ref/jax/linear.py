@@ -10,6 +10,7 @@ both its GEMMs); gather in FP8, multiply, round. ``operands`` casts and gathers,
 ``gemm_observer`` reports each GEMM to whoever asked.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from fp8ref.jax import (
     linear_arguments,
     linear_gemm,
     operands,
+    scaling,
     sharding,
     stats,
 )
@@ -237,11 +239,14 @@ def _backward(use: Use, residuals, cotangents):
     # grad_output, its own piece and all of it, where one gather serves both GEMMs
     of_rows: dict[Role, tuple[Quantized, Quantized]] = {}
     of_columns: dict[Role, tuple[Quantized, Quantized]] = {}
+    observed = g
     with jax.named_scope(f"{use.name}/grad_input"):
         if first is not None and first == second and first.granularity == "tensorwise":
             # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
             # reduces.
             quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, state_scales, use)
+            if "grad_output" in seen:
+                quantized["grad_output"], observed = _after_amax(quantized["grad_output"], g)
         elif first is not None and use.gathers_pair():
             rows, columns = (operands.quantize(g, "grad_output", first, axis, state_scales, use) for axis in (-1, -2))
             all_rows, all_columns = operands.gathered_pair(rows, columns, "grad_output", use)
@@ -255,16 +260,23 @@ def _backward(use: Use, residuals, cotangents):
         )  # [M, N] x [M, K] -> [N, K]
     grad_input = operands.unflattened(grad_input, g, use)
     tap = None if tap is None else tap + stats.rows(of_first | of_second)
-    of_seen = _observed(later, {"grad_output": g}, seen, use)
+    of_seen = _observed(later, {"grad_output": observed}, seen, use)
     return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap, saturated
 
 
 _linear.defvjp(_forward, _backward)
 
 
+def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:
+    """(q, this device's amax of x), so that GEMMs of q run after the amax is taken. XLA would take what only an observation reads at the end of
+    the pass, and keep x until then."""
+    scale_inv, amax = lax.optimization_barrier((q.scale_inv, scaling.amax(x)))
+    return dataclasses.replace(q, scale_inv=scale_inv), amax
+
+
 def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:
-    """seen, merged with the amaxes of those of its roles that are among tensors; over a vmapped
-    axis that ``given`` lacks, the largest."""
+    """seen, merged with the amaxes of those of its roles that are among tensors, or of their amaxes; over a
+    vmapped axis that ``given`` lacks, the largest."""
     merged = {}
     for role, of_role in seen.items():
         if role in tensors:

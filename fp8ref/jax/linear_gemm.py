@@ -42,7 +42,7 @@ def run(
     axis_a, axis_b = (use.axis(which, role) for role in roles)
     turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
     dtype = use.dtypes[list(OPERANDS).index(which)]
-    # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs.
+    # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs, as under tensorwise.
     known = {**quantized, **{role: own for role, (own, _) in (whole or {}).items()}}
     own = [
         known[role] if role in known else operands.quantize(tensors[role], role, cast, axis, state_scales, use)

@@ -23,7 +23,7 @@ from jax import lax
 
 from fp8ref import states
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
-from fp8ref.jax import cast, division, philox
+from fp8ref.jax import array_types, cast, division, philox
 from fp8ref.states import Layout, Moment
 
 _LARGEST = np.finfo(np.float32).max
@@ -151,10 +151,10 @@ def read(stored: MomentState, moment: Moment, layout: Layout):
     """The moment as a step reads it, float32 (O-4)."""
     x = _values(stored.codes, moment)
     if stored.scale_inv is not None:
-        x = product(x, _spread(stored.scale_inv, x.shape, moment))
+        x = product(x, _spread(stored.scale_inv, x, moment))
     if stored.exponent is not None:
-        magnitude = _root_of_power(jnp.abs(x), _spread(stored.exponent, x.shape, moment))
-        x = _signed(product(magnitude, _spread(stored.center, x.shape, moment)), x)
+        magnitude = _root_of_power(jnp.abs(x), _spread(stored.exponent, x, moment))
+        x = _signed(product(magnitude, _spread(stored.center, x, moment)), x)
     if moment.root:
         x = product(x, x)
     return not_tiny(x, layout)
@@ -186,7 +186,7 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
         return _store_expanded(x, amax, -found[1], moment, key)
     scale, scale_inv = _scales(amax, moment)
     divides = moment.scaling == "divide"
-    scaled = _over(x, _spread(scale_inv, x.shape, moment)) if divides else product(x, _spread(scale, x.shape, moment))
+    scaled = _over(x, _spread(scale_inv, x, moment)) if divides else product(x, _spread(scale, x, moment))
     codes = _codes(scaled, x, moment, key)
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
@@ -211,7 +211,7 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
 
 def expanded(x, center, exponent, scale_inv, moment: Moment):
     """The numbers that are rounded to codes under an expansion (O-10)."""
-    of, k, inverse = (_spread(a, x.shape, moment) for a in (center, exponent, scale_inv))
+    of, k, inverse = (_spread(a, x, moment) for a in (center, exponent, scale_inv))
     return _over(_signed(_power(_clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
 
 
@@ -278,13 +278,13 @@ def again(x, stored: MomentState, moment: Moment):
     if stored.exponent is not None:
         x = expanded(x, stored.center, stored.exponent, stored.scale_inv, moment)
     elif stored.scale_inv is not None:
-        x = _over(x, _spread(stored.scale_inv, x.shape, moment))
+        x = _over(x, _spread(stored.scale_inv, x, moment))
     return _codes(x, x, dataclasses.replace(moment, keep=False), None)
 
 
 def above(x, limit: float, stored: MomentState, moment: Moment):
     """Whether magnitudes are above RN32(limit * scale_inv) of their group."""
-    return jnp.abs(x) > _spread(product(stored.scale_inv, jnp.float32(limit)), x.shape, moment)
+    return jnp.abs(x) > _spread(product(stored.scale_inv, jnp.float32(limit)), x, moment)
 
 
 def _group_max(x, moment: Moment, empty: float = 0.0):
@@ -306,20 +306,20 @@ def _max_of_groups(x, moment: Moment, empty: float):
     if moment.block is None:
         return jnp.max(x)
     if x.ndim and x.shape[-1] % moment.block == 0:  # a cut along other axes then needs no collective
-        return jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1).reshape(-1)
-    padded = jnp.pad(x.reshape(-1), (0, -x.size % moment.block), constant_values=empty)
+        return array_types.whole(jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1)).reshape(-1)
+    padded = jnp.pad(array_types.whole(x).reshape(-1), (0, -x.size % moment.block), constant_values=empty)
     return jnp.max(padded.reshape(-1, moment.block), axis=-1)
 
 
-def _spread(of_groups, shape: tuple[int, ...], moment: Moment):
-    """The values of the groups, for each element."""
-    block = moment.block
+def _spread(of_groups, x, moment: Moment):
+    """The values of the groups, for each element of x."""
+    block, shape = moment.block, x.shape
     if block is None:
         return of_groups
     if shape and shape[-1] % block == 0:
         lead = (*shape[:-1], shape[-1] // block)
-        return jnp.broadcast_to(of_groups.reshape(*lead, 1), (*lead, block)).reshape(shape)
-    return jnp.repeat(of_groups, block)[: int(np.prod(shape))].reshape(shape)
+        return array_types.like(jnp.broadcast_to(of_groups.reshape(*lead, 1), (*lead, block)).reshape(shape), x)
+    return array_types.like(jnp.repeat(of_groups, block)[: int(np.prod(shape))].reshape(shape), x)
 
 
 def product(a, b):

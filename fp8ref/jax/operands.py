@@ -117,8 +117,8 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: 
 
 
 def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
-    """q gathered in FP8 from all devices that cut it, to be reduced along axis; scales of rows,
-    columns or blocks are gathered with it."""
+    """q as a GEMM takes it: flattened to [M, columns], gathered in FP8 from all devices that cut it, and to be reduced along axis. Scales of
+    rows, columns or blocks are gathered with it. On one device nothing is gathered."""
     if use.layout is not None:
         lines = q.granularity == "rowwise"
     else:

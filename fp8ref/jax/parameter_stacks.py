@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.custom_batching import custom_vmap
 
 from fp8ref.jax.moments import MomentState
 
@@ -42,3 +43,19 @@ def of_stored(tree, stacked: Any) -> Any:
 def each(f: Callable, is_stack: bool) -> Callable:
     """f, of each tensor of a stack or of the one tensor."""
     return jax.vmap(f) if is_stack else f
+
+
+def batched_by(other: Callable) -> Callable[[Callable], Callable]:
+    """A decorator of a function that ``jax.vmap`` cannot batch: under it the other, of the same results, is batched in its place."""
+
+    def decorate(f: Callable) -> Callable:
+        decorated = custom_vmap(f)
+
+        @decorated.def_vmap
+        def rule(size: int, batched, *given):
+            found = jax.vmap(other, in_axes=jax.tree.map(lambda b: 0 if b else None, batched), axis_size=size)(*given)
+            return found, jax.tree.map(lambda _: True, found)
+
+        return decorated
+
+    return decorate

@@ -33,7 +33,7 @@ from jax import lax
 
 from fp8ref import recipe as recipes
 from fp8ref import states
-from fp8ref.jax import adamw_state, cast, moments, parameter_stacks, philox, scaling
+from fp8ref.jax import adamw_state, array_types, cast, moments, parameter_stacks, philox, scaling
 from fp8ref.jax.adamw_state import AdamWState
 from fp8ref.jax.moments import MomentState, Scalars
 from fp8ref.jax.scaling import Quantized
@@ -78,7 +78,7 @@ def adamw(
     Source:   spec O.
     """
     layout = states.by_name(layout)
-    _check(learning_rate, b1, b2, eps, weight_decay, layout, seed)
+    adamw_state.check_numbers(learning_rate, b1, b2, eps, weight_decay, layout, seed)
 
     def init(params) -> AdamWState:
         of = parameter_stacks.flags("stacked", stacked, params, default=False)
@@ -119,7 +119,7 @@ def step(
 
     There one kernel (``adamw_kernel``) reads and writes what a layout in blocks of exact amaxes has of a
     parameter, if the blocks divide its last dim. ``update`` cannot: what it returns is added to the parameters
-    after it. Without such blocks, and elsewhere, it is update and ``optax.apply_updates``.
+    after it. Without such blocks, elsewhere, under jax.vmap, and on Explicit axes or those of shard_map it is update and ``optax.apply_updates``.
 
     factor    multiplies the gradients first, RN32(g * factor), such as what clips their norm.
     finite    false: nothing changes, the count included.
@@ -130,12 +130,12 @@ def step(
     Source:   spec O.
     """
     layout = states.by_name(layout)
-    _check(learning_rate, b1, b2, eps, weight_decay, layout, seed)
+    adamw_state.check_numbers(learning_rate, b1, b2, eps, weight_decay, layout, seed)
     factor, finite = jnp.asarray(factor, jnp.float32), jnp.asarray(finite)
 
     def of_leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool):
         own = _layout_of(layout, p, is_stack)
-        _check_stored(p, g, stored, own, is_stack)
+        adamw_state.check_leaf(p, g, stored, own, is_stack)
 
         def by_xla(p, g, stored, at, factor, finite):
             update, *after = _leaf(p, cast.to_f32(g) * factor, stored, at, layout, draw, is_stack)
@@ -149,9 +149,12 @@ def step(
         from fp8ref.jax import adamw_kernel
 
         # Of a stack the kernel takes all blocks at once. Scales of masters, one for each of its tensors, it does not.
-        if not adamw_kernel.takes(p.shape[is_stack:], own) or (is_stack and own.keeps_master):
+        # Its results have no types of a mesh.
+        if not adamw_kernel.takes(p.shape[is_stack:], own) or (is_stack and own.keeps_master) or any(map(array_types.on_a_mesh, (p, g))):
             return by_xla(*given)
-        return lax.platform_dependent(*given, cuda=functools.partial(adamw_kernel.step, layout=own), default=by_xla)
+        return parameter_stacks.batched_by(by_xla)(
+            lambda *given: lax.platform_dependent(*given, cuda=functools.partial(adamw_kernel.step, layout=own), default=by_xla)
+        )(*given)
 
     new, after = _of_each(of_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, stacked, seed)
     return new, after._replace(count=jnp.where(finite, after.count, state.count))
@@ -229,19 +232,6 @@ def _of_size(layout: Layout, shape: tuple[int, ...], is_stack: bool) -> Layout:
     return layout.of(math.prod(shape[1:] if is_stack else shape))
 
 
-def _check(learning_rate, b1: float, b2: float, eps: float, weight_decay: float, layout: Layout, seed: int) -> None:
-    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay), ("seed", seed)):
-        if isinstance(value, jax.Array):
-            raise ValueError(
-                f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams only learning_rate varies: name b1, b2, eps, "
-                "weight_decay and seed in static_args."
-            )
-    states.check_seed(seed, layout)
-    states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
-    if not callable(learning_rate) and not isinstance(learning_rate, jax.core.Tracer):
-        states.scalars(1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-
-
 def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tuple, layout: Layout, mask, stacked, seed: int):
     """leaf of each parameter: (the tree of what it gives first, the state after the step)."""
     b1, b2, eps, weight_decay = numbers
@@ -250,6 +240,8 @@ def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tup
     count = optax.safe_increment(state.count)
     at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
     rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
+    if rate.shape != ():
+        raise ValueError(f"a schedule gives a number or an array of shape (); got one of shape {rate.shape}.")
     rate = jnp.where((rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan)  # too late to refuse it
     given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
     at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
@@ -274,7 +266,7 @@ def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tu
     """(update, m, v) of one parameter, and its master if one is kept; draw: the seed, the number of the
     step and that of the tensor, the first of a stack."""
     own, (seed, step, number) = _layout_of(layout, p, is_stack), draw
-    _check_stored(p, g, stored, own, is_stack)
+    adamw_state.check_leaf(p, g, stored, own, is_stack)
     if not is_stack:
         return _tensor(p, g, stored, at, own, draw)
     numbers = jnp.arange(number, number + p.shape[0], dtype=jnp.uint32)
@@ -312,17 +304,14 @@ def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:
         )
     if is_stack and p.ndim == 0:
         raise ValueError(f"a stack has its tensors along its first dim; got one of shape {p.shape}. Leave it out of stacked.")
+    if is_stack and any(jax.typeof(p).sharding.spec[:1]):
+        raise ValueError(
+            f"Explicit axes cut other dims of a stack than its first, along which its tensors are mapped; got {jax.typeof(p)}. Reshard it, or "
+            "use a mesh of Auto axes."
+        )
     if layout.stochastic and math.prod(p.shape[is_stack:]) >= 1 << 32:
         raise ValueError(
             f"fp8ref.jax rounds stochastically tensors of fewer than 2^32 elements; got {p.shape} under layout {layout.name!r}. "
             "Use a layout that rounds to nearest."
         )
     return _of_size(layout, p.shape, is_stack)
-
-
-def _check_stored(p, g, stored: list, layout: Layout, is_stack: bool) -> None:
-    """ValueError unless gradient and state are a parameter's."""
-    if getattr(g, "shape", None) != p.shape:
-        raise ValueError(f"a gradient has its parameter's shape, {p.shape}; got {getattr(g, 'shape', type(g).__name__)}.")
-    for i, one in enumerate(stored):
-        adamw_state.check_moment(one, p.shape, layout, i, stacked=is_stack)

@@ -96,6 +96,7 @@ def backward(
         raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {', '.join(with_gradients())}.")
     if not isinstance(result, Result) or np.shape(result.o) != problem.q.shape:
         raise ValueError(f"result is what forward gave for q {problem.q.shape}; got {type(result).__name__}.")
+    data.check_result(variant, result.tensors)
     do = inputs.checked_tensor("do", do)
     if do.shape != problem.q.shape:
         raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")

@@ -30,7 +30,8 @@ a model.
 ``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears, and ``linear_cut`` is how
 ranks share one. ``switch`` changes the recipe of a model between two steps. ``compiled_fsdp`` shards
 within a compiled graph. ``proof`` shows that a step ran in FP8. ``states`` is AdamW whose moments are
-stored in FP8, ``adamw_update`` its arithmetic; ``moments`` is one of them, ``philox`` the stochastic rounding, and ``health`` what
+stored in FP8, ``adamw_update`` its arithmetic; ``parameter_groups`` and
+``parameter_state`` check what it is given; ``moments`` is one of them, ``philox`` the stochastic rounding, and ``health`` what
 storing them cost. ``copies`` keeps weights as codes between steps.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the

@@ -88,9 +88,10 @@ def apply(
               computed again. ``exact`` and MX keep q, k and v themselves.
     Gradient: once; a backward pass with create_graph=True is refused.
     Specials: as in ``forward``.
-    Raises:   ValueError: as ``forward``; a variant without a backward pass, for tensors that require gradients.
+    Raises:   ValueError: as ``forward``; what is no tensor; a variant without a backward pass, for tensors that require gradients.
     Source:   spec A.
     """
+    attention_inputs.check_given(q, k, v, sinks)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)):
         check_gradients(variant)
     linear_input.check_transforms("attention", q, k, v, otherwise="call torch's scaled_dot_product_attention")
@@ -99,7 +100,7 @@ def apply(
     function = attention_function.function(
         variant, values(variant), values(mask), scale, seed, arithmetic, (amax_group, context), roles, softcap
     )
-    of_q, of_k = documents if isinstance(documents, tuple) else (documents, documents)
+    of_q, of_k = attention_inputs.pair_of(documents)
     return function.apply(q, k, v, of_q, of_k, sinks, *given.values(), *observed.values())
 
 
@@ -156,7 +157,7 @@ def forward(
               host would wait for the device: all that shares a scale with one becomes NaN.
     Raises:   ValueError: an unknown variant; shapes, dtypes, devices or documents that do not fit; scales for
               roles without one; features that the variant does not take; a policy that this backend lacks; a softcap
-              that is not positive; sinks of another shape.
+              that is not positive; a scale or a softcap that is a tensor; sinks of another shape.
     Source:   spec A-1 to A-13, A-22, A-23, A-26.
     """
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, data.ROLES, softcap)
@@ -204,7 +205,8 @@ def backward(
     Order:    stated: A-14 to A-16, A-25; sums over keys are added tile by tile, in float32; over the heads of a group
               ascending. fast: A-18.
     Specials: a row that sees no key has no gradient. NaN and infinities as in ``forward``.
-    Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape.
+    Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another shape; a result of
+              another variant.
     Source:   spec A-14 to A-16.
     """
     check_gradients(variant)
@@ -213,6 +215,7 @@ def backward(
     attention_inputs.check_sinks(sinks, spec, shape, q.device)
     if not isinstance(result, Result) or result.o.shape != q.shape:
         raise ValueError(f"result is what forward gave for q {tuple(q.shape)}; got {type(result).__name__}.")
+    data.check_result(spec.variant, result.tensors)
     attention_inputs.check_tensor("do", do)
     if do.shape != q.shape:
         raise ValueError(f"do has the shape of o, {tuple(q.shape)}; got {tuple(do.shape)}.")

@@ -37,9 +37,9 @@ def apply(q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: st
     Raises:   ValueError: as ``attention.apply``; states of another variant.
     """
     roles = attention_delayed.roles(data.by_name(variant))
-    if set(states) != set(roles):
+    if set(states or {}) != set(roles):
         raise ValueError(
-            f"variant {data.by_name(variant).name!r} has states of {', '.join(roles) or 'no role'}; got {', '.join(states) or 'none'}. Make them by "
+            f"variant {data.by_name(variant).name!r} has states of {', '.join(roles) or 'no role'}; got {', '.join(states or ()) or 'none'}. Make them by "
             "attention_delayed.states."
         )
     kept: dict[str, RoleState] = {role: state for role, state in states.items() if isinstance(state, RoleState)}

@@ -77,7 +77,10 @@ def function(
     if values(variant) != of_variant:
         raise ValueError(f"a Variant is made outside of what is compiled; got {of_variant}, made inside. Make it once, before.")
     if not of_mask:
-        raise ValueError("mask is a Mask of fp8ref.attention.")
+        raise ValueError(
+            "mask is a Mask of fp8ref.attention, and no tensor. Use Mask(causal=True), a window, or documents, which separate the sequences "
+            "of a row."
+        )
     causal, window, alignment = of_mask
     mask = Mask(causal=causal, window=window, alignment=alignment)
     amax_group, context = groups

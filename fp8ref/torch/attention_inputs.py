@@ -7,6 +7,7 @@ for the device.
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, NoReturn
 
 import numpy as np
@@ -51,6 +52,11 @@ class Spec:
             raise ValueError(f"mask is a Mask of fp8ref.attention; got {self.mask!r}.")
         if self.arithmetic not in ARITHMETIC:
             raise ValueError(f"arithmetic is one of {', '.join(ARITHMETIC)}; got {self.arithmetic!r}.")
+        for name, value in (("softmax scale", self.scale), ("softcap", self.softcap)):
+            if value is not None and not isinstance(value, Real):  # a tensor's gradient would be lost
+                raise ValueError(
+                    f"the {name} is a number; got {type(value).__name__}. Pass a float; multiply q by a scale that is learned."
+                )
         if self.scale is not None and not (math.isfinite(self.scale) and np.float32(self.scale) > 0):
             raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
         if self.variant.rotated:
@@ -142,6 +148,13 @@ def _check_softcap(spec: Spec, features: int) -> None:
         )
 
 
+def check_given(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """ValueError for what is no tensor."""
+    for name, x in {"q": q, "k": k, "v": v, "sinks": sinks}.items():
+        if not isinstance(x, Tensor) and not (name == "sinks" and x is None):
+            raise ValueError(f"{name} is a tensor; got {type(x).__name__}. Use torch.as_tensor.")
+
+
 def check_tensor(name: str, x: Tensor) -> None:
     """ValueError for anything but a local tensor [B, heads, T, D] in high precision, not empty."""
     if isinstance(x, DTensor):
@@ -173,13 +186,27 @@ def check_sinks(sinks: Tensor | None, spec: Spec, shape: Shape, device: torch.de
         )
 
 
-def check_documents(documents: Tensor | tuple[Tensor, Tensor] | None, shape: Shape) -> tuple[Tensor | None, Tensor | None]:
-    """(documents of queries, of keys), integers [B, T]; None without any. ValueError for other shapes or dtypes."""
+def pair_of(documents: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    """(documents of queries, of keys) as they are given. ValueError for what is neither a tensor nor two."""
     if documents is None:
         return None, None
     pair = documents if isinstance(documents, tuple) else (documents, documents)
+    if len(pair) != 2 or not all(isinstance(x, Tensor) for x in pair):
+        raise ValueError(
+            "documents are integers [B, T], a tensor or a tuple of two, for queries and for keys; got "
+            f"{' and '.join(type(x).__name__ for x in pair)}. Give both."
+        )
+    return pair
+
+
+def check_documents(documents: Tensor | tuple[Tensor, Tensor] | None, shape: Shape) -> tuple[Tensor | None, Tensor | None]:
+    """(documents of queries, of keys), integers [B, T]; None without any. ValueError for other shapes or dtypes."""
+    of_q, of_k = pair_of(documents)
+    if of_q is None or of_k is None:
+        return None, None
+    pair = of_q, of_k
     expected = [(shape.batch, shape.queries), (shape.batch, shape.keys)]
-    if len(pair) != 2 or any(x.is_floating_point() or x.dtype == torch.bool for x in pair) or [tuple(x.shape) for x in pair] != expected:
+    if any(x.is_floating_point() or x.dtype == torch.bool for x in pair) or [tuple(x.shape) for x in pair] != expected:
         raise ValueError(
             f"documents are integers of at least 0, {list(expected[0])} for queries and {list(expected[1])} for keys; got "
             f"{[(str(x.dtype), tuple(x.shape)) for x in pair]}."
@@ -194,8 +221,9 @@ def check_scales(scales: dict[str, Tensor] | None, variant: Variant, roles: tupl
         if role not in known:
             raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
         expected = scale_shape(variant, role, shape)
-        if scale.dtype != torch.float32 or tuple(scale.shape) != expected:
-            raise ValueError(f"a given scale of {role} is float32 {list(expected)}, as its groups; got {scale.dtype} {list(scale.shape)}.")
+        if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or tuple(scale.shape) != expected:
+            found = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
+            raise ValueError(f"a given scale of {role} is float32 {list(expected)}, as its groups; got {found}.")
     return given
 
 

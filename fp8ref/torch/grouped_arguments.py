@@ -58,6 +58,10 @@ def check_tensors(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: 
         raise ValueError(
             f"{name} takes x [M, K] and w [E, N, K] with the same K; got {tuple(x.shape)} and {tuple(w.shape)}. Flatten the tokens."
         )
+    if not isinstance(offs, torch.Tensor):
+        raise ValueError(
+            f"{name} takes offs as a tensor; got {type(offs).__name__}. Use torch.tensor(offs, dtype=torch.int32, device=x.device)."
+        )
     if offs.shape != w.shape[:1] or offs.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} takes offs int32 [E], the end of each of {len(w)} groups; got {offs.dtype} {tuple(offs.shape)}.")
     if x.dtype != w.dtype or x.dtype not in cast.HIGH_PRECISION:

@@ -241,7 +241,11 @@ def _shard(
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return two meshes: the ranks that split the batch, and those that split each linear; None for a single rank."""
+    """Return two meshes: the ranks that split the batch, and those that split each linear; None for a single rank.
+
+    A single copy has no dim data: FSDP2 would all-reduce each block's gradients within one rank, by a mean that it says NCCL may get
+    wrong there.
+    """
     names = mesh.mesh_dim_names or ()
     if context := [name for name in names if name in CONTEXT]:
         raise ValueError(
@@ -253,15 +257,21 @@ def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
         raise ValueError(
             f"mesh has dims named {', '.join(AXES)}, in this order, data and expert only with fsdp; got {names}. Name them in init_device_mesh."
         )
-    shared = tuple(axis for axis in ("data", "fsdp") if axis in names)
+    shared = _shared(mesh)
     batch = mesh[shared] if shared else None
     if "expert" in names:  # weights other than experts' are sharded over both
         shards = mesh[("fsdp", "expert")]._flatten("shards")
-        batch = DeviceMesh._concatenate([mesh["data"], shards]) if "data" in names else shards
+        batch = DeviceMesh._concatenate([mesh["data"], shards]) if "data" in shared else shards
     by_tensor = mesh["tensor"] if "tensor" in names else None
     return (batch if batch is not None and batch.size() > 1 else None), (
         by_tensor if by_tensor is not None and by_tensor.size() > 1 else None
     )
+
+
+def _shared(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The dims of a mesh over which FSDP2 shards and copies: fsdp, and data where there are copies."""
+    names = mesh.mesh_dim_names or ()
+    return tuple(axis for axis in ("data", "fsdp") if axis in names and (axis == "fsdp" or mesh[axis].size() > 1))
 
 
 def _apart(mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -272,7 +282,7 @@ def _apart(mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 def _same_experts(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks that have this rank's experts, of data and fsdp."""
-    return mesh[tuple(axis for axis in ("data", "fsdp") if axis in (mesh.mesh_dim_names or ()))]
+    return mesh[_shared(mesh)]
 
 
 def share_groups(model: nn.Module, mesh: DeviceMesh, amax_scope: Scope) -> None:

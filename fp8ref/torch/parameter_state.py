@@ -132,6 +132,29 @@ def _by_rows(p: DTensor, i: int) -> bool:
     return isinstance(placement, Shard) or placement.split_factor == cut_before
 
 
+def check_step(p: Tensor, state: dict[str, Any], layout: Layout) -> None:
+    """ValueError for a parameter, its state or its gradient that a step does not take: a model may be cast or cut after its optimizer
+    is built."""
+    if not isinstance(p, Float8TrainingTensor):  # a copy has the master's bits, in the dtype that the model computes in
+        check(p, layout)
+    check_cut(p, layout)
+    if state and state["m_codes"].shape != p.shape:
+        raise ValueError(
+            f"a parameter keeps the shape of its state, {tuple(state['m_codes'].shape)}; got {tuple(p.shape)}. Build a new optimizer for it."
+        )
+    if p.grad is None:
+        return
+    if p.grad.layout != torch.strided:
+        raise ValueError(
+            f"a gradient is dense; got one of layout {p.grad.layout} of a parameter {tuple(p.shape)}. Build the embedding with "
+            "sparse=False."
+        )
+    if p.grad.dtype not in cast.HIGH_PRECISION:
+        raise ValueError(
+            f"a gradient is float32, float16 or bfloat16; got {p.grad.dtype} of a parameter {tuple(p.shape)}. Cast it before the step."
+        )
+
+
 def reduce_amaxes(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
     """Replace each tensor by its maximum over the ranks of its groups, in one all-reduce a group."""
     of_groups: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}

@@ -131,7 +131,8 @@ class Groups:
         if kind.reduced is not None:  # ranks cut no block
             return None
         along = None if self.style is None else CUT_AXES[self.style].get(role)
-        spans = [i for i in (-2, -1) if kind.other is None or i == axis]  # the axes that a group is all of
+        # the axes of which one scale is all: both under tensorwise, the reduced one under rowwise
+        spans = [i for i in (-2, -1) if kind.other is None or i == axis]
         # Every rank of the batch has the whole weight.
         rows = self.batch is not None and role != "weight" and -2 in spans
         parts = self.tensor is not None and along is not None and along - 2 in spans

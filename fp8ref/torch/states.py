@@ -27,7 +27,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import layout_decisions, states
 from fp8ref.states import Layout, Scalars
-from fp8ref.torch import adamw_update, moments, parameter_state
+from fp8ref.torch import adamw_update, moments, parameter_groups, parameter_state
 from fp8ref.torch.adamw_update import Update, Work
 from fp8ref.torch.moments import MomentState, Part
 from fp8ref.torch.parameter_state import keeps_apart, local, moment_state, place, reduce_amaxes
@@ -51,9 +51,10 @@ class AdamW(torch.optim.Optimizer):
     Specials:     a gradient that is not finite makes its weight NaN, and the moments of its group
                   (O-2). A parameter without a gradient keeps its weight and its state.
     Raises:       ValueError: an unknown layout; a seed of a layout that does not round
-                  stochastically; numbers outside their ranges (O-2); parameters that are empty, or of a dtype that the layout
-                  does not take; states of another layout at load, of the same name too; a DTensor that a layout with blocks is cut in another way than by
-                  Shard(0).
+                  stochastically; numbers outside their ranges (O-2); options of torch's AdamW that it lacks; parameters that are
+                  empty, or of a dtype that the layout does not take, at a step too, as of a model that is cast later; gradients
+                  that are sparse, or of another dtype; states of another layout at load, of the same name too; a DTensor that a
+                  layout with blocks is cut in another way than by Shard(0). Nothing is changed then.
     Source:       spec O.
     """
 
@@ -88,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
         """Add parameters with their own numbers. Raises as the class, and then adds nothing."""
         super().add_param_group(param_group)
         try:
-            self._check_numbers(self.param_groups[-1])
+            parameter_groups.check(self.param_groups[-1], self.layout)
             for p in self.param_groups[-1]["params"]:
                 parameter_state.check(p, self.layout)
         except ValueError:
@@ -101,40 +102,39 @@ class AdamW(torch.optim.Optimizer):
         Raises:   ValueError: states of another layout or of other shapes, and numbers outside their ranges, before anything is
                   changed.
         """
-        found = {group.get("layout") for group in state_dict["param_groups"]}
+        of_hooks: dict[str, Any] = {}
+
+        def check(_, given: dict[str, Any]) -> None:  # the last hook: what the user's gave is loaded
+            self._check_loaded(given)
+            of_hooks.update(given)
+
+        def restore(_) -> None:  # the first hook: torch has cast every tensor to its parameter's dtype
+            for index, p in zip(_indices(of_hooks["param_groups"]), _parameters(self), strict=True):
+                for key, value in of_hooks["state"].get(index, {}).items():
+                    self.state[p][key] = value.clone() if key == "step" else value.to(p.device, copy=True)
+
+        hooks = self.register_load_state_dict_pre_hook(check), self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
+        """ValueError for what ``load_state_dict`` does not take."""
+        if missing := {"state", "param_groups"} - set(state_dict):
+            raise ValueError(f"states are loaded as optimizer.state_dict() saves them; got no {' and no '.join(sorted(missing))}.")
+        groups = state_dict["param_groups"]
+        found = {group.get("layout") for group in groups}
         if found != {self.layout.name}:
             raise ValueError(
                 f"states of layout {self.layout.name!r} are loaded; got {sorted(map(str, found))}. States of another layout are not "
                 "converted: build the optimizer with the layout that they were made with."
             )
-        for group in state_dict["param_groups"]:
-            if "decisions" not in group:
-                raise ValueError("states are loaded with the decisions of their layout; got a group without. Save optimizer.state_dict().")
-            self._check_numbers(group)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        here = [p for group in self.param_groups for p in group["params"]]
-        for index, p in zip(saved, here, strict=False):  # torch refuses another number of parameters
+        for group in groups:
+            parameter_groups.check(group, self.layout)
+        for index, p in zip(_indices(groups), _parameters(self), strict=False):  # torch refuses another number of parameters
             parameter_state.check_saved(self._layout(p), p, state_dict["state"].get(index, {}))
-        super().load_state_dict(state_dict)
-        # torch has cast every tensor to its parameter's dtype.
-        for index, p in zip(saved, here, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items():
-                self.state[p][key] = value.clone() if key == "step" else value.to(p.device, copy=True)
-
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        """ValueError for numbers outside their ranges, or for a layout of a group's own."""
-        if group["layout"] != self.layout.name:
-            raise ValueError(
-                f"all parameters of an optimizer have one layout, {self.layout.name!r}; a group has {group['layout']!r}. Build an optimizer "
-                "for each layout."
-            )
-        if unlike := layout_decisions.differences(self.layout, group["decisions"]):
-            raise ValueError(
-                f"layout {self.layout.name!r} has {'; '.join(unlike)}. States of another layout are not converted: build the optimizer with "
-                "the layout that they were made with, and give a changed layout a name of its own."
-            )
-        states.check_seed(group["seed"], self.layout)
-        self._scalars(group, 1)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -150,14 +150,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _steps(self) -> None:
         for group in self.param_groups:  # refused before anything changes
-            self._scalars(group, 1)
+            parameter_groups.scalars(group, self.layout, 1)
             for p in group["params"]:
-                parameter_state.check_cut(p, self._layout(p))
-                if p.grad is not None and p.grad.layout != torch.strided:
-                    raise ValueError(
-                        f"a gradient is dense; got one of layout {p.grad.layout} of a parameter {tuple(p.shape)}. Build the embedding with "
-                        "sparse=False."
-                    )
+                parameter_state.check_step(p, self.state.get(p, {}), self._layout(p))
         cut: list[tuple[Work, tuple[distributed.ProcessGroup, ...]]] = []
         small: dict[tuple, list[Work]] = {}
         steps, apart = [], []
@@ -171,7 +166,7 @@ class AdamW(torch.optim.Optimizer):
                 state, layout = self._state(p), self._layout(p)
                 steps.append(state["step"])
                 step = int(state["step"].item()) + 1
-                at = numbers[step] = numbers.get(step) or self._scalars(group, step)
+                at = numbers[step] = numbers.get(step) or parameter_groups.scalars(group, self.layout, step)
                 start, ranks = place(p)
                 in_fp8 = isinstance(p, Float8TrainingTensor)  # ``copies`` makes it from the master
                 flat = moment_state(state, "master").codes if in_fp8 else parameter_state.flat(p)
@@ -196,12 +191,6 @@ class AdamW(torch.optim.Optimizer):
         if steps:
             torch._foreach_add_(steps, 1)
 
-    def _scalars(self, group: dict[str, Any], step: int) -> Scalars:
-        b1, b2 = group["betas"]
-        rest = {"eps": float(group["eps"]), "weight_decay": float(group["weight_decay"])}
-        states.check(b1=b1, b2=b2, layout=self.layout, **rest)
-        return states.scalars(step, learning_rate=float(group["lr"]), b1=b1, b2=b2, **rest)
-
     def _layout(self, p: Tensor) -> Layout:
         return self._layout_of(p.numel())
 
@@ -223,6 +212,16 @@ class AdamW(torch.optim.Optimizer):
                 master = parameter_state.master(p, p if w is None else w, layout)
                 state.update({f"master_{field}": x for field, x in master._asdict().items() if x is not None})
         return state
+
+
+def _parameters(optimizer: AdamW) -> list[Tensor]:
+    """All parameters, as they are numbered."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _indices(groups: list[dict[str, Any]]) -> list[int]:
+    """The numbers of the parameters of saved groups."""
+    return [index for group in groups for index in group["params"]]
 
 
 def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,7 +261,7 @@ def stored(optimizer: AdamW, p: Tensor) -> Stored:
 def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:
     """The numbers of a parameter's step with that number (O-3)."""
     group = next(group for group in optimizer.param_groups if any(p is other for other in group["params"]))
-    return optimizer._scalars(group, step)
+    return parameter_groups.scalars(group, optimizer.layout, step)
 
 
 @torch.no_grad()

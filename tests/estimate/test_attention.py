@@ -107,7 +107,8 @@ def test_int8_has_no_rate():  # A-26
 
 
 def test_memory_is_of_one_tile():
-    bytes_, formula = memory.lines(config("cudnn"), "jax")["attention scores"]
+    bytes_, formula, at = memory.lines(config("cudnn"), "jax")["attention scores"]
+    assert at == ("last layer", "first layer")
     assert bytes_ == 18 * 512 * 128 * 2 * 4
     assert formula.startswith("18 bytes each, of 512 queries and 128 keys at a time")
 

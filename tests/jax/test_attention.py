@@ -241,6 +241,8 @@ def test_inputs_that_are_refused():
         attention.backward(do[:, :, :3], q, k, v, result, variant="cudnn")
     with pytest.raises(ValueError, match="result is what forward gave"):
         attention.backward(do, q, k, v, None, variant="cudnn")
+    with pytest.raises(ValueError, match="by the same variant, 'bf16'; got another's, with tensors of q, k, v, o"):
+        attention.backward(do, q, k, v, result, variant="bf16")
 
 
 def test_derivatives_that_are_refused():

@@ -1,6 +1,7 @@
 """Masks of attention are the simulator's; test_attention has what is refused (spec A-3, A-4)."""
 
 import attention_cases as cases
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,5 +43,11 @@ def test_documents():  # A-3
     x = jnp.ones((2, 1, 4, 64))
     _, given = inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.int64), 0, "fast", ())
     assert [ids.dtype for ids in given.documents] == [jnp.int32] * 2
+    far = np.full((2, 4), 1 << 32)  # cut to 32 bits, it would be document 0
+    with pytest.raises(ValueError, match=r"documents have numbers below 2\^31, since JAX has 32 bits here; got 4294967296"):
+        inputs.prepare(x, x, x, "fa3", FULL, None, (np.zeros((2, 4), int), far), 0, "fast", ())
+    with jax.enable_x64(True):
+        _, given = inputs.prepare(x, x, x, "fa3", FULL, None, far, 0, "fast", ())
+    assert np.asarray(given.documents[1]).min() == 1 << 32
     with pytest.raises(ValueError, match=r"documents are integers .* got \[\('float32', \(2, 4\)\)"):
         inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.float32), 0, "fast", ())

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -16,6 +17,9 @@ SIZES = jnp.array([7, 0, 13])
         ({"x": jnp.zeros((24, 32))}, "of one dtype"),
         ({"group_sizes": jnp.zeros(2, int)}, r"experts: group_sizes are integers \[E\]"),
         ({"group_sizes": jnp.zeros(3)}, r"experts: group_sizes are integers \[E\]"),
+        ({"group_sizes": [7, 0, 13]}, "experts: a grouped linear takes arrays; got group_sizes, list. Use jnp.asarray"),
+        ({"group_sizes": jnp.array([7, 7, 20])}, r"at most M=24; got \[7, 7, 20\]. Of cumulative ends take the differences"),
+        ({"group_sizes": np.array([7, -1, 13])}, r"at least 0, .* got \[7, -1, 13\]"),
         ({"w": jnp.zeros((3, 32, 24), jnp.bfloat16)}, "experts: FP8 needs K and N to be multiples of 16"),
     ],
 )

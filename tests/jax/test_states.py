@@ -1,6 +1,8 @@
 """AdamW with narrow states in JAX against the simulator: 0 bits differ (spec O)."""
 
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +173,38 @@ def test_a_mesh_changes_nothing(name):  # O-11
     assert state.m["w"].codes.shape == (16, 256)
 
 
+@pytest.mark.parametrize(("name", "of", "shape"), [("sqrt_e4m3", P(None, "x"), (4, 256)), ("coat", P("x", "y"), (4, 130))])
+def test_explicit_axes_change_nothing(name, of, shape):  # O-11
+    """A loop over steps carries equal types, as scales are whole on every device."""
+    mesh, p = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2), np.linspace(-1, 1, math.prod(shape))
+    p = p.astype(np.float32).reshape(shape)
+    optimizer = states.adamw(1e-3, layout=name, **HYPER)
+    wanted = jax.jit(optimizer.update)(jnp.asarray(p), optimizer.init(jnp.asarray(p)), jnp.asarray(p))
+    with jax.set_mesh(mesh):
+        own = jax.device_put(p, NamedSharding(mesh, of))
+        state = optimizer.init(own)
+        found = jax.jit(optimizer.update)(own, state, own)
+        stepped = jax.eval_shape(functools.partial(states.step, learning_rate=1e-3, layout=name, **HYPER), own, own, state)
+        types = [[jax.typeof(x) for x in jax.tree.leaves(tree)] for tree in ((own, state), found)]
+        assert types[0] == types[1]
+        assert [x.shape for x in jax.tree.leaves(stepped)] == [x.shape for x in types[0]]
+        with pytest.raises(ValueError, match="Explicit axes cut other dims of a stack than its first"):
+            states.adamw(1e-3, stacked=True).init(jax.device_put(p, NamedSharding(mesh, P("x"))))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def test_a_step_inside_shard_map():  # O-11
+    """Of rows: blocks are whole on a device."""
+    mesh, p = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jnp.linspace(-1, 1, 2048).reshape(8, 256)
+
+    def step(p):
+        return states.step(p, p, states.adamw(1e-3).init(p), learning_rate=1e-3)[0]
+
+    found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(p)
+    assert np.asarray(found).tobytes() == np.asarray(step(p)).tobytes()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_fifty_steps_on_a_mesh(name):  # O-2 to O-11
@@ -316,6 +350,19 @@ def test_a_step_is_an_update_and_its_sum(name):  # O-6, O-14
         assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
+@pytest.mark.parametrize("jitted", [True, False])
+def test_a_step_of_an_ensemble(jitted):
+    """The kernel of GPUs is not batched: XLA's step is, with the same bits."""
+    p, g = jnp.stack([jnp.full((2, 128), x) for x in (1.0, 3.0)]), jnp.linspace(-1, 1, 512).reshape(2, 2, 128)
+    one = functools.partial(states.step, learning_rate=1e-3, **HYPER)
+    optimizer = states.adamw(1e-3, **HYPER)
+    found = (jax.vmap(jax.jit(one)) if jitted else jax.vmap(one))(p, g, jax.vmap(optimizer.init)(p))
+    for i in range(2):
+        wanted = one(p[i], g[i], optimizer.init(p[i]))
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+        assert all(np.asarray(x[i]).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
 @pytest.mark.slow
 def test_what_is_not_finite_is_nan():  # O-2
     p = {"w": jnp.ones((2, 256))}
@@ -375,7 +422,15 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
         states.adamw(1e-3, b1=0.99, b2=0.9)
     with pytest.raises(ValueError, match="'sqrt_e4m3' rounds to nearest and has no use for a seed; got seed=1"):
         states.adamw(1e-3, seed=1)
+    for wrong in (None, "1e-3", jnp.ones(2), np.ones(1)):
+        with pytest.raises(ValueError, match=r"learning_rate is a number, an array of shape \(\), or a schedule; got"):
+            states.adamw(wrong)
+    with pytest.raises(ValueError, match="weight_decay is a number; got <function"):
+        states.adamw(1e-3, weight_decay=optax.constant_schedule(0.1))
     optimizer, p = states.adamw(1e-3), {"w": jnp.ones((4, 4))}
+    rates = states.adamw(lambda count: jnp.full((4, 1), 1e-3))  # a rate of each row
+    with pytest.raises(ValueError, match=r"a schedule gives a number or an array of shape \(\); got one of shape \(4, 1\)"):
+        rates.update(p, rates.init(p), p)
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(p, optimizer.init(p))
     with pytest.raises(ValueError, match=r"takes float32 parameters .* got bfloat16"):

@@ -184,6 +184,8 @@ def test_what_is_refused():
         backward(do[:, :, :3], q, k, v, result, variant="cudnn")
     with pytest.raises(ValueError, match="what forward gave"):
         backward(do, q, k, v, None, variant="cudnn")
+    with pytest.raises(ValueError, match="by the same variant, 'bf16'; got another's, with tensors of q, k, v, o"):
+        backward(do, q, k, v, result, variant="bf16")
     with pytest.raises(ValueError, match="got 'o'"):
         backward(do, q, k, v, result, variant="cudnn", scales={"o": F(1)})
     with pytest.raises(ValueError, match="gradient_fmt"):

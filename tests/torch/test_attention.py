@@ -111,6 +111,13 @@ def test_what_is_refused():
         "takes scales for no role; got 'q'": {"scales": {"q": torch.ones(())}, "variant": "bf16"},
         "takes scales for q, k, v; got 'do'": {"scales": {"do": torch.ones(())}, "variant": "fa3"},
         r"float32 [1, 2, 1, 1], as its groups; got torch.float32 []": {"scales": {"q": torch.ones(())}, "variant": "fa3"},
+        "softmax scale is a number; got Parameter. Pass a float": {"scale": torch.nn.Parameter(torch.ones(()))},
+        "softcap is a number; got Parameter. Pass a float": {"softcap": torch.nn.Parameter(torch.ones(()))},
+        "as its groups; got float": {"scales": {"q": 2.0}},
+        "documents are integers [B, T], a tensor or a tuple of two, for queries and for keys; got Tensor and NoneType. Give both": {
+            "documents": (torch.zeros(1, 70, dtype=torch.long), None)
+        },
+        "for keys; got list and list. Give both": {"documents": [[0] * 70]},
         "documents are integers of at least 0, [1, 70] for queries": {"documents": torch.zeros(1, 70, dtype=torch.long)},
     }.items():
         options = {"variant": "cudnn"} | change
@@ -125,6 +132,8 @@ def test_what_is_refused():
         "at most 256 features; got 272": inputs(d=272),
     }.items():
         assert message in said(attention.apply, *tensors, variant="cudnn"), message
+    assert "q is a tensor; got ndarray" in said(attention.apply, q.numpy(), k, v, variant="cudnn")
+    assert "sinks is a tensor; got list" in said(attention.apply, q, k, v, variant="cudnn", sinks=[1.0] * 4)
     assert "power of two as its size; got 96" in said(attention.apply, *inputs(d=96), variant="fa3_paper")
     assert "seed is an integer in [0, 2^64); got -1" in said(attention.apply, q, k, v, variant="fa3_paper", seed=-1)
     assert "features divisible by 32; got 48" in said(attention.apply, *inputs(d=48), variant="mxfp8")
@@ -150,6 +159,10 @@ def test_backward_refuses_what_is_not_forwards():
     q, k, v = inputs()
     result = attention.forward(q, k, v, variant="cudnn")
     assert "result is what forward gave" in said(attention.backward, q, q, k, v, None, variant="cudnn")
+    for name, roles in (("bf16", "q, k, v"), ("exact", "no role")):
+        message = f"result is what forward gave by the same variant, 'cudnn'; got another's, with tensors of {roles}"
+        assert message in said(attention.backward, q, q, k, v, attention.forward(q, k, v, variant=name), variant="cudnn")
+    assert "the same variant, 'bf16'; got another's" in said(attention.backward, q, q, k, v, result, variant="bf16")
     assert "do has the shape of o" in said(attention.backward, q[:, :, :3], q, k, v, result, variant="cudnn")
     assert "got 'q'" in said(attention.backward, q, q, k, v, result, variant="cudnn", scales={"q": torch.ones(())})
 

@@ -80,6 +80,8 @@ def test_other_states_are_refused():
     q, k, v, _ = given()
     with pytest.raises(ValueError, match=r"variant 'mxfp8' has states of no role; got q, k, v, s, o"):
         attention_delayed.apply(q, k, v, states=model().states, variant="mxfp8")
+    with pytest.raises(ValueError, match=r"variant 'cudnn' has states of q, .*; got none. Make them by attention_delayed.states"):
+        attention_delayed.apply(q, k, v, states=None, variant="cudnn")
 
 
 @pytest.mark.parametrize("case", ["frozen", "evaluated"])

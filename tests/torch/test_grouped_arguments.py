@@ -25,6 +25,7 @@ SQUARES = Recipe(
         ({"x": torch.zeros(2, 75, 256)}, r"experts takes x \[M, K\] and w \[E, N, K\]"),
         ({"x": torch.zeros(150, 256)}, "of one dtype"),
         ({"offs": ENDS[:3]}, r"experts takes offs int32 \[E\]"),
+        ({"offs": OFFS}, "experts takes offs as a tensor; got .*. Use torch.tensor"),
         ({"offs": ENDS.float()}, r"experts takes offs int32 \[E\]"),
         ({"offs": ENDS.flip(0)}, "experts: offs ascend from 0 to at most M=150; got"),
         ({"offs": ENDS + 14}, "experts: offs ascend from 0 to at most M=150; got"),

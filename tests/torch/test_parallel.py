@@ -1,3 +1,4 @@
+import collections
 import functools
 
 import microbatches
@@ -8,6 +9,7 @@ from ranks import run
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref import llama
 from fp8ref.errors import ConfigError
@@ -142,6 +144,40 @@ def without_memory():
 def test_a_model_is_cut_before_it_has_memory():  # P-12, H-2
     for rank in run(3, without_memory):
         assert all(made == plain for made, plain in rank.values())
+
+
+class Calls(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.of[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step():
+    """Of two shards: on a mesh of one dim, and of one with a single copy."""
+    found = []
+    for dims in ({"fsdp": 2}, {"data": 1, "fsdp": 2}):
+        mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        torch.manual_seed(0)
+        model = blocks()
+        parallelize(model, "tensorwise", mesh=mesh, blocks=[model[0]], amax_scope="global")
+        with Calls() as calls:
+            model(torch.ones(32, 64).bfloat16()).float().sum().backward()
+        found.append((dict(calls.of), [p.grad.to_local().tolist() for p in model.parameters()]))
+    return found
+
+
+def test_a_single_copy_is_not_averaged_with_itself():
+    """FSDP2 would all-reduce gradients of each block within one rank, by a mean, which it says NCCL may get wrong there."""
+    for shards, copies in run(2, collectives_of_a_step):
+        assert shards == copies
+        assert shards[0]["c10d::_reduce_scatter_base_"] == 2  # of the block, and of the model's own
 
 
 def test_a_process_alone_is_told_how_to_start_more():

@@ -400,10 +400,65 @@ def test_a_group_that_is_refused_is_not_added():  # O-2
         ({"eps": 0.0}, "eps is in"),
         ({"layout": "coat"}, "all parameters of an optimizer have one layout, 'sqrt_e4m3'; a group has 'coat'"),
         ({"seed": 3}, "has no use for a seed; got seed=3"),
+        ({"betas": 0.9}, r"betas are two numbers, such as \(0.9, 0.95\); got 0.9"),
+        ({"lr": None}, "lr is a number, or a tensor of one element; got None"),
+        ({"maximize": True}, "has no maximize; a group of parameters sets it"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], **changes})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda model: model.bfloat16(), r"takes float32 parameters .* got torch.bfloat16 \(4,\)"),  # it was rounded to, from then on
+        (lambda model: model.double(), r"takes float32 parameters .* got torch.float64 \(4,\)"),
+        (lambda model: setattr(model.bias, "data", torch.ones(2)), r"the shape of its state, \(4,\); got \(2,\)"),
+        (lambda model: give_float64(model.bias), r"a gradient is float32, float16 or bfloat16; got torch.float64 of a parameter \(4,\)"),
+    ],
+)
+def test_a_model_that_is_changed_after_its_optimizer_is_built(changed, message):
+    model = nn.Linear(4, 4)
+    optimizer = states.AdamW([model.weight, model.bias])
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    before, steps = model.weight.detach().clone(), optimizer.state[model.weight]["step"].clone()
+    weight, grad = model.weight.data, model.weight.grad.clone()
+    changed(model)
+    model.weight.data, model.weight.grad = weight, grad  # only the second is wrong
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert optimizer.state[model.weight]["step"] == steps
+
+
+def give_float64(p: nn.Parameter) -> None:
+    """Give a parameter a gradient in float64."""
+    p.grad_dtype = None
+    p.grad = p.grad.double()
+
+
+def test_hooks_of_loading_have_the_first_and_the_last_word():
+    p, optimizer = made()
+    saved, seen = optimizer.state_dict(), []
+
+    def earlier(_, given):
+        return {**given, "state": {0: {**given["state"][0], "step": torch.tensor(7.0)}}}
+
+    optimizer.register_load_state_dict_pre_hook(earlier)
+    optimizer.register_load_state_dict_post_hook(lambda one: seen.append(one.state[p]["m_codes"].dtype))
+    optimizer.load_state_dict({**saved, "state": {0: {**saved["state"][0], "step": torch.tensor(3.0)}}})
+    assert optimizer.state[p]["step"] == 7
+    assert seen == [torch.uint8]
+    optimizer.load_state_dict(saved)  # no hook of an earlier loading is left
+    assert seen == [torch.uint8] * 2
+    for broken, message in (
+        ({}, "got no param_groups and no state"),
+        ({"param_groups": [{"layout": "sqrt_e4m3"}], "state": {}}, "without lr, "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            states.AdamW([p]).load_state_dict(broken)
 
 
 def test_a_sparse_gradient_is_refused_before_anything_changes():

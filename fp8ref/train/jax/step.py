@@ -349,7 +349,7 @@ class Step:
             losses = chunked_loss.losses(h, self.layout.whole_head(model.head(h.dtype)), targets, chunked_loss.WORDS)
         else:
             losses = cross_entropy(model(own, run), targets)  # of [B, T, V]
-        loss = self.layout.mean(losses)
+        loss = self.layout.mean(losses)  # losses.mean(), and then the mean over devices
         if not (trains and run.balance):
             return loss
         sizes = self.config.model

@@ -95,7 +95,7 @@ class Step:
             else:
                 rank_parts.fill(p, weights[name])
         self.switch = Switch(self.model, config.numerics.recipe, {recipe: self._twin(recipe) for recipe in config.recipes[1:]})
-        if mesh is not None and "data" in (mesh.mesh_dim_names or ()):
+        if mesh is not None and keys.data > 1:
             check_copies(self.model, mesh)
         if self._keeps_masters and isinstance(self.model, FSDPModule):
             keep_reduced_dtype(self.model)

@@ -7,7 +7,7 @@ import torch
 from live_bytes import LiveBytes
 from torch.nn import functional
 
-from fp8ref.estimate import memory
+from fp8ref.estimate import activations
 from fp8ref.train.torch import cross_entropy as module
 from fp8ref.train.torch.cross_entropy import cross_entropy
 from fp8ref.train.torch.trainer import Trainer
@@ -65,7 +65,7 @@ def test_float32_logits_are_never_whole(monkeypatch):
     """Beside the bfloat16 gradient: a part's float32 logits, their softmax and the gradients of both, and vectors of the tokens."""
     monkeypatch.setattr(module, "CHUNK", ROWS * V)
     vectors = 6 * 8 * N
-    assert 2 * N * V <= peak(cross_entropy, *drawn()) <= 2 * N * V + memory.WIDE_LOGIT * ROWS * V + vectors
+    assert 2 * N * V <= peak(cross_entropy, *drawn()) <= 2 * N * V + activations.WIDE_LOGIT * ROWS * V + vectors
     assert peak(whole, *drawn()) >= 8 * N * V
 
 
@@ -95,4 +95,4 @@ def test_a_step_of_the_trainer_widens_a_part_at_a_time(monkeypatch):
 
 
 def test_the_estimates_part_is_this():
-    assert memory.LOGITS_CHUNK == module.CHUNK
+    assert activations.LOGITS_CHUNK == module.CHUNK
