@@ -1,11 +1,13 @@
 """What ``states.AdamW`` keeps of one parameter: the fields of its state, its master, and the part of it that a rank has."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.formats import BFLOAT16
@@ -111,11 +113,23 @@ def check_cut(p: Tensor, layout: Layout) -> None:
     if not isinstance(p, DTensor):
         return
     blocks = any(moment.block is not None for moment in (layout.m, layout.v))
-    if blocks and not all(isinstance(x, Replicate) or (type(x) is Shard and x.dim == 0) for x in p.placements):
+    if blocks and not all(isinstance(x, Replicate) or _by_rows(p, i) for i, x in enumerate(p.placements)):
         raise ValueError(
-            f"layout {layout.name!r} has blocks of consecutive elements, so parameters are cut by Shard(0) alone (O-11); got "
+            f"layout {layout.name!r} has blocks of consecutive elements, so a parameter is cut by rows (O-11); got "
             f"{p.placements} of {tuple(p.shape)}. Use a layout with one scale a tensor, such as 'sqrt_e5m2'."
         )
+
+
+def _by_rows(p: DTensor, i: int) -> bool:
+    """Whether dim i of the mesh cuts a parameter by rows, so that each rank has rows that follow each other.
+
+    FSDP2 writes a cut of rows that a later dim has cut before, such as experts, as strided.
+    """
+    placement = p.placements[i]
+    if not (isinstance(placement, Shard | _StridedShard) and placement.dim == 0):
+        return False
+    cut_before = math.prod(p.device_mesh.size(j) for j in range(i + 1, p.device_mesh.ndim) if not p.placements[j].is_replicate())
+    return isinstance(placement, Shard) or placement.split_factor == cut_before
 
 
 def check_step(p: Tensor, state: dict[str, Any], layout: Layout) -> None:

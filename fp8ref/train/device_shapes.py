@@ -178,6 +178,24 @@ def _cut(config: Config) -> list[str]:
     return faults
 
 
+def unequal_pieces(config: Config) -> list[str]:
+    """The error messages for a mesh that cuts a parameter into unequal pieces under ``adamw_fp8`` (T-6).
+
+    Ranks would keep its moments in different formats, which no checkpoint holds together, and torchao compiles one step for all.
+    """
+    keys = config.parallel
+    if config.optimizer.kind != "adamw_fp8" or keys.shards == 1:
+        return []
+    for name, shape in llama.parameter_shapes(config.model).items():
+        rows = used(name.removesuffix(".weight"), shape, config)[0] if len(shape) == 2 else shape[0]
+        if rows % keys.shards:
+            return [
+                f"optimizer.kind 'adamw_fp8' keeps moments of each rank's piece (T-6), and the pieces of a parameter are equal: parallel.{keys.of_shards} "
+                f"divides its rows; {name} has {rows}. Change one of them, or use adamw_states."
+            ]
+    return []
+
+
 def _jax(config: Config, decisions: list[Decision]) -> list[str]:
     """JAX's faults: pieces must be equal, and hold whole blocks (P-1, P-5)."""
     keys = config.parallel
@@ -247,7 +265,7 @@ def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
 
 def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     """PyTorch's faults: the limits of FSDP2 and tensor parallelism (P-13, P-14)."""
-    keys, faults = config.parallel, []
+    keys, faults = config.parallel, unequal_pieces(config)
     shared, recipe = keys.sharing, recipes.by_name(config.numerics.recipe)
     if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
         faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")

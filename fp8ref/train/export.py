@@ -181,7 +181,10 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
 
     def close() -> None:
         path = out / f"model-{len(written) + 1:05d}.safetensors"
+        path.touch()
+        mode = path.stat().st_mode
         save_file(piece, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors 0.8 lets only its owner read a file
         written.append(path)
         files.update(dict.fromkeys(piece, path.name))
         piece.clear()

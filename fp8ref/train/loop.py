@@ -249,6 +249,9 @@ class _Training:
                 metrics = self.model.step(tokens)
         seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
+            # first the checkpoint that is being written: processes that save two states at once take each other's messages
+            with contextlib.suppress(OSError):
+                self.checkpoints.finish()
             raise failed_step.error(self.out, self.model, config, tokens, {"step": step} | metrics, self.processes, recipe=self.recipe)
         line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds} | columns
         every = config.run.eval_every

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fp8ref import console
 from fp8ref.errors import ConfigError
+from fp8ref.recipe import RECIPES
 from fp8ref.train import architecture, checkpoint, hardware, log, schedule
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
@@ -217,7 +218,20 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
                 f"each process quantizes its own piece of the FP8 moments in blocks (T-6): {found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. "
                 "Resume on the mesh that saved it."
             )
+    _say_if_gradients_grow(found, config, backend)
     return found
+
+
+def _say_if_gradients_grow(found: Checkpoint, config: Config, backend: str) -> None:
+    """Say so where the ranks' grad_outputs become larger or smaller than delayed scaling has seen (K-2)."""
+    before, now = (one.parallel.sharing for one in (configs.from_dict(found.manifest["config"]), config))
+    delayed = config.numerics.attention_scaling == "delayed" or any(RECIPES[recipe].delayed for recipe in config.recipes)
+    if backend == "torch" and delayed and before != now:
+        effect = "clips the largest in its first step" if now > before else "loses small ones until old amaxes leave its histories"
+        console.say(
+            f"{found.path.name} is of {before} rank{'s' * (before > 1)} that shared the batch, and {now} read it: grad_outputs are "
+            f"{now / before:g} times as large as its amaxes, so delayed scaling {effect} (K-2)."
+        )
 
 
 def lengthens(config: Config, manifest: dict, taken: int) -> bool:

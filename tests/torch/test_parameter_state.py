@@ -3,6 +3,10 @@
 import pytest
 import torch
 from state_layouts import STOCHASTIC
+from torch import distributed
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8ref.states import LAYOUTS, WITH_MASTERS, by_name
 from fp8ref.torch import parameter_state
@@ -43,3 +47,26 @@ def test_a_plain_tensor_is_all_on_this_rank():
     assert found.codes.shape == (6,)
     assert found.scale_inv is state["m_scale_inv"]
     assert found.amax is None
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_experts_that_ranks_of_a_batch_cut_again_are_rows(rank):  # O-11, X-12
+    """FSDP2 writes its own cut of rows as strided, where ranks have different experts."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "expert"))
+
+        def cut(*placements):
+            return DTensor.from_local(torch.zeros(2, 4), mesh, placements, run_check=False, shape=(8, 4), stride=(4, 1))
+
+        experts = cut(_StridedShard(0, split_factor=2), Shard(0))
+        parameter_state.check_cut(experts, by_name("sqrt_e4m3"))
+        fsdp, expert = divmod(rank, 2)
+        assert parameter_state.place(experts)[0] == 4 * (4 * expert + 2 * fsdp)  # its first row, of experts and then of fsdp
+        parameter_state.check_cut(cut(Replicate(), Shard(0)), by_name("sqrt_e4m3"))
+        for other in ((_StridedShard(0, split_factor=4), Shard(0)), (_StridedShard(1, split_factor=2), Shard(1)), (Replicate(), Shard(1))):
+            with pytest.raises(ValueError, match="cut by rows"):
+                parameter_state.check_cut(cut(*other), by_name("sqrt_e4m3"))
+            parameter_state.check_cut(cut(*other), by_name("sqrt_e5m2"))  # of one scale a tensor
+    finally:
+        distributed.destroy_process_group()

@@ -195,9 +195,32 @@ def cut_by_columns() -> tuple[str, int]:
 @pytest.mark.slow
 def test_another_cut_than_by_rows():  # O-11
     for said, total in run(2, cut_by_columns):
-        assert "'sqrt_e4m3' has blocks of consecutive elements, so parameters are cut by Shard(0) alone" in said
+        assert "'sqrt_e4m3' has blocks of consecutive elements, so a parameter is cut by rows" in said
         assert "such as 'sqrt_e5m2'" in said
         assert total == 0
+
+
+def cut_by_experts(names: list[str]) -> dict[str, int]:
+    """As ``on_ranks``, of parameters that ranks of expert have rows of, which those of fsdp cut again."""
+    totals, mesh = {}, init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "expert"))
+    for name in names:
+        layout, found = EVERY[name], nn.Module()
+        for key, p in parameters(layout).items():
+            if p.ndim and p.shape[0] % 2 == 0:
+                found.register_parameter(key, nn.Parameter(distribute_tensor(p.detach(), mesh["expert"], [Shard(0)])))
+        optimizer = states.AdamW(fully_shard(found, mesh=mesh["fsdp"]).parameters(), lr=1e-3, layout=layout, **HYPER)
+        totals[name] = 0
+        for t, (q, state) in enumerate(simulated(layout, 3)):
+            step_sharded(found, optimizer, t)
+            totals[name] += sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
+        assert any(type(x) is not Shard for p in found.parameters() for x in p.placements)
+    return totals
+
+
+@pytest.mark.slow
+def test_experts_are_cut_twice():  # O-11
+    names = ["sqrt_e4m3", "coat", "torchao", "sqrt_e4m3_f16"]
+    assert run(4, cut_by_experts, names) == [dict.fromkeys(names, 0)] * 4
 
 
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp", "coat", "previous", "bfloat16", "stochastic", "msamp_o2", "stochastic_bfloat16"])

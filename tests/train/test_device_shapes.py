@@ -130,6 +130,16 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
             r"(?s)q_proj: no rank boundary cuts a block \(P-5\).*holds a multiple of 128 rows.*it holds 64\..*down_proj.*128 columns.*holds 192",
         ),
         ("torch", {"parallel": {"fsdp": 2, "amax_scope": "local"}, "numerics": {"recipe": "delayed"}}, "Set it to global"),
+        (
+            "torch",
+            {"parallel": {"fsdp": 2}, "model": {"vocab_size": 257}, "optimizer": {"kind": "adamw_fp8"}},
+            r"equal: parallel.fsdp = 2 divides its rows; model.embed_tokens.weight has 257",
+        ),
+        (
+            "torch",
+            {"parallel": {"fsdp": 4, "tensor": 2}, "model": {"intermediate_size": 36}, "optimizer": {"kind": "adamw_fp8"}},
+            r"equal: parallel.fsdp = 4 divides its rows; model.layers.0.mlp.gate_proj.weight has 18",
+        ),
         ("jax", {"parallel": {"tensor": 2, "amax_scope": "local"}, "numerics": {"recipe": "delayed"}}, "Set it to global"),
         ("torch", {"parallel": {"data": 4, "reduction": "ordered"}}, "at most 2 ranks along data; got 4"),
         ("torch", {"parallel": {"tensor": 2}, "model": {"intermediate_size": 48}}, r"gate_proj is FP8, .* not a multiple of 16: 24"),

@@ -114,6 +114,11 @@ def test_several_files_and_an_index(tmp_path, small, monkeypatch):
     assert all(np.array_equal(loaded[name].numpy(), value) for name, value in weights.items())
 
 
+def test_whoever_may_read_new_files_may_read_all_of_them(exported):
+    out = exported[0] / "out"
+    assert {path.stat().st_mode for path in out.iterdir()} == {(out / "config.json").stat().st_mode}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrower_weights_are_widened(tmp_path, small, dtype):  # K-7
     model, weights = small_model(small)

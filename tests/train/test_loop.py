@@ -1,9 +1,11 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -143,6 +145,22 @@ def test_the_error_names_the_weights_that_are_not_finite(tmp_path, small, fake):
     fake({0: {"loss": float("nan")}})
     with pytest.raises(NonFiniteError, match=r"non-finite weights: broken\. fp8ref crosscheck --replay"):
         loop.train(small, "jax", tmp_path / "run")
+
+
+def test_a_failed_step_is_saved_when_the_checkpoint_before_it_is_complete(tmp_path, small, fake):  # K-6
+    trainer, written, save = fake({3: {"loss": np.nan}}), [], FakeTrainer.save
+
+    def slowly(directory):
+        # what processes save at the same time would meet in the same collectives
+        assert [step.name for step in (tmp_path / "run" / "checkpoints").glob("*[0-9]")] == written
+        save(trainer, directory)
+        written.append(directory.parent.name.removesuffix(checkpoint.UNFINISHED))
+        return lambda: time.sleep(0.2)
+
+    trainer.save = slowly
+    with pytest.raises(NonFiniteError, match="crosscheck --replay"):
+        loop.train(small.replace(checkpoint={"every": 3}), "jax", tmp_path / "run")
+    assert written == ["step-00000003", "step-00000003"]  # the second is of failures/
 
 
 def test_a_backend_keeps_its_weights_when_the_gradient_is_not_finite(tmp_path, small, monkeypatch):  # T-4
@@ -322,6 +340,37 @@ def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, s
     with pytest.raises(ConfigError, match=said):
         loop.train(small.replace(checkpoint={"every": 2}), "jax", tmp_path / "run", resume=True)
     assert not trainer.batches
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "ranks", "said"),
+    [
+        (
+            "torch",
+            "delayed",
+            (1, 4),
+            "of 1 rank that shared the batch, and 4 read it: grad_outputs are 4 times as large .* clips the largest",
+        ),
+        (
+            "torch",
+            "delayed",
+            (4, 2),
+            "of 4 ranks that shared the batch, and 2 read it: grad_outputs are 0.5 times as large .* loses small ones",
+        ),
+        ("torch", "delayed", (2, 2), None),
+        ("torch", "tensorwise", (1, 4), None),  # scales are of the step's own amaxes
+        ("jax", "delayed", (1, 4), None),  # whose gradients are of the mean over all tokens
+    ],
+)
+def test_histories_of_another_number_of_ranks_are_told_of(tmp_path, small, fake, capsys, backend, recipe, ranks, said):  # K-2
+    for count, failing in zip(ranks, ({3: RuntimeError("lost")}, {}), strict=True):
+        fake(failing).backend = backend
+        config = small.replace(numerics={"recipe": recipe}, parallel={"fsdp": count}, checkpoint={"every": 2})
+        with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
+            loop.train(config, backend, tmp_path / "run", resume=not failing)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "resumed at step 2" in told
+    assert re.search(said, told) if said else "grad_outputs" not in told
 
 
 def test_a_set_for_validation_does_not_change_between(tmp_path, small, fake):  # D-9

@@ -118,7 +118,9 @@ def values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str
     """(parameter, name of the moment, its float32 numbers as the next step reads them) of all moments
     that exist."""
     if not isinstance(optimizer, states.AdamW):
-        yield from ((p, key, x.dequantize() if in_fp8(x) else x) for p, key, x in moments(optimizer))
+        for p, key, x in moments(optimizer):
+            piece = local(x)
+            yield p, key, _whole_of(piece.dequantize(), p) if in_fp8(piece) else x
         return
     for p in _parameters(optimizer):
         for key, x in zip(MOMENTS, states.decode(optimizer, p), strict=True):

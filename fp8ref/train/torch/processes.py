@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8ref.errors import ConfigError, LostProcessError
 from fp8ref.torch.parallel import AXES
-from fp8ref.train import config_checks
+from fp8ref.train import config_checks, device_shapes
 from fp8ref.train.config import Config
 from fp8ref.train.torch.failure_reporting import FailureStore
 
@@ -148,7 +148,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
     None for one process. Ranks that share sequences are of fsdp (P-26): r of them in a row, for parallel.context r.
 
     Raises:   ConfigError: config.parallel asks for another number of processes, or they cannot share
-              the batch evenly, or a sequence.
+              the batch evenly, or a sequence; or, under adamw_fp8, the rows of a parameter.
     """
     keys = config.parallel
     axes = tuple(axis for axis in AXES if axis != "expert" or keys.expert > 1)
@@ -161,7 +161,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
         )
     if config.data.batch_size % (keys.batch_parts * config.data.microbatches):
         raise ConfigError(config.data.indivisible(keys.of_batch, "processes"))
-    if faults := config_checks.uncut_sequences(config):
+    if faults := config_checks.uncut_sequences(config) + device_shapes.unequal_pieces(config):
         raise ConfigError(faults[0])
     if ranks == 1:
         return None

@@ -138,6 +138,14 @@ def test_processes_are_asked_for_by_the_axes_that_a_mesh_has(parallel, mesh, sma
         processes.mesh_of(small.replace(model=model, numerics=numerics, parallel=parallel))
 
 
+def test_moments_in_fp8_take_equal_pieces(monkeypatch, small):  # T-6
+    monkeypatch.setattr(processes.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes.distributed, "get_world_size", lambda: 3)
+    config = small.replace(optimizer={"kind": "adamw_fp8"}, parallel={"fsdp": 3}, data={"batch_size": 3})
+    with pytest.raises(ConfigError, match=r"parallel.fsdp = 3 divides its rows; model.embed_tokens.weight has 256"):
+        processes.mesh_of(config)
+
+
 def test_one_process_is_no_mesh(config):
     with pytest.raises(ConfigError, match=r"2 processes; there are 1\. Start as many: torchrun --nproc-per-node 2"):
         trainer.Trainer(config)
