@@ -287,6 +287,9 @@ def test_what_is_compiled_for_an_h200():
     printed = subprocess.run([sys.executable, BENCHMARKS / "aot.py", "--show"], check=True, capture_output=True, text=True).stdout
     assert printed == (BENCHMARKS / "results" / "aot.md").read_text()
     kept = json.loads((BENCHMARKS / "results" / "aot.json").read_text())
+    bf16 = {
+        (str(row["mesh"]), str(row.get("model"))): sum(row["collectives_mib"].values()) for row in kept["rows"] if row["recipe"] == "bf16"
+    }
     for row in kept["rows"]:
         planned = row["planned_fp8_gemms"]
         # Triton's kernels multiply the bfloat16 values of a tensorwise pair (G-22). The proof says so of each GEMM.
@@ -294,11 +297,10 @@ def test_what_is_compiled_for_an_h200():
         assert len(row["lost"]) == lost
         assert row["fp8_dots"] == planned
         assert row["fp8_share_of_planned_multiplications"] == (1.0 if planned > lost else 0.0)
-        moved = sum(row["collectives_mib"].values())
-        if row["recipe"] == "bf16":  # first of its mesh
-            bf16, mesh = moved, row["mesh"]
-        assert row["mesh"] == mesh
-        assert moved <= (0.85 * bf16 if planned else bf16)
+        moved, whole = sum(row["collectives_mib"].values()), bf16[str(row["mesh"]), str(row.get("model"))]
+        # On three axes delayed scaling gathers an input for each linear that reads it, rowwise_with_gw_hp in bfloat16 for grad_weight.
+        apart = row["recipe"] in ("delayed", "rowwise_with_gw_hp") and "tensor" in row["mesh"]
+        assert moved <= ((0.88 if apart else 0.85) * whole if planned else whole)
     layers = re.findall(r"^\| (\w+) \| 1 \| bf16 5 \| ([\d.]+) in \d+ \| [\d.]+ \| ([\d.]+) \|", printed, re.MULTILINE)
     assert [name for name, *_ in layers] == ["bf16", "tensorwise", "rowwise", "delayed"]
     for name, moved, least in layers:
