@@ -53,6 +53,22 @@ def test_transformers_loads_it_with_equal_weights_and_logits(exported):  # K-7
     assert torch.equal(loaded(tokens).logits, again(tokens).logits)
 
 
+def test_a_scanned_run_is_exported_layer_by_layer(exported, tmp_path):
+    """As a trainer without a scan reads its checkpoint."""
+    _, config, backend = exported
+    if backend != "jax":
+        pytest.skip("JAX alone scans layers")
+    scanned = config.replace(model={"num_hidden_layers": 2}, parallel={"scan": True}, run={"steps": 1})
+    loop.train(scanned, "jax", tmp_path / "run")
+    export.export(tmp_path / "run", tmp_path / "out")
+    apart = loop.trainer("jax", scanned.replace(parallel={"scan": False}))
+    apart.load(tmp_path / "run/checkpoints/step-00000001/state", 1)
+    weights, stored = apart.weights(), read(tmp_path / "out", scanned.model)
+    assert weights.keys() == stored.keys() == llama.parameter_shapes(scanned.model).keys()
+    for name, value in stored.items():
+        np.testing.assert_array_equal(value, weights[name], err_msg=name)
+
+
 def test_its_rotary_tables_and_sizes_are_the_models(exported):
     folder, config, _ = exported
     found = transformers.LlamaConfig.from_pretrained(folder / "out")
