@@ -21,6 +21,9 @@ EMBEDDING = "model.embed_tokens.weight"
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Linears that tensor parallelism cuts by output features."""
 
+FIRST_READER = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Of linears that read the input of an earlier one: the first that reads it."""
+
 STACK = "model.layers.*"
 """The name of all layers, where they are stacked and run as one loop: ``model.layers.*.mlp.up_proj``."""
 

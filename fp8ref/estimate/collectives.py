@@ -218,10 +218,9 @@ def _tensor(config: Config, backend: str) -> Iterator[Collective]:
     for decision in config.decisions():
         recipe, last = decision.recipe, decision.path.split(".")[-1]
         # Linears with one input gather it once, and their grad_inputs are added before the sum: by XLA too,
-        # unless accumulators are summed. By delayed scaling each has codes of its own, which JAX gathers.
+        # unless accumulators are summed.
         again = runs_output_again(decision.path, config, backend)
-        apart = backend == "jax" and recipe.output.a is not None and recipe.output.a.delayed is not None
-        if last in (llama.COLUMN if apart else ("q_proj", "gate_proj")) and keys.sequence:
+        if last in ("q_proj", "gate_proj") and keys.sequence:
             for spec in (recipe.output, *[recipe.output] * again, recipe.grad_weight):
                 dtype = _gathered(spec, spec.b if spec is recipe.grad_weight else spec.a, config, backend)
                 yield Collective("inputs, gathered over tensor", "all-gather", dtype, keys.tensor, whole)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from fp8ref.estimate.ledger import Ledger
-from fp8ref.estimate.linear_place import FIRST
 from fp8ref.linear_rules import Rule
 from fp8ref.linear_selection import Decision, matches
+from fp8ref.llama import FIRST_READER
 from fp8ref.recipe import Recipe
 from fp8ref.train.config import Config
 
@@ -29,7 +29,7 @@ def slower(found: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set[K
         if one.parts:
             path, recipe = kind(decision)
             parent, _, name = path.rpartition(".")
-            first = FIRST.get(name, name) if backend == "jax" and decision.experts is None else name
+            first = FIRST_READER.get(name, name) if backend == "jax" and decision.experts is None else name
             groups.setdefault((parent, first, recipe), {})[path, recipe] = (name == first, one)
     lost: list[set[Kind]] = []
     for members in groups.values():

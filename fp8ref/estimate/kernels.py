@@ -99,7 +99,6 @@ def of_linear(
     gathered: Mapping[Role, float] = MappingProxyType({}),
     of_norm: float = 4,
     pieces: bool = False,
-    beside: Collection[Role] = (),
 ) -> list[Kernel]:
     """The kernels of one linear for one microbatch.
 
@@ -114,8 +113,6 @@ def of_linear(
     pieces    whether each of several sequences is cut over tensor. Then the rows of an operand whose products are scattered are put in
               order of pieces for that GEMM, and in their own order for grad_weight, by a kernel each; and gathered gradients of o and
               down are written in order of pieces, by kernels that take no amax.
-    beside    roles whose tensor another linear's kernel reads, which writes this linear's codes too: under delayed scaling each linear has a
-              scale of its own.
     """
     backend = "jax" if how == "xla" else "torch"
     wanted: dict[Role, list[_Served]] = {}
@@ -134,9 +131,7 @@ def of_linear(
         if how == "xla" and role == "grad_output" and whole is not None and recipe.pairs_gradients:
             made += _paired(sizes[role], whole)
         elif how == "xla":
-            made += (
-                _beside(served, sizes[role], whole) if role in beside else _xla(role, served, sizes[role], linear, whole, of_norm, pieces)
-            )
+            made += _xla(role, served, sizes[role], linear, whole, of_norm, pieces)
         else:
             made += _of_role(role, served, sizes[role], how, whole)
     return made
@@ -259,12 +254,6 @@ def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: flo
     if gathered is not None:  # rows of a weight are gathered in order, tokens of several sequences are not; joined weights are laid out
         made += [Kernel("layout", 2 * gathered) for *_, axis in served if axis == 0 or role != "weight" or joined]
     return made
-
-
-def _beside(served: list[_Served], n: float, gathered: float | None) -> list[Kernel]:
-    """Codes by a scale of their own, written where the tensor is read for another linear."""
-    orders = 1 if gathered is not None else len(served)
-    return [Kernel("scale", 0), Kernel("cast", orders * n), *([] if gathered is None else [Kernel("layout", 2 * gathered) for _ in served])]
 
 
 def _paired(n: float, gathered: float) -> list[Kernel]:

@@ -10,9 +10,6 @@ from fp8ref.recipe import ROLES, Gemm, Recipe, Role
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import in_fp8, tokens
 
-FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""The linear by which XLA quantizes an input that another linear reads too."""
-
 
 def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, Recipe] | None = None) -> dict:
     """Keywords of ``roofline.quantizing`` for a config's linear. recipes: of all linears by path; None: looked up."""
@@ -22,21 +19,18 @@ def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, R
         return {"linear": name, "parts": parts}
     if keys.sequence and decision.path.startswith("model.layers."):
         parts["input" if name in llama.COLUMN else "grad_output"] = keys.tensor
-    # XLA quantizes an input once for linears that share it; of each by its own state, in one kernel.
-    first = FIRST.get(name, name)
+    # XLA quantizes an input once for linears that share it.
+    first = llama.FIRST_READER.get(name, name)
     if recipes is None:
         recipes = {d.path: d.recipe for d in config.decisions()}
     shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
-    given = decision.recipe.output.a
-    own = shares and given is not None and given.delayed is not None
     sent: list[Gemm] = ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.sharing > 1 else []
     if name in llama.ROW and keys.tensor > 1 and keys.reduce == "rounded" and keys.tensor_reduce_dtype != "float32":
         sent.append("output")
     return {
         "linear": name,
         "parts": parts,
-        "roles": [role for role in ROLES if role != "input" or own or not shares],
-        "beside": ["input"] if own else [],
+        "roles": [role for role in ROLES if role != "input" or not shares],
         "sent": sent,
         "of_norm": _of_norm(decision.path, config),
         "pieces": keys.sequence and keys.tensor > 1 and tokens(config) > config.data.sequence_length and "layers." in decision.path,

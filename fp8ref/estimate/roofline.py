@@ -189,14 +189,13 @@ def quantizing(
     sent: Collection[Gemm] = (),
     of_norm: float = 4,
     pieces: bool = False,
-    beside: Collection[Role] = (),
 ) -> list[Kernel]:
     """The kernels beside the GEMMs in ``sizes``.
 
     linear, roles  as in ``kernels.of_linear``.
     parts          devices by role that quantize a part each, whose codes are then all-gathered.
     sent           GEMMs whose results are sums' parts in bfloat16, sent to other devices.
-    of_norm, pieces, beside
+    of_norm, pieces
                    as in ``kernels.of_linear``.
     """
     elements = _elements(sizes)
@@ -211,7 +210,6 @@ def quantizing(
         gathered={role: elements[role] for role in parts},
         of_norm=of_norm,
         pieces=pieces,
-        beside=beside,
     )
 
 

@@ -125,10 +125,6 @@ def test_paired_codes_of_a_gathered_gradient():  # P-6
     assert found == {"amax": 4, "cast": 3 + 2.125, "layout": 2 * 2.125 + 2 * 4}
 
 
-def test_a_state_of_its_own_casts_beside_another_linears():  # H-4
-    assert moved("delayed", "xla", "input", linear="k_proj", beside=["input"]) == {"cast": 2}
-
-
 def test_joined_gradients_are_read_by_two_kernels():
     """q's, and one of k and v: where they are sent, scaled by a kernel of their own."""
     row = RECIPES["rowwise"]

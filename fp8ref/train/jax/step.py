@@ -28,7 +28,7 @@ from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Role
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
-from fp8ref.train.jax import chunked_loss
+from fp8ref.train.jax import chunked_loss, shared_inputs
 from fp8ref.train.jax.cross_entropy import cross_entropy
 from fp8ref.train.jax.experts import balancing_loss
 from fp8ref.train.jax.forward_pass import Pass
@@ -91,6 +91,7 @@ class Step:
         name = llama.stack_of if config.parallel.scan else str
         self.attention_casts = {name(path): casts for path, casts in config.attention_casts.items()}
         self._keepers: dict[str, Any] = {**self.linears, **self.attention_casts}
+        self._first_readers = shared_inputs.first_readers(self.linears)
         self._copied = {name(path): recipe for path, recipe in device_shapes.copied(own, "jax").items()}
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
@@ -157,6 +158,7 @@ class Step:
             }
             for name, roles in state.fp8.items()
         }
+        shared_inputs.check(fp8, self._first_readers)
         saved = tensors.get(train_state.MU, {})
         mu = {
             name: Factor(self.stacks.together(f"{name}.weight", saved), jax.tree.map(jnp.zeros_like, factor.saturated))
@@ -307,7 +309,7 @@ class Step:
     ) -> Pass:
         keys = self.config.parallel
         return Pass(
-            {name: fp8_state[name] for name in seen},
+            shared_inputs.states({name: fp8_state[name] for name in seen}, self._first_readers),
             seen,
             self.layout,
             taps or {},
