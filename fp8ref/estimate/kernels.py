@@ -217,7 +217,7 @@ def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: flo
     delayed = bool(whole) and whole[0][1].delayed is not None
     copied = source == "masters" and _copies({cast.granularity for _, cast, _ in served}, linear, gathered=gathered is not None)
     # A norm whose amax is needed before its cast is computed again.
-    again = source == "norm" and whole and not delayed
+    again = source == "norm" and whole
     read = of_norm if again else 4 if source == "masters" and not copied else 2
     joined = (
         bool(rows) and linear in llama.COLUMN[:3]

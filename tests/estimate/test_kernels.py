@@ -161,10 +161,10 @@ def test_who_fuses():
 @pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_kernels_are_those_that_xla_compiles_for_h200s(row):
     """Of a mebibyte and more. What is left: operands that are not of the tensors themselves, scales and amaxes of rows, 0.2 %; under delayed scaling
-    and rowwise_with_gw_hp how the first norm reads the table, 0.9 %; at 2048 features a layout of a gradient that is a cast, 1.7 % of casts; under
+    how the last amax is taken, 0.3 %; under rowwise_with_gw_hp how the first norm reads the table, 0.9 %; at 2048 features a layout of a gradient that is a cast, 1.7 % of casts; under
     plain jit, where XLA writes codes of an input that several linears share for each of them, and takes amaxes of norms with other kernels, 1.5 %, of
     one part 4.1 %. With sequences cut over tensor rowwise_with_gw_hp takes amaxes of norms by kernels of their own, 11.4 % of all, and delayed scaling
-    casts fewer inputs apart, 4.2 %, of one part 5.7 %.
+    casts fewer inputs apart, 4.5 %, of one part 6.3 %.
     Kernels are a fifth more or fewer: XLA makes one of several linears' casts, amaxes of a mebibyte of a row's parts are kernels there."""
     model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
@@ -179,9 +179,10 @@ def test_kernels_are_those_that_xla_compiles_for_h200s(row):
                 count += kernel.bytes >= 2**20
     found = row["quantizing"]
     whole = sum(part["gb"] for part in found.values())
-    jit, other = "through" in row["mesh"], row["recipe"] in ("delayed", "rowwise_with_gw_hp") or "model" in row
-    apart = {"delayed": 0.042, "rowwise_with_gw_hp": 0.115}.get(row["recipe"], 0) if "sequence" in row["mesh"] else 0
-    assert made.total() == pytest.approx(whole, rel=apart or (0.015 if jit else 0.01 if other else 0.002))
+    jit, other = "through" in row["mesh"], row["recipe"] == "rowwise_with_gw_hp" or "model" in row
+    of_one = 0.003 if row["recipe"] == "delayed" else 0.002
+    apart = {"delayed": 0.045, "rowwise_with_gw_hp": 0.115}.get(row["recipe"], 0) if "sequence" in row["mesh"] else 0
+    assert made.total() == pytest.approx(whole, rel=apart or (0.015 if jit else 0.01 if other else of_one))
     assert count == pytest.approx(sum(part["kernels"] for part in found.values()), rel=0.2)
     assert {part: made[part] for part in found} == pytest.approx(
         {part: of["gb"] for part, of in found.items()}, abs=max(0.041 if jit else 0.017, 1.4 * apart) * whole
