@@ -161,7 +161,8 @@ def test_who_fuses():
 @pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_kernels_are_those_that_xla_compiles_for_h200s(row):
     """Of a mebibyte and more. What is left: operands that are not of the tensors themselves, scales and amaxes of rows, 0.2 %; under delayed scaling
-    how the last amax is taken, 0.3 %; under rowwise_with_gw_hp how the first norm reads the table, 0.9 %; at 2048 features a layout of a gradient that is a cast, 1.7 % of casts; under
+    how the last amax is taken, 0.3 %; under rowwise_with_gw_hp how the first
+    norm reads the table, 0.9 %; at 2048 features a layout of a gradient that is a cast, 1.7 % of casts; under
     plain jit, where XLA writes codes of an input that several linears share for each of them, and takes amaxes of norms with other kernels, 1.5 %, of
     one part 4.1 %. With sequences cut over tensor rowwise_with_gw_hp takes amaxes of norms by kernels of their own, 11.4 % of all, and delayed scaling
     casts fewer inputs apart, 4.5 %, of one part 6.3 %.
