@@ -245,7 +245,7 @@ def _backward(use: Use, residuals, cotangents):
             # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
             # reduces.
             quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, state_scales, use)
-            if "grad_output" in seen:
+            if "grad_output" in seen and use.scales_own_results():
                 quantized["grad_output"], observed = _after_amax(quantized["grad_output"], g)
         elif first is not None and use.gathers_pair():
             rows, columns = (operands.quantize(g, "grad_output", first, axis, state_scales, use) for axis in (-1, -2))

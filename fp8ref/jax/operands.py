@@ -66,6 +66,12 @@ class Use:
         """True if XLA sums a GEMM's float32 accumulators over devices, under plain jit."""
         return self.layout is not None and self.layout.summed(which) and self.placement.reduction(which, 1).parts != "result"
 
+    def scales_own_results(self) -> bool:
+        """True if each device scales its own results of the backward GEMMs, not sums over devices (``parallel.reduce``): then their scales may
+        be a device's own, too."""
+        found = [self.collective(which) for which in ("grad_input", "grad_weight")]
+        return all(one is None or one.parts != "accumulators" for one in found)
+
     def axis(self, which: Gemm, role: Role) -> int:
         """The axis, -1 or -2, of a tensor along which a GEMM reduces it."""
         axis = REDUCED_AXES[which][OPERANDS[which].index(role)] - 2
