@@ -308,9 +308,9 @@ def test_what_is_compiled_for_an_h200():
         assert float(least) - 0.01 <= float(moved) <= float(least) * (1.05 if name == "rowwise" else 1) + 0.01
     for row in kept["models"]:
         assert row["most_gib"] <= 74, row  # of an H100's 80 GB
-        assert row.get("compile_processor_seconds", row["compile_seconds"]) <= 300, (
-            row
-        )  # of work, where it is known: the machine was shared
+        assert row["compile_seconds"] <= 300, row
+    compiling = {row["layers"]: row["compile_seconds"] for row in kept["models"] if row["model"] == "llama-70b"}
+    assert compiling[80] <= 1.5 * compiling[8]
     # A step of optimizer states moves at most 1.1 times the bytes that it must: half of their bytes is the issue of narrow states.
     states = kept["states"]
     assert [row["layout"] for row in states] == ["optax", *LAYOUTS, *WITH_MASTERS]

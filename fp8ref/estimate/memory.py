@@ -1,7 +1,7 @@
 """Estimated memory of a device in training, from shapes alone: what each thing takes, and when a step needs it.
 
 Most of it is not needed throughout a step: logits are gone before the last layer's gradients are there. So the most that is in use is looked for
-among ``MOMENTS``. The tests compare it with the memory of XLA's programs for H200s, within 6 % of whole models and 20 % of two layers, and with
+among ``MOMENTS``. The tests compare it with the memory of XLA's programs for H200s, within 6.5 % of whole models and 20 % of two layers, and with
 what PyTorch's operators keep alive on one device, within 2 %. Not counted: CUDA context and libraries (about a GiB), fragmentation, buffers of
 collectives, workspaces of GEMMs.
 """

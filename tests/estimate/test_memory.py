@@ -302,7 +302,7 @@ def test_an_estimate_is_near_what_xla_allots_for_an_h200(row):
     "row", COMPILED["models"], ids=lambda row: f"{row['model']} {row['layers']} {row['recipe']} {row['checkpointing']} {row['loss']}"
 )
 def test_an_estimate_of_a_whole_model_is_what_xla_uses(row):
-    """Within 6 %, of 8, 32 and 80 layers: the loss needs the most, or the last layer."""
+    """Within 6.5 %, of 8, 32 and 80 layers: the loss needs the most, or the last layer."""
     keys = {"fsdp": row["devices"], "scan": True, "checkpointing": row["checkpointing"], "attention": "chunked", "loss": row["loss"]}
     config = configs.load(row["model"]).replace(
         model={"num_hidden_layers": row["layers"]},
@@ -311,7 +311,7 @@ def test_an_estimate_of_a_whole_model_is_what_xla_uses(row):
         parallel={**vars(ParallelConfig()), **keys},
     )
     found = memory.lines(config, "jax")
-    assert memory.most(found)[1] == pytest.approx(row["most_gib"] * 2**30, rel=0.06)
+    assert memory.most(found)[1] == pytest.approx(row["most_gib"] * 2**30, rel=0.065)
 
 
 def test_logits_of_parts_of_the_vocabulary():  # P-29
