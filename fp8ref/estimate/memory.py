@@ -68,13 +68,7 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
     config = config.under(recipe)
     sizes = piece_sizes(config, backend)
     state, masters = _state(config, sizes)
-    scores: dict[str, Line] = {}
-    if config.parallel.attention == "kernel":  # it keeps its scores on the chip
-        pass
-    elif config.attention_variant is not None:
-        scores["attention scores"] = Line(*attention.tile_bytes(config, config.attention_variant, backend), LAYERS)
-    elif backend == "jax" and config.parallel.attention != "cudnn":
-        scores["attention scores"] = Line(*activations.scores(config), LAYERS)
+    scores = _scores(config, backend)
     if config.parallel.context > 1:
         scores["keys and values of all parts"] = Line(*attention.gathered_bytes(config), LAYERS)
     kept, of_layer = activations.kept(config, backend), activations.of_layer(config, backend)
@@ -93,6 +87,18 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
         of_update = FOREACH * sum(piece for piece, _ in sizes.values())
         found["update of all parameters"] = Line(of_update, f"{FOREACH} bytes a parameter; none under adamw_fused", MOMENTS[4:])
     return found
+
+
+def _scores(config: Config, backend: str) -> dict[str, Line]:
+    """Attention's scores in memory: none of a kernel that keeps them on the chip, nor of torch's own and cuDNN's."""
+    keys, variant = config.parallel, config.attention_variant
+    if keys.attention == "kernel":
+        return {}
+    if variant is not None:
+        return {"attention scores": Line(*attention.tile_bytes(config, variant, backend), LAYERS)}
+    if backend == "jax" and keys.attention != "cudnn":
+        return {"attention scores": Line(*activations.scores(config), LAYERS)}
+    return {}
 
 
 def _state(config: Config, sizes: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Line], str]:
