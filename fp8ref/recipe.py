@@ -260,7 +260,7 @@ def weight_copy(recipe: str | Recipe) -> CastSpec:
     spec = recipe.output.b
     if spec is None or not casts_weight_once(recipe):
         raise ValueError(
-            f"weights are kept in FP8 for a recipe that casts each once for both its GEMMs, by one scale of its own amax (O-16); recipe "
+            f"weights are prepared for a recipe that casts each once for both its GEMMs, by one scale of its own amax (O-16); recipe "
             f"{recipe.name!r} does not. Use 'tensorwise'."
         )
     return spec

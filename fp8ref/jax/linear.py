@@ -33,7 +33,8 @@ from fp8ref.jax import (
 )
 from fp8ref.jax.gemm_observer import observing
 from fp8ref.jax.linear_arguments import check_recipe
-from fp8ref.jax.operands import Scales, Use
+from fp8ref.jax.operands import Known, Use
+from fp8ref.jax.scales import Scales
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import CastSpec, Recipe, Role
@@ -52,7 +53,7 @@ def apply(
     out_sharding: explicit_sharding.Sharding | None = None,
     name: str = "linear",
     multiply: Multiply | None = None,
-    quantized: Quantized | None = None,
+    prepared: Quantized | Scales | None = None,
     mu: jax.Array | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two
@@ -70,10 +71,11 @@ def apply(
               placement say it (P-20).
     multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``: multiplies on
               the host in place of XLA's FP8 dots (G-19).
-    quantized the FP8 copy of w, as ``states.copies`` makes it, in place of a cast of w here (O-16).
-              w then gives its shape and dtype and takes the gradient; its numbers are not read, so
-              that under jit they are not computed. Inside shard_map it is a device's piece, with
-              the scale of the whole weight.
+    prepared  what is made of w already: its FP8 copy, as ``states.copies`` makes it, in place of a
+              cast here (O-16); or its scales, as ``scales.scales_from_amax`` makes them, in place of
+              an amax here (P-9). Under a copy w gives its shape and dtype and takes the gradient; its
+              numbers are not read, so that under jit they are not computed. Inside shard_map a copy
+              is a device's piece; scales are the whole weight's.
     mu        float32 (), the factor of the scale by which the gradient of w is exchanged in FP8,
               where the placement asks for that, the same on all devices (P-22).
     Returns:  (output, seen). Under delayed scaling, seen is merged with this use's observations of
@@ -89,7 +91,7 @@ def apply(
               cannot run, a state or seen of another recipe, or none if the recipe needs them; and
               as ``sharding.mode``. On Explicit axes also what ``lax.dot_general`` raises.
     """
-    how: dict = {"placement": placement, "out_sharding": out_sharding, "name": name, "multiply": multiply, "quantized": quantized, "mu": mu}
+    how: dict = {"placement": placement, "out_sharding": out_sharding, "name": name, "multiply": multiply, "prepared": prepared, "mu": mu}
     y, seen, _ = apply_with_stats(x, w, recipe=recipe, state=state, seen=seen, tap=None, **how)
     return y, seen
 
@@ -106,7 +108,7 @@ def apply_with_stats(
     name: str = "linear",
     tap: jax.Array | None,
     multiply: Multiply | None = None,
-    quantized: Quantized | None = None,
+    prepared: Quantized | Scales | None = None,
     mu: jax.Array | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-8). Raises
@@ -123,14 +125,14 @@ def apply_with_stats(
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
 
     def one(x, w, constants, carried, layout):
-        (state, copy), (seen, tap, mu), rows = constants, carried, x.reshape(1, -1) if x.ndim == 1 else x
-        given: dict = {"out_dtype": None, "tap": tap, "multiply": multiply, "layout": layout, "quantized": copy, "mu": mu}
+        (state, prepared), (seen, tap, mu), rows = constants, carried, x.reshape(1, -1) if x.ndim == 1 else x
+        given: dict = {"out_dtype": None, "tap": tap, "multiply": multiply, "layout": layout, "prepared": prepared, "mu": mu}
         y, *carried = contract(rows, w, recipe, state, seen, placement, name, **given)
         return y.reshape(-1) if x.ndim == 1 else y, tuple(carried)
 
     numbers = ((x.ndim - 1,), (1,)), ((), ())
     how = functools.partial(explicit_sharding.run, placement=placement, out_sharding=out_sharding, turned=False, name=name)
-    y, (seen, tap) = how(one, x, w, (state, quantized), (seen, tap, mu), numbers)
+    y, (seen, tap) = how(one, x, w, (state, prepared), (seen, tap, mu), numbers)
     return y, seen, tap
 
 
@@ -148,7 +150,7 @@ def contract(
     tap: jax.Array | None = None,
     multiply: Multiply | None = None,
     layout: sharding.Layout | None = None,
-    quantized: Quantized | None = None,
+    prepared: Quantized | Scales | None = None,
     mu: jax.Array | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """x [..., M, K] x w [N, K], or w [..., N, K] of equal leading dims, -> [..., M, N]: the core of
@@ -157,6 +159,7 @@ def contract(
     turned    w is [..., K, N], as Flax keeps it: the same bits, without transposing it.
     out_dtype of the output; None: x's, which w's then is too.
     layout    how XLA finds the operands, where ``explicit_sharding`` has read it from their types.
+    prepared  as in ``apply``.
     Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
     how: dict = {"out_dtype": out_dtype, "turned": turned, "layout": layout, "multiply": multiply}
@@ -167,22 +170,22 @@ def contract(
         return _of_no_tokens(x, w, seen, tap, use)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known: dict = dict(delayed.scales(state or {}, use.recipe))
-    if quantized is not None:
-        known["weight"] = linear_arguments.checked_copy(quantized, w, use.recipe, name)
+    if prepared is not None:
+        known["weight"] = linear_arguments.checked_weight(prepared, w, use.recipe, name)
     y, after, tap = _linear(x, w, known, dict(seen or {}), tap, mu, use)
     return y, None if seen is None else after, tap
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _linear(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: jax.Array | None, mu: jax.Array | None, use: Use):
+def _linear(x: jax.Array, w: jax.Array, known: Known, seen: dict, tap: jax.Array | None, mu: jax.Array | None, use: Use):
     """(output, seen, tap) of one use; differentiable by ``_forward`` and ``_backward``."""
-    return _forward(x, w, state_scales, seen, tap, mu, use, differentiated=False)[0]
+    return _forward(x, w, known, seen, tap, mu, use, differentiated=False)[0]
 
 
 def _forward(
     x: jax.Array,
     w: jax.Array,
-    state_scales: Scales,
+    known: Known,
     seen: dict,
     tap: jax.Array | None,
     mu: jax.Array | None,
@@ -203,17 +206,15 @@ def _forward(
     casts: dict[Role, CastSpec | None] = {"input": use.recipe.output.a, "weight": use.recipe.output.b}
     with jax.named_scope(f"{use.name}/output"):  # ``proof`` reads layer and GEMM of a dot from this scope
         quantized = {
-            role: operands.quantize(tensors[role], role, cast, use.axis("output", role), state_scales, use)
-            for role, cast in casts.items()
-            if cast
+            role: operands.quantize(tensors[role], role, cast, use.axis("output", role), known, use) for role, cast in casts.items() if cast
         }
-        y, measured, _ = linear_gemm.run("output", tensors, quantized, state_scales, use)  # [M, K] x [N, K] -> [M, N]
+        y, measured, _ = linear_gemm.run("output", tensors, quantized, known, use)  # [M, K] x [N, K] -> [M, N]
     # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
     # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
     saved = {role: v for role, v in {"input": x, "weight": w}.items() if role not in codes or use.observer}
-    residuals = derivatives.saved((saved, codes, state_scales, seen, mu))
+    residuals = derivatives.saved((saved, codes, known, seen, mu))
     tap = None if tap is None else tap + stats.rows(measured)
     return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), residuals
 
@@ -225,7 +226,7 @@ def _backward(use: Use, residuals, cotangents):
     and what is returned adds grad_output's. The cotangent of tap carries measurements in the same
     way.
     """
-    (saved, codes, state_scales, seen, mu), (g, later, tap) = residuals, cotangents
+    (saved, codes, known, seen, mu), (g, later, tap) = residuals, cotangents
     g = derivatives.not_again(g, use.name)
     # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
     # whole tensor until then.
@@ -244,24 +245,22 @@ def _backward(use: Use, residuals, cotangents):
         if first is not None and first == second and first.granularity == "tensorwise":
             # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
             # reduces.
-            quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, state_scales, use)
+            quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, known, use)
             if "grad_output" in seen and use.scales_own_results():
                 quantized["grad_output"], observed = _after_amax(quantized["grad_output"], g)
         elif first is not None and use.gathers_pair():
-            rows, columns = (operands.quantize(g, "grad_output", first, axis, state_scales, use) for axis in (-1, -2))
+            rows, columns = (operands.quantize(g, "grad_output", first, axis, known, use) for axis in (-1, -2))
             all_rows, all_columns = operands.gathered_pair(rows, columns, "grad_output", use)
             of_rows["grad_output"], of_columns["grad_output"] = (rows, all_rows), (columns, all_columns)
-        grad_input, of_first, _ = linear_gemm.run(
-            "grad_input", tensors, quantized, state_scales, use, whole=of_rows
-        )  # [M, N] x [N, K] -> [M, K]
+        grad_input, of_first, _ = linear_gemm.run("grad_input", tensors, quantized, known, use, whole=of_rows)  # [M, N] x [N, K] -> [M, K]
     with jax.named_scope(f"{use.name}/grad_weight"):
         grad_weight, of_second, saturated = linear_gemm.run(
-            "grad_weight", tensors, quantized, state_scales, use, mu, whole=of_columns
+            "grad_weight", tensors, quantized, known, use, mu, whole=of_columns
         )  # [M, N] x [M, K] -> [N, K]
     grad_input = operands.unflattened(grad_input, g, use)
     tap = None if tap is None else tap + stats.rows(of_first | of_second)
     of_seen = _observed(later, {"grad_output": observed}, seen, use)
-    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap, saturated
+    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, known), of_seen, tap, saturated
 
 
 _linear.defvjp(_forward, _backward)

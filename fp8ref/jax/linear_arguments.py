@@ -11,6 +11,7 @@ from fp8ref import recipe as recipes
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, gemm, gemm_observer, hardware, scales, sharding
 from fp8ref.jax.operands import Use
+from fp8ref.jax.scales import Scales
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Recipe
@@ -82,18 +83,29 @@ def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
     return recipe
 
 
-def checked_copy(copy: Quantized, w: jax.Array, recipe: Recipe, name: str) -> Quantized:
-    """The FP8 copy of a weight, a constant; ValueError, naming the layer, unless it is one by this recipe's cast."""
+def checked_weight(prepared: Quantized | Scales, w: jax.Array, recipe: Recipe, name: str) -> Quantized | Scales:
+    """The FP8 copy of a weight, or its scales, as constants; ValueError, naming the layer, unless they are of this recipe's cast."""
     try:
         spec = recipes.weight_copy(recipe)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if not isinstance(copy, Quantized) or (copy.fmt, copy.granularity, copy.codes.shape) != (spec.fmt, "tensorwise", w.shape):
-        has = f"{copy.fmt} {copy.granularity} {copy.codes.shape}" if isinstance(copy, Quantized) else type(copy).__name__
-        raise ValueError(
-            f"{name}: quantized is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}; got {has}. Use states.copies."
+    if isinstance(prepared, Scales):
+        found = [f"{v.dtype} {v.shape}" for v in prepared]
+        if found != ["float32 ()"] * 2:
+            raise ValueError(f"{name}: scales of a weight are float32 (); got {', '.join(found)}. Use scales.scales_from_amax.")
+    elif not isinstance(prepared, Quantized) or (prepared.fmt, prepared.granularity, prepared.codes.shape) != (
+        spec.fmt,
+        "tensorwise",
+        w.shape,
+    ):
+        has = (
+            f"{prepared.fmt} {prepared.granularity} {prepared.codes.shape}" if isinstance(prepared, Quantized) else type(prepared).__name__
         )
-    return jax.tree.map(lax.stop_gradient, copy)
+        raise ValueError(
+            f"{name}: prepared is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales; got {has}. Use states.copies, or "
+            "scales.scales_from_amax."
+        )
+    return jax.tree.map(lax.stop_gradient, prepared)
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):

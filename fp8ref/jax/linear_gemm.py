@@ -8,7 +8,7 @@ from jax import lax
 
 from fp8ref.formats import E4M3FN
 from fp8ref.jax import gemm, gemm_observer, gradient_reduction, operands, sharding, stats
-from fp8ref.jax.operands import Scales, Use
+from fp8ref.jax.operands import Known, Use
 from fp8ref.jax.scaling import Quantized, dequantize
 from fp8ref.recipe import OPERANDS, Gemm, Role
 
@@ -17,7 +17,7 @@ def run(
     which: Gemm,
     tensors: Mapping[Role, jax.Array],
     quantized: Mapping[Role, Quantized],
-    state_scales: Scales,
+    known: Known,
     use: Use,
     mu: jax.Array | None = None,
     whole: Mapping[Role, tuple[Quantized, Quantized]] | None = None,
@@ -37,15 +37,15 @@ def run(
     """
     spec, roles = use.recipe.gemms[which], OPERANDS[which]
     if spec.a is None or spec.b is None or spec.accumulate is None:
-        return _in_high_precision(which, tensors, quantized, state_scales, use, mu)
+        return _in_high_precision(which, tensors, quantized, known, use, mu)
     collective, in_steps = use.collective(which), use.summed_by_compiler(which)
     axis_a, axis_b = (use.axis(which, role) for role in roles)
     turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
     dtype = use.dtypes[list(OPERANDS).index(which)]
     # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs, as under tensorwise.
-    known = {**quantized, **{role: own for role, (own, _) in (whole or {}).items()}}
+    ready = {**quantized, **{role: own for role, (own, _) in (whole or {}).items()}}
     own = [
-        known[role] if role in known else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
+        ready[role] if role in ready else operands.quantize(tensors[role], role, cast, axis, known, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
     ]
     # 2. What other devices hold is gathered in FP8.
@@ -85,7 +85,7 @@ def _in_high_precision(
     which: Gemm,
     tensors: Mapping[Role, jax.Array],
     quantized: Mapping[Role, Quantized],
-    state_scales: Scales,
+    known: Known,
     use: Use,
     mu: jax.Array | None,
 ) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
@@ -99,9 +99,9 @@ def _in_high_precision(
         if cast is None:
             operand.append(operands.gathered(tensors[role], role, use))
             continue
-        known = quantized.get(role)
-        q = operands.quantize(tensors[role], role, cast, axis, state_scales, use) if known is None else known
-        if use.measures and (which == "output" or known is None or (which, role) == ("grad_input", "grad_output")):
+        ready = quantized.get(role)
+        q = operands.quantize(tensors[role], role, cast, axis, known, use) if ready is None else ready
+        if use.measures and (which == "output" or ready is None or (which, role) == ("grad_input", "grad_output")):
             measured[which, role] = stats.measure(tensors[role], q)
         numbers = dequantize(q).astype(use.dtypes[{"grad_output": 0, "input": 1, "weight": 2}[role]])
         operand.append(operands.gathered(numbers if role not in tensors else numbers.reshape(tensors[role].shape), role, use))

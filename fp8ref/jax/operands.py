@@ -17,13 +17,14 @@ from jax.sharding import NamedSharding
 
 from fp8ref import granularity as granularities
 from fp8ref.hardware import Multiply
-from fp8ref.jax import gemm, paired_codes, scaling, sharding
+from fp8ref.jax import gemm, paired_codes, scales, scaling, sharding
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 
-Scales = Mapping[Role, jax.Array | Quantized]
-"""What is known of a role before its tensor: the scale that a state holds, or the codes that an optimizer made (O-16)."""
+Known = Mapping[Role, jax.Array | scales.Scales | Quantized]
+"""What is known of a role before its tensor: the scale that a state holds; the scales of an amax that was taken before (P-9); or the codes that an
+optimizer made (O-16)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,9 @@ class Use:
         return self.mode == "shard_map" and bool(self.placement.gathered("grad_output")) and self.recipe.pairs_gradients
 
 
-def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: Scales, use: Use) -> Quantized:
-    """Quantize a device's own piece: by the scale of the role's state if it has one, else by the
-    tensor's amax. A role whose codes are known is not quantized.
+def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, known: Known, use: Use) -> Quantized:
+    """Quantize a device's own piece: by the scale of the role's state if it has one, or by scales that
+    are made already, else by the tensor's amax. A role whose codes are known is not quantized.
 
     Tensors in blocks are flattened to [rows, columns]. Others keep all dims: flattening a tensor
     that is cut along two dims would gather it.
@@ -101,14 +102,16 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: 
     Raises:   ValueError, naming layer, role and recipe: as ``scaling.quantize``; a block that the
               mesh cuts (P-5).
     """
-    known = state_scales.get(role)
-    if isinstance(known, Quantized):
-        return dataclasses.replace(known, axis=axis)
+    of_role = known.get(role)
+    if isinstance(of_role, Quantized):
+        return dataclasses.replace(of_role, axis=axis)
     try:
-        if known is not None and cast.policy.stored == "scale_inv":
-            return scaling.quantize_divided(x, known, cast.fmt, axis=axis)
-        if known is not None:
-            return scaling.quantize_with(x, known, cast.fmt, granularity=cast.granularity, axis=axis)
+        if isinstance(of_role, scales.Scales):
+            return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, by=of_role)
+        if of_role is not None and cast.policy.stored == "scale_inv":
+            return scaling.quantize_divided(x, of_role, cast.fmt, axis=axis)
+        if of_role is not None:
+            return scaling.quantize_with(x, of_role, cast.fmt, granularity=cast.granularity, axis=axis)
         over = use.over(role, cast.granularity, axis)
         if gemm.dequantizes(cast.granularity):
             x = flat(x, role, use)

@@ -59,10 +59,10 @@ def scale_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "t
 
 def with_inverse(scale: jax.Array) -> Scales:
     """The scale, float32 of any shape, and RN32(1 / scale)."""
-    # Without the barrier XLA rewrites 1 / (448 / amax) as amax / 448, which rounds once instead of
-    # twice.
-    scale = lax.optimization_barrier(scale)
-    return Scales(scale, division.divide(1, scale))
+    # XLA would rewrite 1 / (448 / amax) as amax / 448, which rounds once instead of twice. It does not see that the bits stay
+    # as they are: no scale is negative. Past the barrier no kernel that casts computes both again; before it one computes both.
+    bits = lax.bitcast_convert_type(scale, jnp.int32) & np.int32(0x7FFFFFFF)
+    return Scales(*lax.optimization_barrier((scale, division.divide(1, lax.bitcast_convert_type(bits, jnp.float32)))))
 
 
 def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:

@@ -82,10 +82,14 @@ def amax(
         bits = _largest_of_blocks(bits, x.dtype, sizes[0])
     else:
         raise ValueError(f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten the tensor first.")
-    largest = cast.from_magnitude_bits(bits, x.dtype)
     if over:
-        largest = cast.from_magnitude_bits(lax.pmax(cast.magnitude_bits(largest), over), jnp.float32)
-    return largest
+        bits = lax.pmax(bits.astype(jnp.int32), over).astype(bits.dtype)
+    return cast.from_magnitude_bits(bits, x.dtype)
+
+
+def over_devices(amaxes: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """Amaxes, float32 of any shape, of all devices along mesh axes, inside shard_map (P-2, P-9): one all-reduce; none of no axes."""
+    return cast.from_magnitude_bits(lax.pmax(cast.magnitude_bits(amaxes), over), jnp.float32) if over else amaxes
 
 
 def quantize(
@@ -97,6 +101,7 @@ def quantize(
     axis: int | tuple[int, ...] = -1,
     over: tuple[str, ...] = (),
     with_producer: bool = False,
+    by: scales.Scales | None = None,
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
@@ -108,6 +113,7 @@ def quantize(
               e8m0 policy.
     with_producer
               as in amax.
+    by        the scales of this policy, if they are made already: no amax is taken.
     Specials: as the simulator's quantize.
     Gradient: none through the scale; through the codes that of XLA's conversions. ``linear.apply``
               defines its own.
@@ -117,8 +123,9 @@ def quantize(
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
         raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
-    scale, scale_inv = scales.scales_from_amax(amax(x, granularity, axis=axis, over=over, with_producer=with_producer), fmt, policy)
-    return _quantized(x, scale, scale_inv, fmt, granularity, axis, times=scales.times_e8m0 if policy.e8m0 else operator.mul)
+    if by is None:
+        by = scales.scales_from_amax(amax(x, granularity, axis=axis, over=over, with_producer=with_producer), fmt, policy)
+    return _quantized(x, by.scale, by.scale_inv, fmt, granularity, axis, times=scales.times_e8m0 if policy.e8m0 else operator.mul)
 
 
 def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:

@@ -204,7 +204,7 @@ def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stac
 
 def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
     """The tree of FP8 copies of the weights that the masters hold, ``Quantized``, which linears of a
-    recipe take as they are: ``linear.apply(x, w, recipe=recipe, quantized=copy)`` (spec O-16).
+    recipe take as they are: ``linear.apply(x, w, recipe=recipe, prepared=copy)`` (spec O-16).
 
     dtype     that the model computes in.
     stacked   as ``weights`` has it. The copies of a stack have a scale for each of its tensors, as a scan

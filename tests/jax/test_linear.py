@@ -5,7 +5,7 @@ import pytest
 
 from fp8ref.formats import BFLOAT16, FLOAT16
 from fp8ref.jax import cast as jax_cast
-from fp8ref.jax import delayed, linear, scaling
+from fp8ref.jax import delayed, linear, scales, scaling
 from fp8ref.recipe import RECIPES, SHARED_RECIPES, weight_copy
 from fp8ref.sim import cast
 from fp8ref.sim import linear as sim
@@ -76,20 +76,23 @@ def test_vmap_and_remat_change_nothing(recipe, operands):
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in SHARED_RECIPES if RECIPES[recipe].fp8 and RECIPES[recipe].serves_both("weight")])
-def test_a_copy_of_the_weight_is_not_cast_again(recipe, operands):  # O-16, L-3
-    """Outputs and gradients are those of a cast here; the weight beside the copy only takes its gradient."""
+def test_what_is_prepared_of_a_weight_is_not_made_again(recipe, operands):  # O-16, L-3
+    """Outputs and gradients are those of a cast here; the weight beside a copy only takes its gradient."""
     x, w, g = (jnp.asarray(v, jnp.bfloat16) for v in operands)
     spec = weight_copy(recipe)
     copy = scaling.quantize(w, spec.fmt, policy=spec.policy)
 
     def run_with(w, copy):
-        y, vjp = jax.vjp(lambda x, w: linear.apply(x, w, recipe=recipe, quantized=copy)[0], x, w)
+        y, vjp = jax.vjp(lambda x, w: linear.apply(x, w, recipe=recipe, prepared=copy)[0], x, w)
         return y, *vjp(g)
 
     found, expected = jax.jit(run_with)(jnp.full_like(w, jnp.nan), copy), jax.jit(run_with)(w, None)
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
-    mapped = jax.jit(jax.vmap(lambda x: linear.apply(x, w, recipe=recipe, quantized=copy)[0]))(x)
+    of_amax = scales.scales_from_amax(scaling.amax(w), spec.fmt, spec.policy)  # P-9
+    for mine, theirs in zip(jax.jit(run_with)(w, of_amax), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
+    mapped = jax.jit(jax.vmap(lambda x: linear.apply(x, w, recipe=recipe, prepared=copy)[0]))(x)
     np.testing.assert_array_equal(np.asarray(mapped[0], np.float32), np.asarray(linear.apply(x[0], w, recipe=recipe)[0], np.float32))
 
 

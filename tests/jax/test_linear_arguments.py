@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.jax import delayed, linear, linear_arguments, scaling
+from fp8ref.jax import delayed, linear, linear_arguments, scales, scaling
 from fp8ref.jax.sharding import Placement
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
@@ -47,18 +47,20 @@ def test_mixed_dtypes_are_refused():
         linear.apply(jnp.ones((4, 16), jnp.bfloat16), jnp.ones((16, 16)), recipe="tensorwise")
 
 
-def test_copies_that_do_not_fit_are_refused_by_name():  # O-16
+def test_what_is_prepared_and_does_not_fit_is_refused_by_name():  # O-16, P-9
     x, w = jnp.ones((2, 24, 64), jnp.bfloat16), jnp.ones((32, 64), jnp.bfloat16)
     copy = scaling.quantize(w, E4M3FN)
     for given, message in (
-        ({"recipe": "rowwise"}, "fc: weights are kept in FP8 for a recipe that casts each once .* recipe 'rowwise' does not"),
+        ({"recipe": "rowwise"}, "fc: weights are prepared for a recipe that casts each once .* recipe 'rowwise' does not"),
         ({"recipe": "bf16"}, "recipe 'bf16' does not. Use 'tensorwise'"),
-        ({"quantized": w}, r"fc: quantized is a tensorwise Quantized of e4m3fn and w's shape, \(32, 64\); got"),
-        ({"quantized": scaling.quantize(w.T, E4M3FN)}, r"got e4m3fn tensorwise \(64, 32\). Use states.copies"),
-        ({"quantized": scaling.quantize(w, E5M2)}, "got e5m2"),
+        ({"prepared": w}, r"fc: prepared is a tensorwise Quantized of e4m3fn and w's shape, \(32, 64\), or its Scales; got"),
+        ({"prepared": scaling.quantize(w.T, E4M3FN)}, r"got e4m3fn tensorwise \(64, 32\). Use states.copies"),
+        ({"prepared": scaling.quantize(w, E5M2)}, "got e5m2"),
+        ({"prepared": scales.Scales(*[jnp.ones(3)] * 2)}, r"fc: scales of a weight are float32 \(\); got float32 \(3,\), float32 \(3,\)"),
+        ({"prepared": scales.Scales(*[jnp.bfloat16(1)] * 2)}, r"got bfloat16 \(\), bfloat16 \(\). Use scales.scales_from_amax"),
     ):
         with pytest.raises(ValueError, match=message):
-            linear.apply(x, w, **{"recipe": "tensorwise", "quantized": copy, "name": "fc", **given})
+            linear.apply(x, w, **{"recipe": "tensorwise", "prepared": copy, "name": "fc", **given})
 
 
 def test_a_use_holds_what_is_static_of_a_call():

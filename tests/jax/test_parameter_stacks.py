@@ -137,7 +137,7 @@ def test_copies_of_a_stack_are_scanned(name):  # O-16
     def of_copies(state):
         p, copies = states.weights(state, name, stacked=True), states.copies(state, name, "tensorwise", stacked=True)
         return jax.lax.scan(
-            lambda h, one: (linear.apply(h, one[0], recipe="tensorwise", quantized=one[1])[0], None), x, (p["w"], copies["w"])
+            lambda h, one: (linear.apply(h, one[0], recipe="tensorwise", prepared=one[1])[0], None), x, (p["w"], copies["w"])
         )[0]
 
     h = x

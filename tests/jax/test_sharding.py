@@ -126,7 +126,7 @@ def test_a_copy_of_a_weight_is_gathered_as_it_is(shape, through, operands):  # O
     mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
 
     def run(x, w, g, copy):
-        return results(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc", quantized=copy)[0], x, w, g)
+        return results(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc", prepared=copy)[0], x, w, g)
 
     if through == "shard_map":
         run = jax.shard_map(run, mesh=mesh, in_specs=(*specs, of_copy), out_specs=(specs[2], *specs[:2]))

@@ -17,6 +17,7 @@ from fp8ref.attention_casts import Casts
 from fp8ref.hardware import Multiply
 from fp8ref.jax import attention, attention_casts, attention_kernel, delayed, grouped, linear
 from fp8ref.jax.grouped_operands import Codes, Slot
+from fp8ref.jax.scales import Scales
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Recipe
 from fp8ref.train.jax.experts import Balance
@@ -46,7 +47,7 @@ class Pass:
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
                ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
-    copies     FP8 copies of weights by linear, which are multiplied in place of a cast of the weight (O-16).
+    prepared   of weights by linear: FP8 copies, which are multiplied in place of a cast (O-16), or scales, in place of an amax (P-9).
     mu         factors by which gradients of weights are exchanged in FP8, by linear (P-22).
     balance    of experts, by layer (M-8); each replaces its own.
     casts      of single operands of attention, by layer, in place of the variant's (E-9).
@@ -61,7 +62,7 @@ class Pass:
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
-    copies: Mapping[str, Quantized] = field(default_factory=dict)
+    prepared: Mapping[str, Quantized | Scales] = field(default_factory=dict)
     mu: Mapping[str, jax.Array] = field(default_factory=dict)
     balance: dict[str, Balance] = field(default_factory=dict)
     casts: Mapping[str, Casts] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Pass:
             name=name,
             tap=self.taps.get(name),
             multiply=self.multiply,
-            quantized=self.copies.get(name),
+            prepared=self.prepared.get(name),
             mu=self.mu.get(name),
         )
         if seen is not None:
@@ -154,8 +155,8 @@ class Pass:
         return checkpoint_name(y, "linear"), slot
 
     def of(self, layer: str) -> tuple[dict, ...]:
-        """(states, observations, taps, copies, factors) of what a layer has, by name."""
-        held = (self.state, self.seen, self.taps, self.copies, self.mu)
+        """(states, observations, taps, what is prepared of weights, factors) of what a layer has, by name."""
+        held = (self.state, self.seen, self.taps, self.prepared, self.mu)
         return tuple({name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in held)
 
 

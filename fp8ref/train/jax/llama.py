@@ -280,11 +280,11 @@ def _layer(
     state: Mapping,
     seen: Mapping,
     taps: Mapping,
-    copies: Mapping,
+    prepared: Mapping,
     mu: Mapping,
 ):
     """One layer as a pure function: (h, (observations, taps, balance of experts)) after it."""
-    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), copies=copies, mu=mu, balance={})
+    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), prepared=prepared, mu=mu, balance={})
     h = nnx.merge(graph, params)(h, cos, sin, own)
     return h, (own.seen, own.taps, own.balance)
 

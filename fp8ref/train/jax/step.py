@@ -24,11 +24,12 @@ from fp8ref.attention_products import RECORDED
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, gradient_reduction, stats
 from fp8ref.jax.gradient_reduction import Factor
+from fp8ref.jax.scales import Scales
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Role
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
-from fp8ref.train.jax import chunked_loss, shared_inputs
+from fp8ref.train.jax import chunked_loss, shared_inputs, weight_scales
 from fp8ref.train.jax.cross_entropy import cross_entropy
 from fp8ref.train.jax.experts import balancing_loss
 from fp8ref.train.jax.forward_pass import Pass
@@ -93,6 +94,8 @@ class Step:
         self._keepers: dict[str, Any] = {**self.linears, **self.attention_casts}
         self._first_readers = shared_inputs.first_readers(self.linears)
         self._copied = {name(path): recipe for path, recipe in device_shapes.copied(own, "jax").items()}
+        scaled = weight_scales.scaled(self.linears) if config.parallel.precompute_scales else {}
+        self._scaled = {name: recipe for name, recipe in scaled.items() if name not in self._copied}
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
         """The state before the first step, on the layout's devices, and the PartitionSpec of each
@@ -166,31 +169,38 @@ class Step:
         }
         return State(*self.optimizer.restored(state.params, state.optimizer, tensors), fp8, mu)
 
-    def computed(self, params) -> tuple[Any, dict[str, Quantized]]:
-        """What passes compute with, of ``State.params``: weights, and the FP8 copies that linears take in place of a cast."""
-        return self.optimizer.weights(params), self.optimizer.copies(params, self._copied)
+    def computed(self, params) -> tuple[Any, dict[str, Quantized | Scales]]:
+        """What passes compute with, of ``State.params``: weights, and what linears take that is prepared of them, FP8 copies in
+        place of a cast or scales in place of an amax."""
+        weights = self.optimizer.weights(params)
+
+        def scales(weights):
+            found = named(weights)
+            return weight_scales.of({name: found[f"{name}.weight"].astype(jnp.bfloat16) for name in self._scaled}, self._scaled)
+
+        return weights, self.optimizer.copies(params, self._copied) | self.layout.map(scales, (self._specs,), P())(weights)
 
     def gradients(self, params, fp8_state, tokens: jax.Array, factors: Mapping[str, Factor]):
         """(loss, gradients, amax observations of both passes, elements that casts of gradients saturated) of a batch, or of
         its parts: the last by linear, for those of ``factors``."""
-        params, copies = self.computed(params)
+        params, prepared = self.computed(params)
         mu = {name: factor.mu for name, factor in factors.items()}
 
-        def differentiate(params, copies, mu, fp8_state, tokens):
+        def differentiate(params, prepared, mu, fp8_state, tokens):
             # Forward observations come out as aux. grad_output is known in the backward pass alone:
             # its observations come out as the gradient by ``seen`` (fp8ref.jax.delayed), and saturated
             # elements as that by ``mu`` (fp8ref.jax.linear).
             gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1, 2), has_aux=True)
             # The model rounds what is widened here, exactly, so that gradients are float32 (M-2).
             wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            (loss, forward), (grads, backward, saturated) = gradient(wide, self._unseen(), mu, copies, fp8_state, tokens)
+            (loss, forward), (grads, backward, saturated) = gradient(wide, self._unseen(), mu, prepared, fp8_state, tokens)
             return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}, saturated
 
         sums = GradientSums(self.config.parallel.accumulate_dtype, self.linears, self._specs if self.layout.mapped else None)
 
-        def accumulate(params, copies, mu, fp8_state, parts):
+        def accumulate(params, prepared, mu, fp8_state, parts):
             def add(before, tokens):
-                (loss, grads, seen, saturated), found = before, differentiate(params, copies, mu, fp8_state, tokens)
+                (loss, grads, seen, saturated), found = before, differentiate(params, prepared, mu, fp8_state, tokens)
                 return (
                     loss + found[0],
                     sums.add(grads, found[1]),
@@ -205,21 +215,21 @@ class Step:
             return loss.astype(jnp.float32) * share, sums.scaled(grads, share), seen, saturated
 
         f = accumulate if tokens.ndim == 3 else differentiate
-        specs = (self._specs, self._specs_of(copies), P(), P(), self._cut(tokens))
-        return self.layout.map(f, specs, (P(), self._specs, P(), P()))(params, copies, mu, fp8_state, tokens)
+        specs = (self._specs, self._specs_of(prepared), P(), P(), self._cut(tokens))
+        return self.layout.map(f, specs, (P(), self._specs, P(), P()))(params, prepared, mu, fp8_state, tokens)
 
     def mean_loss(self, params, fp8_state, tokens: jax.Array) -> jax.Array:
         """The loss of a batch, or of its parts."""
 
-        params, copies = self.computed(params)
+        params, prepared = self.computed(params)
 
-        def loss_of(params, copies, fp8_state, tokens):
+        def loss_of(params, prepared, fp8_state, tokens):
             if tokens.ndim == 3:
-                return lax.map(lambda part: loss_of(params, copies, fp8_state, part), tokens).mean()
-            return self._loss_of(params, self._unseen(), {}, copies, fp8_state, tokens, trains=False)[0]
+                return lax.map(lambda part: loss_of(params, prepared, fp8_state, part), tokens).mean()
+            return self._loss_of(params, self._unseen(), {}, prepared, fp8_state, tokens, trains=False)[0]
 
-        specs = (self._specs, self._specs_of(copies), P(), self._cut(tokens))
-        return self.layout.map(loss_of, specs, P())(params, copies, fp8_state, tokens)
+        specs = (self._specs, self._specs_of(prepared), P(), self._cut(tokens))
+        return self.layout.map(loss_of, specs, P())(params, prepared, fp8_state, tokens)
 
     def statistics(self, params, fp8_state, tokens: jax.Array) -> dict[str, jax.Array]:
         """Statistics of "linears" float32 [devices, layers, 6, stats.LENGTH], and of "attention" [devices, layers,
@@ -230,38 +240,38 @@ class Step:
         Without shard_map there is one row, of the whole operands.
         """
 
-        params, copies = self.computed(params)
+        params, prepared = self.computed(params)
 
-        def loss(taps, params, copies, fp8_state, tokens):
-            run = self._pass(fp8_state, self._unseen(), copies, dict(taps))
+        def loss(taps, params, prepared, fp8_state, tokens):
+            run = self._pass(fp8_state, self._unseen(), prepared, dict(taps))
             return self._loss_in(run, params, tokens), run.taps
 
-        def measure(params, copies, fp8_state, tokens):
+        def measure(params, prepared, fp8_state, tokens):
             rows = {name: len(stats.ROWS) for name, recipe in self.linears.items() if recipe.fp8}
             if self.measured_attention:
                 rows |= dict.fromkeys(self.attention_in_program, len(RECORDED))
             taps = {name: self.layout.apart(jnp.zeros((*self.stacks.leading(name), count, stats.LENGTH))) for name, count in rows.items()}
-            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, copies, fp8_state, tokens)
+            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, prepared, fp8_state, tokens)
             # taps collect as the observations do: forward as aux, backward as a gradient
             found = self.stacks.apart({name: forward[name] + backward[name] for name in taps})
             measured = {"linears": self.measured_layers, "attention": self.measured_attention}
             return {key: jnp.stack([found[layer] for layer in layers])[None] for key, layers in measured.items() if layers}
 
-        specs = (self._specs, self._specs_of(copies), P(), self.layout.tokens)
-        return self.layout.map(measure, specs, P(self.layout.axes))(params, copies, fp8_state, tokens)
+        specs = (self._specs, self._specs_of(prepared), P(), self.layout.tokens)
+        return self.layout.map(measure, specs, P(self.layout.axes))(params, prepared, fp8_state, tokens)
 
     def forward(self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, fp8_state, tokens: jax.Array) -> jax.Array:
         """f(model, tokens [B, T], run) -> float32 [B, T, ...], inside shard_map if the layout is
         mapped."""
-        params, copies = self.computed(params)
+        params, prepared = self.computed(params)
 
-        def mapped(params, copies, fp8_state, tokens):
-            return f(self._model(params), self.layout.own_context(tokens), self._pass(fp8_state, self._unseen(), copies)).astype(
+        def mapped(params, prepared, fp8_state, tokens):
+            return f(self._model(params), self.layout.own_context(tokens), self._pass(fp8_state, self._unseen(), prepared)).astype(
                 jnp.float32
             )
 
-        specs = (self._specs, self._specs_of(copies), P(), self.layout.tokens)
-        return self.layout.map(mapped, specs, self.layout.logits)(params, copies, fp8_state, tokens)
+        specs = (self._specs, self._specs_of(prepared), P(), self.layout.tokens)
+        return self.layout.map(mapped, specs, self.layout.logits)(params, prepared, fp8_state, tokens)
 
     @property
     def measured_layers(self) -> list[str]:
@@ -290,20 +300,23 @@ class Step:
             return shapes
         return {stack: (*self.stacks.leading(stack), *shape) for name, shape in shapes.items() if (stack := llama.stack_of(name))}
 
-    def _specs_of(self, copies: Mapping[str, Quantized]) -> dict[str, Any]:
-        """PartitionSpecs of copies: codes lie on the mesh as their weight does, scales are whole (O-16)."""
+    def _specs_of(self, prepared: Mapping[str, Quantized | Scales]) -> dict[str, Any]:
+        """PartitionSpecs of what is prepared of weights: codes lie on the mesh as their weight does, scales are whole (O-16)."""
         of_weights = named(self._specs)
 
-        def of(name: str, copy: Quantized) -> Quantized:  # specs in place of arrays
-            return dataclasses.replace(copy, codes=of_weights[f"{name}.weight"], scale=P(), scale_inv=P())  # type: ignore[arg-type]
+        def of(name: str, one: Quantized | Scales) -> Quantized | Scales:  # specs in place of arrays
+            whole = {"scale": P(), "scale_inv": P()}
+            if isinstance(one, Scales):
+                return Scales(**whole)  # type: ignore[arg-type]
+            return dataclasses.replace(one, codes=of_weights[f"{name}.weight"], **whole)  # type: ignore[arg-type]
 
-        return {name: of(name, copy) for name, copy in copies.items()}
+        return {name: of(name, one) for name, one in prepared.items()}
 
     def _pass(
         self,
         fp8_state,
         seen: dict[str, delayed.Seen],
-        copies: Mapping[str, Quantized],
+        prepared: Mapping[str, Quantized],
         taps: dict[str, jax.Array] | None = None,
         mu: Mapping[str, jax.Array] | None = None,
     ) -> Pass:
@@ -318,7 +331,7 @@ class Step:
             arithmetic=self.config.numerics.attention_arithmetic,
             checkpointing=keys.checkpointing,
             multiply=self._multiply,
-            copies=copies,
+            prepared=prepared,
             mu=mu or {},
             casts={layer: casts for layer in self.config.attention_layers if (casts := self.config.attention_operands(layer)) is not None},
         )
@@ -336,11 +349,11 @@ class Step:
         return nnx.merge(self._graph, nnx.State(compute))
 
     def _loss_of(
-        self, params, seen, mu, copies, fp8_state, tokens: jax.Array, *, trains: bool = True
+        self, params, seen, mu, prepared, fp8_state, tokens: jax.Array, *, trains: bool = True
     ) -> tuple[jax.Array, dict[str, delayed.Seen]]:
         """(mean loss of the whole batch, amax observations of this device's forward pass). trains: with what a step
         adds to it, the load-balancing loss of experts times its factor (M-8)."""
-        run = self._pass(fp8_state, dict(seen), copies, mu=mu)
+        run = self._pass(fp8_state, dict(seen), prepared, mu=mu)
         return self._loss_in(run, params, tokens, trains=trains), run.seen
 
     def _loss_in(self, run: Pass, params, tokens: jax.Array, *, trains: bool = True) -> jax.Array:

@@ -53,7 +53,8 @@ class ParallelConfig:
     gather: Literal["fp8", "compute"] = "fp8"
     """PyTorch: dtype in which FSDP gathers weights with one scale for both GEMMs: FP8 or the compute dtype. Results are the same bits."""
     precompute_scales: bool = True
-    """PyTorch: compute the scales of all weights gathered in FP8 with one all-reduce for each forward pass, not one for each weight."""
+    """Compute the scales of all weights that are cast once for both GEMMs with one all-reduce, not one for each weight: where a forward pass begins,
+    and in JAX once a step. PyTorch: of those that FSDP gathers in FP8. Results are the same bits."""
     reduction: Literal["native", "ordered"] = "native"
     """PyTorch: sum gradients over FSDP devices as the backend does (native) or in rank order (ordered)."""
     attention: Literal["xla", "chunked", "cudnn", "tiles", "kernel"] = "xla"
@@ -216,6 +217,6 @@ class ParallelConfig:
                 *(["tensor_reduce_dtype"] if self.tensor_reduce_dtype == "float32" else []),
             )
             if backend == "torch"
-            else ("gather", "precompute_scales", "reduction", "compile", "timeout_s")
+            else ("gather", "reduction", "compile", "timeout_s")
         )
         return [f"parallel.{key}" for key in theirs if getattr(self, key) != getattr(ParallelConfig(), key)]
