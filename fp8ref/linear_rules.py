@@ -1,4 +1,4 @@
-"""Rules that change casts of single operands: layers x GEMMs x roles (spec R-8).
+"""Rules that change casts of single operands, layers x GEMMs x roles, or epilogues of GEMMs (spec R-8).
 
     rule = Rule(layers=("layers.0.mlp.down_proj",), roles=("grad_output",), format="e4m3fn", policy="unscaled")
     decisions = apply([rule], decisions)
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fp8ref import granularity as granularities
 from fp8ref import recipe as recipes
+from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.linear_selection import Decision, check_shape, matches
 from fp8ref.policy import POLICIES, UNSCALED
@@ -25,10 +26,10 @@ GEMMS: tuple[Gemm, ...] = tuple(OPERANDS)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a rule changes, and to what. It gives a recipe, or some of format, granularity and policy.
+    """What a rule changes, and to what. It gives a recipe; or some of format, granularity and policy; or an epilogue.
 
-    Raises:   ValueError: an unknown word, naming the nearest; a rule that gives nothing, or a recipe
-              beside a part of a cast; GEMMs and roles that have no operand in common.
+    Raises:   ValueError: an unknown word, naming the nearest; a rule that gives nothing, or several of these; GEMMs and
+              roles that have no operand in common; roles beside an epilogue.
     """
 
     layers: tuple[str, ...]
@@ -45,6 +46,8 @@ class Rule:
     """Granularity of their scales."""
     policy: str | None = None
     """Policy of their scales; unscaled: scale 1."""
+    epilogue: str | None = None
+    """Epilogue of the GEMMs of two FP8 operands: scale_then_round, product_then_round, as cuBLASLt's, or unit_round_scale_round."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -56,16 +59,20 @@ class Rule:
             ("format", [self.format], FP8_FORMATS),
             ("granularity", [self.granularity], granularities.GRANULARITIES),
             ("policy", [self.policy], (*POLICIES, UNSCALED.name)),
+            ("epilogue", [self.epilogue], [name for name, of in EPILOGUES.items() if of.bias is None]),
         ):
             for word in given:
                 if word is not None and word not in known:
                     raise ValueError(f"{key} of a rule is of {', '.join(known)}; got {word!r}.{_nearest(word, known)}")
         parts = [key for key in ("format", "granularity", "policy") if getattr(self, key) is not None]
-        if bool(parts) == (self.recipe is not None):
+        others = [key for key in ("recipe", "epilogue") if getattr(self, key) is not None]
+        if bool(parts) + len(others) != 1:
             raise ValueError(
-                f"a rule gives a recipe, or a format, granularity or policy; got {', '.join([*parts, *(['recipe'] if self.recipe else [])]) or 'none'}. "
-                "Split it into two, or name one."
+                f"a rule gives a recipe, or a format, granularity or policy, or an epilogue; got {', '.join([*parts, *others]) or 'none'}. "
+                "Split it, or name one."
             )
+        if self.epilogue is not None and self.roles != ROLES:
+            raise ValueError(f"an epilogue is of a GEMM, not of single operands; got roles {', '.join(self.roles)}. Leave them out.")
         if not any(set(roles) & set(self.roles) for gemm, roles in OPERANDS.items() if gemm in self.gemms):
             raise ValueError(f"{', '.join(self.gemms)} of a rule has no operand {', '.join(self.roles)} (L-2). Name another GEMM or role.")
 
@@ -77,8 +84,8 @@ class Rule:
         """The cast that an operand has under this rule, in place of the one it has ``now``."""
         if self.recipe is not None:
             return casts_of(RECIPES[self.recipe])[gemm, role]
-        if now is None:
-            return None
+        if now is None or self.epilogue is not None:
+            return now
         policy = now.policy if self.policy is None else POLICIES.get(self.policy, UNSCALED)
         return CastSpec(
             fmt=now.fmt if self.format is None else FP8_FORMATS[self.format],
@@ -104,8 +111,8 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
         after = [_under(rule, number, d) if any(matches(p, d.path) for p in rule.layers) else d for d in made]
         if after == made:
             raise ValueError(
-                f"rule {number} of numerics.rules changes nothing: its linears have these casts already, or none that a format, granularity or policy "
-                "could change. Leave it out, or name a recipe."
+                f"rule {number} of numerics.rules changes nothing: its linears have these casts or epilogues already, or none that a format, granularity, "
+                "policy or epilogue could change. Leave it out, or name a recipe."
             )
         made = after
     return made
@@ -131,24 +138,28 @@ def with_casts(base: Recipe, casts: dict[tuple[Gemm, Role], CastSpec | None], na
 
 
 def to_manifest(decision: Decision) -> dict[str, str]:
-    """Each operand of a linear in a few words, by "<gemm>/<role>"."""
+    """Each operand of a linear in a few words, by "<gemm>/<role>", and each epilogue of FP8 operands, by "<gemm>/epilogue"."""
 
     def words(cast: CastSpec | None) -> str:
         return (
             "high precision" if cast is None else f"{cast.fmt.name} {cast.granularity} {cast.policy.name}" + " delayed" * bool(cast.delayed)
         )
 
-    return {f"{gemm}/{role}": words(cast) for (gemm, role), cast in casts_of(decision.recipe).items()}
+    operands = {f"{gemm}/{role}": words(cast) for (gemm, role), cast in casts_of(decision.recipe).items()}
+    return operands | {f"{gemm}/epilogue": spec.epilogue for gemm, spec in decision.recipe.gemms.items() if spec.fp8}
 
 
 def _under(rule: Rule, number: int, decision: Decision) -> Decision:
     before = casts_of(decision.recipe)
     after = {(gemm, role): rule.cast(cast, gemm, role) if rule.covers(gemm, role) else cast for (gemm, role), cast in before.items()}
-    if after == before:
+    given = {gemm: rule.epilogue for gemm, spec in decision.recipe.gemms.items() if rule.epilogue and spec.fp8 and gemm in rule.gemms}
+    if after == before and all(decision.recipe.gemms[gemm].epilogue == epilogue for gemm, epilogue in given.items()):
         return decision
     base = decision.recipe.name.split(" with ")[0]
     like = [RECIPES[rule.recipe]] if rule.recipe else []
     recipe = with_casts(decision.recipe, after, f"{base} with rules", like)
+    made: dict = {gemm: dataclasses.replace(recipe.gemms[gemm], epilogue=epilogue) for gemm, epilogue in given.items()}
+    recipe = dataclasses.replace(recipe, **made)
     if recipe.fp8:
         check_shape(decision.path, decision.shape, recipe)
     reason = f"{decision.reason}, and rule {number}" if "rule" in decision.reason else f"rule {number}"

@@ -86,8 +86,8 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(rule, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, r"a rule gives a recipe, or a format, granularity or policy; got none"),
-        ({"recipe": "bf16", "format": "e5m2"}, r"got format, recipe\. Split it into two"),
+        ({}, r"a rule gives a recipe, or a format, granularity or policy, or an epilogue; got none"),
+        ({"recipe": "bf16", "format": "e5m2"}, r"got format, recipe\. Split it"),
         ({"recipe": "tensorwize"}, r"recipe of a rule is of bf16, .*; got 'tensorwize'\. Did you mean 'tensorwise'"),
         ({"format": "e4m3", "roles": ("weight",)}, r"format of a rule .* got 'e4m3'\. Did you mean 'e4m3fn"),
         ({"policy": "torchaoo"}, r"Did you mean 'torchao'"),
@@ -95,6 +95,9 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(rule, message):
         ({"recipe": "bf16", "roles": ("grad_outputs",)}, r"Did you mean 'grad_output'"),
         ({"recipe": "bf16", "gemms": ("outputs",)}, r"Did you mean 'output'"),
         ({"recipe": "bf16", "gemms": ("output",), "roles": ("grad_output",)}, r"output of a rule has no operand grad_output"),
+        ({"epilogue": "product_then_round", "policy": "flax"}, r"got policy, epilogue\. Split it"),
+        ({"epilogue": "product_then_rounds"}, r"epilogue of a rule .*Did you mean 'product_then_round'"),
+        ({"epilogue": "product_then_round", "roles": ("weight",)}, r"an epilogue is of a GEMM, not of single operands; got roles weight"),
         ({"recipe": "bf16", "layers": ()}, r"names linears in layers; got none"),
     ],
 )
@@ -108,4 +111,21 @@ def test_a_manifest_names_each_operand():
     written = linear_rules.to_manifest(found["model.layers.0.mlp.up_proj"])
     assert written["output/weight"] == "high precision"
     assert written["output/input"] == "e4m3fn tensorwise torchao"
-    assert len(written) == 6
+    epilogues = {name: what for name, what in written.items() if name.endswith("/epilogue")}
+    assert epilogues == {"grad_input/epilogue": "scale_then_round", "grad_weight/epilogue": "scale_then_round"}
+    assert len(written) == 6 + len(epilogues)
+
+
+def test_a_rule_gives_an_epilogue_to_gemms_in_fp8_alone():
+    ruled = Rule(layers=("*",), gemms=("output", "grad_input"), epilogue="product_then_round")
+    found = decided(Rule(layers=("layers.0",), gemms=("grad_input",), recipe="bf16"), ruled)
+    after = {name: spec.epilogue for name, spec in found["model.layers.0.mlp.up_proj"].recipe.gemms.items()}
+    assert after == {"output": "product_then_round", "grad_input": "scale_then_round", "grad_weight": "scale_then_round"}
+    assert found["model.layers.0.mlp.up_proj"].reason == "rule 1, and rule 2"
+    assert found["model.layers.1.mlp.up_proj"].recipe.grad_input.epilogue == "product_then_round"
+    assert casts(found["model.layers.1.mlp.up_proj"]) == {
+        f"{gemm}/{role}": cast for (gemm, role), cast in linear_rules.casts_of(RECIPES["tensorwise"]).items()
+    }
+    assert found["lm_head"].recipe == RECIPES["bf16"]
+    with pytest.raises(ValueError, match=r"rule 2 of numerics\.rules changes nothing"):
+        decided(ruled, ruled)

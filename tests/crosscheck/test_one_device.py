@@ -3,6 +3,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torchao.float8 import float8_training_tensor, float8_utils
@@ -11,11 +12,14 @@ from fp8ref.crosscheck.one_device import crosscheck
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.jax import cast as jax_cast
+from fp8ref.jax import gemm as jax_gemm
 from fp8ref.jax import linear as jax_linear
 from fp8ref.jax import scales as jax_scales
+from fp8ref.linear_rules import Rule
 from fp8ref.sim import cast as sim_cast
 from fp8ref.torch import cast as torch_cast
 from fp8ref.torch import delayed as torch_delayed
+from fp8ref.train import loop
 from fp8ref.train.jax import llama as jax_model
 from fp8ref.train.torch import llama as torch_model
 from fp8ref.train.torch import trainer as torch_train
@@ -64,6 +68,24 @@ def test_recipes_of_fp8refs_own_linear(recipe, backend, small):
         [d for d in small.replace(numerics={"recipe": recipe}).decisions() if d.fp8]
     )
     assert scales.compared == scales.equal > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epilogue", ["product_then_round", "unit_round_scale_round"])
+def test_epilogues_that_a_rule_gives(epilogue, small, monkeypatch):  # R-8, G-5, G-14
+    """Also of cuBLASLt's, whose formula XLA computes on a CPU; the trainer's GEMMs have no other."""
+    ruled = small.replace(numerics={"rules": (Rule(layers=("*",), epilogue=epilogue),)})
+    report = crosscheck(ruled, backends=("jax",), steps=1)
+    assert report.ok, [f.detail for f in report.failures]
+    used, finish = set(), jax_gemm.finish
+
+    def spied(acc, a, b, name, dtype):
+        used.add(name)
+        return finish(acc, a, b, name, dtype)
+
+    monkeypatch.setattr(jax_gemm, "finish", spied)
+    loop.trainer("jax", ruled).step(np.zeros((ruled.data.batch_size, ruled.data.sequence_length + 1), np.int64))
+    assert used == {epilogue}
 
 
 def test_a_history_that_stands_still_fails_and_is_located(small, monkeypatch):  # H-1
