@@ -3,14 +3,16 @@
 
 ``Observed`` holds those of a whole step, by the path of each hook. ``observing`` is entered by
 ``value_and_grad``: within it, a hook that cannot deliver its observations raises instead of losing
-them. STATE and SEEN are the names of linen's variable collections.
+them. STATE and SEEN are the names of linen's variable collections: a hook changes SEEN where it is
+mutable, and else delivers all observations as the gradient by it (``by_gradient``).
 """
 
 import functools
 from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -19,7 +21,22 @@ from fp8ref.recipe import Recipe
 
 STATE, SEEN = "fp8_state", "fp8_seen"  # linen's collections; a state is read, observations are threaded
 
-_observing: ContextVar[set[str] | None] = ContextVar("fp8ref_jax_flax_observing", default=None)
+
+@dataclass
+class Observers:
+    """The hooks that deliver observations in a pass.
+
+    names      of NNX's layers.
+    threaded   paths of linen's hooks that change SEEN.
+    given      the observations that linen's hooks take and do not change, by path: tracers, one for each use.
+    """
+
+    names: set[str] = field(default_factory=set)
+    threaded: set[str] = field(default_factory=set)
+    given: dict[str, list] = field(default_factory=dict)
+
+
+_observing: ContextVar[Observers | None] = ContextVar("fp8ref_jax_flax_observing", default=None)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
@@ -75,20 +92,28 @@ def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
 
 @contextmanager
 def observing():
-    """In this context, hooks with a state must deliver their observations. Yields the names of
-    those that did."""
-    names: set[str] = set()
-    token = _observing.set(names)
+    """In this context, hooks with a state must deliver their observations. Yields those that did."""
+    observers = Observers()
+    token = _observing.set(observers)
     try:
-        yield names
+        yield observers
     finally:
         _observing.reset(token)
 
 
-def record(name: str) -> None:
-    """Note that a layer delivered its observations."""
-    if (names := _observing.get()) is not None:
-        names.add(name)
+def observers() -> Observers | None:
+    """Those of the pass; None outside ``observing``."""
+    return _observing.get()
+
+
+@jax.custom_vjp
+def by_gradient(y: jax.Array, seen: Any) -> jax.Array:
+    """y, the output of a layer. The gradient by seen, its observations, is seen itself: so they come out with those of the backward pass."""
+    del seen
+    return y
+
+
+by_gradient.defvjp(lambda y, seen: (y, seen), lambda seen, g: (g, seen))
 
 
 def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:

@@ -160,14 +160,32 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
     state = hook.variable(STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)).value
     if state.recipe != recipe:
         raise ValueError(f"{name}: a state goes with the recipe it was made for, {state.recipe.name!r}; got recipe {recipe.name!r}.")
-    # value_and_grad passes SEEN in, and apply(mutable=[SEEN]) lets it out.
+    # value_and_grad passes SEEN in; apply(mutable=[SEEN]) lets it out, or else the gradient by it.
+    observers, path = amax_observations.observers(), ".".join(hook.path)
     if hook.has_variable(SEEN, "seen") and hook.is_mutable_collection(SEEN):
         seen = hook.variable(SEEN, "seen")
         y, seen.value = use(state=state.roles, seen=seen.value)
+        if observers:
+            observers.threaded.add(path)
         return y
+    if hook.has_variable(SEEN, "seen") and observers:
+        given = hook.get_variable(SEEN, "seen")
+        _check_once(given, observers.given.setdefault(path, []), name)
+        return amax_observations.by_gradient(*use(state=state.roles, seen=given))
     remedy = (
         f"Call apply(..., mutable=[{SEEN!r}]), and name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
         "nn.scan that shares weights."
     )
     y = use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]
     return amax_observations.warned(y, recipe, name)
+
+
+def _check_once(given: delayed.Seen, before: list, name: str) -> None:
+    """ValueError, naming the layer, if it has taken these observations before: gradients by them would be summed."""
+    (first, *_) = jax.tree.leaves(given)
+    if any(first is other for other in before):
+        raise ValueError(
+            f"{name}: a layer that runs twice in a pass hands its observations from use to use; got a collection {SEEN!r} that does not change. "
+            f"Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated); name {SEEN!r} in variable_carry of an nn.scan that shares weights."
+        )
+    before.append(first)

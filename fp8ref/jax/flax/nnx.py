@@ -82,7 +82,8 @@ class Hook(nnx.Module):
                 "that closes over it. Use nnx.scan, nnx.remat and the like in place of JAX's, "
                 "with the layer among their arguments."
             ) from error
-        amax_observations.record(self.name)
+        if observers := amax_observations.observers():
+            observers.names.add(self.name)
         return y
 
 

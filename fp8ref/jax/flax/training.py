@@ -24,21 +24,23 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
 
     NNX:      loss_fn(model, *args) -> loss, or (loss, aux) under has_aux; grads is the nnx.State of
               the model's variables that ``wrt`` filters, as of nnx.grad.
-    linen:    loss_fn(variables, *args) -> (loss, updated), or (loss, (updated, aux)), where updated
-    is what apply(..., mutable=[SEEN])
-              returned; a second apply in one loss takes {**variables, **updated} of the first.
-              grads is of variables["params"].
+    linen:    loss_fn(variables, *args) -> loss, or (loss, aux) under has_aux; grads is of
+              variables["params"]. A layer that runs twice, or in an nn.scan that shares weights,
+              hands observations on: then (loss, updated), or (loss, (updated, aux)), where updated
+              is what apply(..., mutable=[SEEN]) returned. A second apply in one loss takes
+              {**variables, **updated} of the first.
     Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes
               without a state observe nothing, and neither does a model without FP8, such as one
-              converted to 'bf16'. Then a linen loss_fn may return the loss alone.
+              converted to 'bf16'.
     Transformations: jit, remat and vmap around the layers or the loss; scan over stacked layers,
                      their state and observations stacked
               too. In linen an nn.scan that shares weights carries SEEN, in variable_carry: refused
               by name otherwise.
-    update    True, for an NNX model: the states take the step's observations at once, and what is
-              returned is (value, grads), as of nnx.value_and_grad. It is for one call a step.
+    update    True: the states take the step's observations at once. Of an NNX model what is returned
+              is (value, grads), as of nnx.value_and_grad; of a linen model (value, grads, variables),
+              with the states after the step. It is for one call a step.
     Raises:   ValueError, at trace time: naming the layer, observations that would be lost, or a
-              shared hook; update for linen, whose variables do not change in place.
+              shared hook.
     """
 
     def run(model: Model, *args, **kwargs):
@@ -53,9 +55,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
                 f"wrt filters the variables of an NNX model; got wrt={wrt!r} for linen, whose "
                 "gradient is of variables['params']. Leave it out."
             )
-        if update:
-            raise ValueError("update=True changes an NNX model; linen's variables do not change. Use fj.flax.update(variables, seen).")
-        return _of_linen(functools.partial(loss_fn, **kwargs), _variables(model), args, has_aux)
+        value, grads, seen = _of_linen(functools.partial(loss_fn, **kwargs), _variables(model), args, has_aux)
+        return (value, grads, _of_variables(model, seen)) if update else (value, grads, seen)
 
     return run
 
@@ -70,9 +71,12 @@ def update(model: Model, seen: Observed):
               observations that are missing.
     """
     amax_observations.check(seen)
-    if isinstance(model, nnx.Module):
-        return _advance(model, seen)
-    layers = linen_states(_variables(model))
+    return _advance(model, seen) if isinstance(model, nnx.Module) else _of_variables(_variables(model), seen)
+
+
+def _of_variables(model: Mapping, seen: Observed) -> dict:
+    """``update`` of a linen model's variables."""
+    layers = linen_states(model)
     amax_observations.same_layers({_key(path): layer for path, layer in layers.items()}, seen.layers, "update")
     after = {
         path: layer.replace(roles=delayed.update(layer.roles, seen.layers[_key(path)], recipe=layer.recipe))
@@ -114,7 +118,7 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, kwargs: dict, has
         for hook in stateful.values():
             hook.seen = nnx.data(Seen(_unseen_by(hook)))
         with amax_observations.observing() as observers:
-            watched = _watched(loss_fn, observers)
+            watched = _watched(loss_fn, observers.names)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
             # also where Flax is set to treat modules as trees (nnx.set_graph_mode, set_graph_updates)
             as_graph: dict = {"argnums": differentiated, "has_aux": has_aux, "graph": True, "graph_updates": True}
@@ -160,19 +164,15 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
 
     def of(params, seen):
         given = {SEEN: collection({path: seen[_key(path)] for path in paths}, "seen")} if seen else {}
-        out = loss_fn({"params": params, **rest, **given}, *args)
-        if not start and not has_aux and not isinstance(out, tuple):
-            out = out, {}
-        loss, out = out
-        updated, aux = out if has_aux else (out, None)
-        seen = _linen_seen(updated, start)
+        loss, updated, aux = _parts(loss_fn({"params": params, **rest, **given}, *args), has_aux)
+        seen = _linen_seen(updated, start, observers.threaded)
         if not has_aux and (others := [name for name in updated if name != SEEN]):
             raise ValueError(
                 f"collections {', '.join(others)} would be lost. Return them as aux: loss, (updated, updated), under has_aux=True."
             )
         return loss, (seen, aux)
 
-    with amax_observations.observing():
+    with amax_observations.observing() as observers:
         try:
             differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
             (loss, (forward, aux)), (grads, backward) = differentiated(variables["params"], dict(start))
@@ -183,8 +183,18 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
                 f"an nn.scan that shares its layers' weights cannot broadcast {SEEN!r}, which every use changes; got it in "
                 f"variable_broadcast. Broadcast 'params' and {STATE!r}, and name {SEEN!r} in variable_carry."
             ) from error
-    seen = Observed(layers={path: delayed.merge(forward[path], backward[path]) for path in start})
+    # backward has all observations of a layer that leaves SEEN as it is
+    seen = Observed(layers={path: delayed.merge(backward[path], *([forward[path]] if path in forward else [])) for path in start})
     return ((loss, aux) if has_aux else loss), grads, seen
+
+
+def _parts(out, has_aux: bool) -> tuple:
+    """(loss, updated, aux) of what a linen loss_fn returned; updated is {} where it returned none."""
+    if has_aux:
+        loss, rest = out
+        with_updated = isinstance(rest, tuple) and len(rest) == 2 and isinstance(rest[0], Mapping)
+        return (loss, *rest) if with_updated else (loss, {}, rest)
+    return (*out, None) if isinstance(out, tuple) else (out, {}, None)
 
 
 def _variables(model) -> Mapping:
@@ -195,19 +205,19 @@ def _variables(model) -> Mapping:
     return model
 
 
-def _linen_seen(updated, expected: Mapping) -> Mapping[str, delayed.Seen]:
+def _linen_seen(updated, expected: Mapping, threaded: set[str]) -> Mapping[str, delayed.Seen]:
     """The observations in the collections that a linen loss returned, by path of the hook;
-    ValueError if some are missing."""
-    if not isinstance(updated, Mapping) or (expected and SEEN not in updated):
+    ValueError if those of a hook that changed them are missing."""
+    if not isinstance(updated, Mapping) or (threaded and SEEN not in updated):
         got = f"collections {', '.join(updated)}" if isinstance(updated, Mapping) else type(updated).__name__
         raise ValueError(
             f"{', '.join(expected) or 'value_and_grad'}: a linen loss_fn returns (loss, updated), where updated is what apply(..., mutable="
-            f"[{SEEN!r}]) returned; got {got}."
+            f"[{SEEN!r}]) returned, or the loss alone of an apply without it; got {got}."
         )
     seen: dict[str, dict] = {}
     for path, value in traverse_util.flatten_dict(updated.get(SEEN, {})).items():
         seen.setdefault(_key(path[:-2]), {})[path[-1]] = value
-    amax_observations.same_layers(expected, seen, "value_and_grad")
+    amax_observations.same_layers({path: one for path, one in expected.items() if path in threaded or path in seen}, seen, "value_and_grad")
     return seen
 
 

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -35,8 +36,22 @@ def test_what_does_not_merge(arguments, message):
 def test_a_layer_whose_observations_would_be_lost_is_named():
     recipe = RECIPES["delayed"]
     assert set(amax_observations.unobserved(recipe, "fc", "Remedy.")) == {"input", "weight", "grad_output"}
-    with amax_observations.observing() as names:
-        amax_observations.record("head")
+    assert amax_observations.observers() is None
+    with amax_observations.observing() as observers:
+        assert amax_observations.observers() is observers
         with pytest.raises(ValueError, match=r"fc: recipe 'delayed' .*lost. Remedy\."):
             amax_observations.unobserved(recipe, "fc", "Remedy.")
-    assert names == {"head"}
+    assert amax_observations.observers() is None
+
+
+def test_observations_come_out_as_a_gradient():
+    """Those of two layers, each by what it was given; the output's own gradient stays."""
+    given = {"input": jnp.zeros(3)}
+
+    def loss(x, given):
+        first, second = ({"input": one["input"] + amax} for one, amax in zip(given, (2.0, 5.0), strict=True))
+        return (amax_observations.by_gradient(amax_observations.by_gradient(x, first), second) * 7).sum()
+
+    of_x, found = jax.grad(loss, argnums=(0, 1))(jnp.ones(2), (given, given))
+    assert of_x.tolist() == [7, 7]
+    assert [one["input"].tolist() for one in found] == [[2.0] * 3, [5.0] * 3]

@@ -250,8 +250,88 @@ def value(model=None, x=X, variables=None, loss=None):
     return jax.eval_shape(fj.flax.value_and_grad(loss or squares(model)), variables, x)
 
 
-def without_mutable(variables, x):
-    return (Unrolled().apply(variables, x) ** 2).sum(), {}
+def plainly(model):
+    """A loss without collections, as of a model in high precision."""
+
+    def loss(variables, x):
+        return (jax.tree.leaves(model.apply(variables, x))[0].astype(jnp.float32) ** 2).sum()
+
+    return loss
+
+
+PER_LAYER = {"variable_axes": {"params": 0, STATE: 0, SEEN: 0}, "split_rngs": {"params": True}}
+MODELS = {
+    "layers": lambda: Unrolled(),
+    "scan": lambda: stacked(Block, **PER_LAYER),
+    "scan of remat": lambda: stacked(nn.remat(Block), **PER_LAYER),
+    "vmap over layers": lambda: nn.vmap(nn.Dense, in_axes=None, axis_size=3, **PER_LAYER)(32, dot_general_cls=hook("delayed")),
+    "vmap over examples": lambda: nn.vmap(
+        nn.Dense, variable_axes={"params": None, STATE: None, SEEN: None}, split_rngs={"params": False}, in_axes=0
+    )(32, dot_general_cls=hook("delayed")),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_loss_without_collections_observes_the_same(make):  # H-9
+    """All observations come out with the gradient."""
+    model = make()
+    variables = model.init(jax.random.key(0), X)
+    plain, threaded = (jax.jit(fj.flax.value_and_grad(loss(model)))(variables, X) for loss in (plainly, threading))
+    same(plain, threaded)
+    assert all(np.asarray(flag == 1).all() for of in plain[2].layers.values() for flag in (v[..., 2] for v in of.values()))
+
+
+def threading(model):
+    """The same loss, which hands observations on."""
+
+    def loss(variables, x):
+        y, updated = model.apply(variables, x, mutable=[SEEN])
+        return (jax.tree.leaves(y)[0].astype(jnp.float32) ** 2).sum(), updated
+
+    return loss
+
+
+def test_what_a_loss_without_collections_returns_beside_it():
+    """Under has_aux any aux, a pair too; other collections that apply returns come with it."""
+    model = Unrolled()
+    variables = model.init(jax.random.key(0), X)
+    _, _, expected = fj.flax.value_and_grad(plainly(model))(variables, X)
+    for aux in (jnp.ones(2), (1, {"a": 2}), {SEEN: 3}, None):
+        (_, got), _, seen = fj.flax.value_and_grad(lambda v, x, aux=aux: (plainly(model)(v, x), aux), has_aux=True)(variables, X)
+        same(got, aux)
+        same(seen, expected)
+
+    def with_statistics(v, x):
+        y, updated = model.apply(v, x, mutable=["batch_stats"])
+        return (y**2).sum(), (updated, "aux")
+
+    (_, got), _, seen = fj.flax.value_and_grad(with_statistics, has_aux=True)({**variables, "batch_stats": {}}, X)
+    assert got == "aux"
+    same(seen, expected)
+
+
+def test_sums_of_observations_are_found():
+    """A layer that runs twice, out of sight behind one compiled function: the update refuses its observations, and under jit the scale is NaN."""
+
+    class Behind(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = nn.jit(Block)(name="block")
+            return block(block(x)[0])[0]
+
+    variables = Behind().init(jax.random.key(0), X)
+    _, _, seen = fj.flax.value_and_grad(plainly(Behind()))(variables, X)
+    with pytest.raises(ValueError, match="update takes observations that were not summed"):
+        fj.flax.update(variables, seen)
+    after = jax.jit(fj.flax.update)(variables, seen)
+    assert np.isnan(jax.tree.leaves(after[STATE], is_leaf=lambda v: hasattr(v, "roles"))[0].roles["input"].stored)
+
+
+class Twice(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(32, dot_general_cls=hook("delayed"), name="up")
+        return layer(layer(x))
 
 
 def forgets(variables, x):
@@ -278,7 +358,10 @@ SHARED = {"variable_axes": {}, "split_rngs": {"params": False}}
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: value(loss=without_mutable), r"^block_0.up: .*would be lost.*mutable=\['fp8_seen'\]"),
+        (
+            lambda: value(Twice(), loss=plainly(Twice())),
+            r"^up: a layer that runs twice .*mutable=\['fp8_seen'\]\), and return \(loss, updated\)",
+        ),
         (lambda: value(nn.Dense(32), loss=lambda v, x: (x.sum(), {"batch_stats": {}})), "collections batch_stats would be lost"),
         (lambda: value(loss=forgets), "block_1.up.Fp8DotGeneral_0, block_2.up.Fp8DotGeneral_0 is not"),
         (lambda: value(loss=lambda v, x: (jnp.sum(x), None)), r"block_0.up.*returns \(loss, updated\)"),
