@@ -212,7 +212,12 @@ def quantizing(text: str) -> dict[str, dict[str, float]]:
         made = made - {"s16", "u16"} or made  # an amax's parts beside
         if made == {"f8"}:
             part = "layout" if given == {"f8"} else "cast"
-        elif ("_largest" in one.path or not one.path) and {dtype for dtype, _ in one.types} <= {"s16", "u16", "s32", "u32"}:
+        elif ("_largest" in one.path or not one.path or hlo.place(one.path)[1]) and {dtype for dtype, _ in one.types} <= {
+            "s16",
+            "u16",
+            "s32",
+            "u32",
+        }:
             part = "amax"
         elif made == {"bf16"} and one.path.endswith("/convert_element_type") and hlo.place(one.path)[1] and "kind=kLoop" in one.line:
             part = "rescale"

@@ -48,7 +48,7 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
         return _e8m0_scales(amax, fmt, policy)
     if policy.makes_scale_inv:
         return _ratio_scales(amax, fmt, policy)
-    return with_inverse(_floored_quotient(amax, fmt, policy)) if policy.power_of_two is None else _power_of_two_scales(amax, fmt, policy)
+    return _quotient_scales(amax, fmt, policy) if policy.power_of_two is None else _power_of_two_scales(amax, fmt, policy)
 
 
 def scale_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> jax.Array:
@@ -59,10 +59,10 @@ def scale_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "t
 
 def with_inverse(scale: jax.Array) -> Scales:
     """The scale, float32 of any shape, and RN32(1 / scale)."""
-    # XLA would rewrite 1 / (448 / amax) as amax / 448, which rounds once instead of twice. It does not see that the bits stay
-    # as they are: no scale is negative. Past the barrier no kernel that casts computes both again; before it one computes both.
-    bits = lax.bitcast_convert_type(scale, jnp.int32) & np.int32(0x7FFFFFFF)
-    return Scales(*lax.optimization_barrier((scale, division.divide(1, lax.bitcast_convert_type(bits, jnp.float32)))))
+    # Without the barrier XLA rewrites 1 / (448 / amax) as amax / 448, which rounds once instead of
+    # twice.
+    scale = lax.optimization_barrier(scale)
+    return Scales(scale, division.divide(1, scale))
 
 
 def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:
@@ -106,8 +106,14 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     return policy
 
 
-def _floored_quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    return jnp.where(amax < _smallest(policy), np.float32(fmt.max / policy.eps), division.divide(fmt.max, amax))
+def _quotient_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+    """The quotient of S-3 and its reciprocal, by one kernel: past the barriers no kernel that reads one computes it again."""
+    scale = jnp.where(amax < _smallest(policy), np.float32(fmt.max / policy.eps), division.divide(fmt.max, amax))
+    # XLA would rewrite 1 / (448 / amax) as amax / 448, which rounds once instead of twice. It does not see that these bits stay
+    # as they are: no scale is negative.
+    bits = lax.bitcast_convert_type(scale, jnp.int32) & np.int32(0x7FFFFFFF)
+    inverse = division.divide(1, lax.bitcast_convert_type(bits, jnp.float32))
+    return Scales(lax.optimization_barrier(scale), lax.optimization_barrier(inverse))
 
 
 def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
