@@ -81,7 +81,8 @@ LAYERS = """\
 
 Two `nn.Dense` layers of linen, 4096 to 14336 to 4096 features with a GELU between, forward and backward, of float32 parameters in bfloat16: Flax's
 own, in bfloat16 and with its `Fp8DirectDotGeneralOp`, and with fp8ref's hooks. Four sequences of 1024 tokens a device; on eight, parameters and
-batch are cut along one axis, and XLA inserts the collectives. Must move is the least on one device, if no kernel keeps a tensor for the next: a
+batch are cut along one axis, or along three: the batch by data and fsdp, weights by fsdp, and the features between both layers by tensor. XLA inserts the
+collectives. Must move is the least on one device, if no kernel keeps a tensor for the next: a
 tensor is read for its amax, read again to be cast, and its codes are written once for each order in which a GEMM reads them; under `rowwise` a row
 or a column fits into registers, and is read once for each axis. By XLA is that of
 kernels as XLA fuses them: GELU's tanh is kept, a kernel takes maxima along one axis, and one that transposes takes none. The last rows quantize
@@ -126,7 +127,8 @@ rows in loops. Rows are those that are multiplied by a weight in each of the thr
 EXPERT = {"experts": 128, "rows": 32768, "inputs": 2048, "outputs": 1536}
 RAGGED = "`lax.ragged_dot`, bfloat16"
 BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # others, a byte
-FSDP, CUBE = {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
+AXES = {"data": 2, "fsdp": 2, "tensor": 2}
+FSDP, CUBE = {"fsdp": 8}, {**AXES, "sequence": True}
 NARROW = {"reduce_dtype": "bfloat16"}
 TIED = {"tie_word_embeddings": True}
 NARROWER = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_hidden_layers": 3}
@@ -324,30 +326,39 @@ class MLP(nn.Module):
         return dense(MODEL.hidden_size, name="down")(hidden)
 
 
-def flax_layers(name: str, devices: int, target: str) -> dict:
-    """Kernels and bytes of a pass of two dense layers under plain jit."""
+def flax_layers(name: str, devices: int, *given) -> dict:
+    """Kernels and bytes of a pass of two dense layers under plain jit. given: the sizes of the mesh's axes, by default all devices along
+    fsdp, and the target."""
+    *sizes, target = given
+    sizes = sizes[0] if sizes else {"fsdp": devices}
     h200s = _h200s(devices, target)
-    mesh = Mesh(np.array(h200s), ("fsdp",))
+    mesh = Mesh(np.array(h200s).reshape(*sizes.values()), tuple(sizes))
 
     def shape(array, *spec) -> jax.ShapeDtypeStruct:
+        spec = [tuple(axis for axis in axes if axis in sizes) or None for axes in spec]
         placed = NamedSharding(mesh, P(*spec)) if devices > 1 else SingleDeviceSharding(h200s[0])
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
+
+    def cut(path, weight) -> jax.ShapeDtypeStruct:
+        """The first layer's output features and the second's input features over tensor."""
+        return shape(weight, *((("tensor",), ("fsdp",)) if "down" in str(path) else (("fsdp",), ("tensor",))))
 
     model = aot_kernels.GeluMLP(MODEL.intermediate_size) if name == WITH_GELU else MLP((HOOKS | BY_KERNELS)[name])
     x = jax.ShapeDtypeStruct((SEQUENCES * devices, LENGTH, MODEL.hidden_size), jnp.bfloat16)
     variables = jax.tree.map(shape, jax.eval_shape(model.init, jax.random.key(0), x))
-    variables |= {"params": jax.tree.map(lambda weight: shape(weight, "fsdp"), variables["params"])}
+    variables |= {"params": jax.tree_util.tree_map_with_path(cut, variables["params"])}
 
     def loss(variables, x):
         y, updated = model.apply(variables, x, mutable=[fj.flax.SEEN])
         return (y.astype(jnp.float32) ** 2).mean(), updated
 
     ours = fj.flax.value_and_grad(loss) if name in RECIPES else jax.value_and_grad(loss, has_aux=True, allow_int=True)
-    compiled = jax.jit(ours).lower(variables, shape(x, "fsdp")).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    compiled = jax.jit(ours).lower(variables, shape(x, ("data", "fsdp"))).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
     text = compiled.as_text()
     return {
         "layers": name,
         "devices": devices,
+        **({"mesh": sizes} if "tensor" in sizes else {}),
         "written": dict(collections.Counter(dot.out for dot in proof.gemms(proof.read_compiled(text)))),
         "outside_gemms": outside_gemms(text),
         "collectives_mib": collectives(text),
@@ -507,7 +518,7 @@ def markdown(found: dict) -> str:
         least = [must_move(row["layers"], by_xla=by_xla) if row["devices"] == 1 else None for by_xla in (False, True)]
         measured = "{gb} in {kernels} | ".format(**row["outside_gemms"]) + " | ".join(f"{gb:.2f}" if gb else "-" for gb in least)
         measured += f" | {_moved(row) or '-'} | {row['temporary_mib']} |"
-        lines.append(f"| {row['layers']} | {row['devices']} | {_written(row)} | {measured}")
+        lines.append(f"| {row['layers']} | {_mesh(row) if 'mesh' in row else row['devices']} | {_written(row)} | {measured}")
     for row in found["layers"]:
         if row["devices"] == 1 and row["layers"] in ("tensorwise", "rowwise"):
             lines += [
@@ -593,6 +604,7 @@ def main() -> None:
                 [
                     *((name, devices) for devices, name in itertools.product((1, 8), HOOKS)),
                     *((name, 1) for name in (*BY_KERNELS, WITH_GELU)),
+                    *((name, 8, AXES) for name in HOOKS),
                 ],
             ),
             "models": (large, LARGE),

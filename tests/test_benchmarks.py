@@ -399,7 +399,7 @@ def test_what_a_gpu_computes_is_recorded(tmp_path):
     assert "no evidence of a GPU" in (out / "results" / "gpu_probe.md").read_text()
     asked = [name for name in found["sections"] if name != "certificate"]
     for name in asked:
-        recordings = list((out / "evidence" / name).glob("*.json"))
+        recordings = list((out / "evidence" / "cpu" / name).glob("*.json"))
         assert len(recordings) == 1
         if found["sections"][name]["ok"]:
             assert recording.verify(recordings[0]).ok

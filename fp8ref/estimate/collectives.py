@@ -5,6 +5,7 @@ bits beside codes, the loss and the norm of the gradients too, and with experts 
 scales of gradients in FP8. In PyTorch none of these few bytes is counted.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ def of_step(config: Config, backend: str) -> list[tuple[Collective, int]]:
     parts = config.data.microbatches
     made = [(one, parts) for one in _of_part(config, backend)]
     if backend == "jax":
+        made += [
+            (dataclasses.replace(_scales(shared), purpose="amaxes of weights, shared"), 1) for shared in scale_collectives.of_step(config)
+        ]
         loss, norm, devices = "loss, averaged", "norm of the gradients, summed", config.parallel.devices
         made += [(Collective(loss, "all-reduce", "float32", config.parallel.sharing * _of_tokens(config), 1, beside=True), parts)]
         made += [(Collective(norm, "all-reduce", "float32", devices, _squares(config), beside=True), 1)]

@@ -25,7 +25,7 @@ from fp8ref.estimate.ledger import Ledger, Step
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import tokens, used
+from fp8ref.train.device_shapes import runs_output_again, scaled_first, tokens, used
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
@@ -61,18 +61,31 @@ def losing(config: Config, backend: str, ceilings: Ceilings) -> set[Kind]:
 def _of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
     """The step, in which nothing is filtered."""
     parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
-    bf16 = configured = 0.0
+    bf16 = configured = saved = 0.0
     forward = linears(config, backend, ceilings, gemms=("output",))
+    scaled = scaled_first(config) if backend == "jax" else {}
     for (decision, whole), (_, first) in zip(linears(config, backend, ceilings), forward, strict=True):
         spent = [whole]
-        if (again and decision.path.startswith("model.layers.")) or (config.parallel.loss == "chunked" and decision.path == "lm_head"):
+        layer = decision.path.startswith("model.layers.")
+        if (again and layer and (backend == "torch" or runs_output_again(decision.path, config, backend))) or (
+            config.parallel.loss == "chunked" and decision.path == "lm_head"
+        ):
             spent.append(first)
         bf16, configured = bf16 + sum(one.bf16 for one in spent), configured + sum(one.seconds for one in spent)
+        if decision.path in scaled:  # a step takes the amax of its weight once
+            saved += (parts * len(spent) - 1) * _weight_amax(decision, config, ceilings)
     rest, variant = outside_linears.seconds(config, backend, ceilings), config.attention_variant
     in_bf16 = outside_linears.seconds(filtering.in_bf16(config), backend, ceilings)
     if variant is not None:
         rest["attention"] = config.model.num_hidden_layers * attention.seconds(config, variant, backend, ceilings)
-    return Step(parts * bf16, parts * configured, parts * configured, rest, in_bf16)
+    return Step(parts * bf16, parts * configured - saved, parts * configured - saved, rest, in_bf16)
+
+
+def _weight_amax(decision: Decision, config: Config, ceilings: Ceilings) -> float:
+    """Seconds that XLA's kernels take for the amax of a linear's weight."""
+    sizes = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, "jax") if s.which == "output"]
+    made = quantizing(decision.recipe, sizes, "xla", **{**linear_place.of(decision, config, "jax"), "roles": ["weight"]})
+    return sum(max(kernel.bytes / ceilings.bandwidth, ceilings.launch) for kernel in made if kernel.part == "amax")
 
 
 def with_tied(config: Config) -> list[Decision]:

@@ -3,13 +3,13 @@
 An amax is reduced over the mesh axes that cut its group of elements. The scales of rows go with the rows. The two GEMMs that take one cast
 share its amax. Inside shard_map linears that read one input share its amaxes too. Under plain jit they do not, and the partitioner reduces
 amaxes of columns of an input or a weight twice, as int32 and as uint32, and scatters those of a grad_output, whose scales it then gathers.
-Where checkpointing runs a forward pass again, it shares again what it casts by, but not what it observes, which nothing wants. Experts' amaxes
-are those of ``expert_collectives``.
+Where checkpointing runs a forward pass again, it shares again what it casts by, but not what it observes, which nothing wants. Amaxes of weights
+that a step takes first (P-9) are shared once (``of_step``). Experts' amaxes are those of ``expert_collectives``.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from fp8ref.gemm_spec import CastSpec
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, Gemm, Recipe, Role
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import runs_output_again, tokens, used
+from fp8ref.train.device_shapes import runs_output_again, scaled_first, tokens, used
 
 SHARED_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 """{linear: another one of its layer that reads the same input}."""
@@ -41,17 +41,28 @@ class Shared:
 def of_part(config: Config) -> Iterator[Shared]:
     """Those of one microbatch on a mesh."""
     seen: set[tuple] = set()
+    first = scaled_first(config)
     for decision in config.decisions():
         if decision.experts is None:
-            yield from _of_linear(decision, config, seen)
+            yield from _of_linear(decision, config, seen, [role for role in ROLES if role != "weight" or decision.path not in first])
     yield from (Shared(devices, count) for devices, count in expert_collectives.amaxes(config))
 
 
-def _of_linear(decision: Decision, config: Config, seen: set[tuple]) -> Iterator[Shared]:
+def of_step(config: Config) -> Iterator[Shared]:
+    """Those of a step, however many microbatches it has: amaxes of weights, all in one. Under plain jit each over its own devices."""
+    first = scaled_first(config)
+    devices = [math.prod(_count(axes, "weight", config) for axes in _cut("weight", path.rpartition(".")[2], config)) for path in first]
+    if config.parallel.through == "jit":
+        yield from (Shared(own, 1) for own in devices)
+    elif first:
+        yield Shared(max(devices), len(first))
+
+
+def _of_linear(decision: Decision, config: Config, seen: set[tuple], roles: Sequence[Role]) -> Iterator[Shared]:
     layer, _, last = decision.path.rpartition(".")
     jit = config.parallel.through == "jit"
     again = runs_output_again(decision.path, config, "jax")
-    for role in ROLES:
+    for role in roles:
         sizes, cut = _sizes(role, decision, config), _cut(role, last, config)
         owner = SHARED_INPUT.get(last, last) if role == "input" and not jit else last
         for which, cast, axis in _casts(decision.recipe, role):

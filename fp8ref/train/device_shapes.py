@@ -89,6 +89,15 @@ def copied(config: Config, backend: str) -> dict[str, Recipe]:
     return {d.path: d.recipe for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe)}
 
 
+def scaled_first(config: Config) -> dict[str, Recipe]:
+    """The linears whose weights' scales JAX makes where a step begins, once for both passes and all microbatches, by name (spec P-9)."""
+    if not config.parallel.precompute_scales:
+        return {}
+    kept = copied(config, "jax")
+    once = (d for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe))
+    return {d.path: d.recipe for d in once if d.path not in kept}
+
+
 def kinds(config: Config) -> dict[str, int]:
     """Number of parameters by kind, and in all."""
     found = dict.fromkeys(("embedding", "attention", "mlp", *(["experts"] if config.model.num_experts else []), "norms", "lm_head"), 0)

@@ -119,11 +119,12 @@ def test_a_tied_last_linear_gathers_and_scatters_by_itself():
     assert of("torch")["all-gather", "float32"] == table
 
 
-def test_microbatches_share_no_norm():
+def test_a_step_shares_norms_and_amaxes_of_weights_once():
     one, two = (collectives.of_step(sizes.config(fsdp=2, parts=parts), "jax") for parts in (1, 2))
     assert [c.purpose for c, _ in one] == [c.purpose for c, _ in two]
-    assert {c.purpose for c, times in two if times == 1} == {"norm of the gradients, summed"}
-    assert {times for c, times in two if not c.purpose.startswith("norm")} == {2}
+    once = {"norm of the gradients, summed", "amaxes of weights, shared"}
+    assert {c.purpose for c, times in two if times == 1} == once
+    assert {times for c, times in two if c.purpose not in once} == {2}
 
 
 def test_pytorchs_few_bytes_are_not_counted():

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import sizes
@@ -209,6 +210,19 @@ def test_checkpointing_runs_a_layer_again_by_its_own_recipe():
         for layer in ("layers.0", "layers.1")
     ]
     assert either[0].configured == pytest.approx(either[1].configured, rel=1e-12)
+
+
+def test_amaxes_of_weights_are_taken_once_a_step():  # P-9
+    """In JAX; in two microbatches whose layers run again, but for down, that saves three passes of four over each layer's float32 weights."""
+    config = configs.load("llama-8b").replace(parallel={**FULL, "scan": True, "compile": "none"}, data={"microbatches": 2})
+    apart, first = (roofline.of_step(config.replace(parallel={"precompute_scales": on}), "jax", H100) for on in (False, True))
+    saved = [
+        (1 if "down" in d.path else 3) * max(4 * math.prod(d.shape) / config.parallel.shards / H100.bandwidth, H100.launch)
+        for d in config.decisions()
+        if d.fp8
+    ]
+    assert apart.configured - first.configured == pytest.approx(sum(saved), rel=1e-9)
+    assert apart.bf16 == first.bf16
 
 
 def test_rules_make_several_recipes_of_one_name():

@@ -12,7 +12,8 @@ LAYERS, MESH = 2, {"fsdp": 2}
 def shared(recipe="tensorwise", **parallel):
     """{(devices, whether they are scales that are gathered): numbers}"""
     found: collections.Counter = collections.Counter()
-    for one in scale_collectives.of_part(sizes.config(recipe, **parallel)):
+    config = sizes.config(recipe, **parallel)
+    for one in (*scale_collectives.of_part(config), *scale_collectives.of_step(config)):
         if one.devices > 1 and one.elements:
             found[one.devices, one.kind == "all-gather"] += one.elements
     return found
@@ -21,8 +22,18 @@ def shared(recipe="tensorwise", **parallel):
 def test_one_amax_of_each_tensor():  # P-2
     """Seven weights and grad_outputs, and four inputs: q, k and v read one, and so do gate and up."""
     assert shared(**MESH) == {(2, False): LAYERS * (7 + 7 + 4)}
-    assert shared(**MESH, checkpointing="full") == {(2, False): LAYERS * (7 + 7 + 4 + 6 + 3)}  # all but down_proj runs again
+    assert shared(**MESH, checkpointing="full") == {(2, False): LAYERS * (7 + 7 + 4 + 3)}  # all but down_proj runs again
+    assert shared(**MESH, checkpointing="full", precompute_scales=False) == {(2, False): LAYERS * (7 + 7 + 4 + 6 + 3)}
     assert shared("bf16", **MESH) == {}
+
+
+def test_amaxes_of_weights_are_shared_once_a_step():  # P-9
+    """Over all devices that cut any weight."""
+    (together,) = scale_collectives.of_step(sizes.config(**sizes.MESH))
+    assert (together.devices, together.elements) == (4, LAYERS * 7)
+    assert [one.devices for one in scale_collectives.of_step(sizes.config(**MESH, through="jit"))] == [2] * LAYERS * 7
+    for recipe, keys in (("rowwise", {}), ("delayed", {}), ("tensorwise", {"precompute_scales": False})):
+        assert list(scale_collectives.of_step(sizes.config(recipe, **MESH, **keys))) == []
 
 
 def test_amaxes_of_local_scope_are_weights():  # P-4

@@ -3,6 +3,7 @@ import pytest
 import sizes
 
 from fp8ref.errors import ConfigError
+from fp8ref.linear_rules import Rule
 from fp8ref.recipe import RECIPES
 from fp8ref.train import device_shapes
 from fp8ref.train.jax.mesh import Layout
@@ -66,6 +67,24 @@ def test_which_weights_move_as_codes(recipe, jax, torch):  # P-6, P-11
 def test_copies_are_sharded_parameters_of_fsdp2_alone():
     assert [device_shapes.sharded(sizes.config(data=2), backend) for backend in ("jax", "torch")] == [False, True]
     assert [device_shapes.sharded(sizes.config(fsdp=2), backend) for backend in ("jax", "torch")] == [True, True]
+
+
+def test_which_weights_are_scaled_first():  # P-9
+    """Those that are cast once by their own amax, unless the optimizer keeps them in FP8."""
+    layer = "model.layers.0.mlp."
+    config = sizes.config("tensorwise").replace(
+        numerics={
+            "filter_fqns": ("up_proj", "lm_head"),
+            "rules": (Rule(layers=("gate_proj",), gemms=("output",), roles=("weight",), recipe="bf16"),),
+        }
+    )
+    first = device_shapes.scaled_first(config)
+    assert f"{layer}down_proj" in first
+    assert not {f"{layer}up_proj", f"{layer}gate_proj", "lm_head"} & first.keys()
+    assert device_shapes.scaled_first(config.replace(parallel={"precompute_scales": False})) == {}
+    masters = sizes.config("tensorwise", optimizer="adamw_states").replace(optimizer={"layout": "msamp_o2"})
+    assert device_shapes.scaled_first(masters) == {}
+    assert all(device_shapes.scaled_first(sizes.config(recipe)) == {} for recipe in ("bf16", "rowwise", "rowwise_with_gw_hp", "delayed"))
 
 
 CASES = [

@@ -94,8 +94,7 @@ class Step:
         self._keepers: dict[str, Any] = {**self.linears, **self.attention_casts}
         self._first_readers = shared_inputs.first_readers(self.linears)
         self._copied = {name(path): recipe for path, recipe in device_shapes.copied(own, "jax").items()}
-        scaled = weight_scales.scaled(self.linears) if config.parallel.precompute_scales else {}
-        self._scaled = {name: recipe for name, recipe in scaled.items() if name not in self._copied}
+        self._scaled = {name(path): recipe for path, recipe in device_shapes.scaled_first(own).items()}
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
         """The state before the first step, on the layout's devices, and the PartitionSpec of each

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 from fp8ref import recipe as recipes
 from fp8ref.jax import scaling, sharding
 from fp8ref.jax.scales import Scales, scales_from_amax
-from fp8ref.llama import EXPERTS
 from fp8ref.recipe import Recipe
-
-
-def scaled(linears: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Those of the linears that take such scales; weights of experts, one grouped linear's, have scales of their own."""
-    return {name: recipe for name, recipe in linears.items() if recipes.casts_weight_once(recipe) and f"{EXPERTS}." not in name}
 
 
 def of(weights: Mapping[str, jax.Array], linears: Mapping[str, Recipe]) -> dict[str, Scales]:

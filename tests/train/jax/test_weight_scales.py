@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import sizes
 
-from fp8ref import llama, recipe
+from fp8ref import recipe
 from fp8ref.jax import scales, scaling
 from fp8ref.train.jax import weight_scales
 from fp8ref.train.jax.trainer import Trainer
@@ -16,18 +16,6 @@ MESHES = {
     "tensor, scanned": {"fsdp": 2, "tensor": 2, "sequence": True, "scan": True, "checkpointing": "full"},
     "plain jit": {"fsdp": 8, "through": "jit"},
 }
-
-
-def test_weights_cast_once_by_their_own_amax_have_such_scales():
-    of = {
-        "a": "tensorwise",
-        "b": "rowwise",
-        "c": "delayed",
-        "d": "bf16",
-        "e": "rowwise_with_gw_hp",
-        f"f{llama.EXPERTS}.up_proj": "tensorwise",
-    }
-    assert list(weight_scales.scaled({name: recipe.by_name(one) for name, one in of.items()})) == ["a"]
 
 
 def test_scales_are_those_of_each_weights_own_amax():
