@@ -50,6 +50,7 @@ def test_a_run_is_recorded_whole(of, tmp_path):
     lines = loop.train(config, "jax", tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert len(manifest["model"].pop("sha256")) == 64
     assert manifest["model"] == {"class": "own_nnx_models.Plain", "parameters": 256 * 32 * 2 + 2 * 32 * 64 + 64}
     assert {gemm["gemm"] for gemm in manifest["proof"]["gemms"] if gemm["fp8"]} == {
         f"{layer}/{gemm}" for layer in ("up", "down") for gemm in ("output", "grad_input", "grad_weight")
