@@ -90,20 +90,16 @@ def checked_weight(prepared: Quantized | Scales, w: jax.Array, recipe: Recipe, n
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if isinstance(prepared, Scales):
-        found = [f"{v.dtype} {v.shape}" for v in prepared]
+        found = [f"{v.dtype} {v.shape}" for v in map(jnp.asarray, prepared)]
         if found != ["float32 ()"] * 2:
             raise ValueError(f"{name}: scales of a weight are float32 (); got {', '.join(found)}. Use scales.scales_from_amax.")
-    elif not isinstance(prepared, Quantized) or (prepared.fmt, prepared.granularity, prepared.codes.shape) != (
-        spec.fmt,
-        "tensorwise",
-        w.shape,
-    ):
-        has = (
-            f"{prepared.fmt} {prepared.granularity} {prepared.codes.shape}" if isinstance(prepared, Quantized) else type(prepared).__name__
-        )
+        return jax.tree.map(lax.stop_gradient, prepared)
+    is_copy = isinstance(prepared, Quantized)
+    has = (prepared.fmt, prepared.granularity, prepared.codes.shape) if is_copy else (type(prepared).__name__,)
+    if has != (spec.fmt, "tensorwise", w.shape):
         raise ValueError(
-            f"{name}: prepared is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales; got {has}. Use states.copies, or "
-            "scales.scales_from_amax."
+            f"{name}: prepared is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales; got "
+            f"{' '.join(map(str, has))}. Use states.copies, or scales.scales_from_amax."
         )
     return jax.tree.map(lax.stop_gradient, prepared)
 
