@@ -212,13 +212,13 @@ def rotary_of_interleaved_pairs(monkeypatch):
         c, s = cos[:, None, :half], sin[:, None, :half]
         return jnp.stack([even * c - odd * s, even * s + odd * c], -1).reshape(x.shape).astype(x.dtype)
 
-    monkeypatch.setattr(jax_model, "_rotate", rotate)
+    monkeypatch.setattr(jax_model, "rotate", rotate)
 
 
 def gelu_for_silu(monkeypatch):
     # the function itself: JAX keeps the trace of what it calls
     monkeypatch.setattr(
-        jax_model, "_swiglu", lambda gate, up: (jax.nn.gelu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+        jax_model, "swiglu", lambda gate, up: (jax.nn.gelu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
     )
 
 

@@ -270,8 +270,8 @@ def test_a_stale_scale_saturates_and_nothing_is_located(backend, small, tmp_path
 
     def stale(trainer):
         trainer.step(TOKENS)
-        for role in ("input", "grad_output"):
-            set_scale(trainer, f"{LAYER}.mlp.up_proj", role, 2.0**40)
+        for name, role in (("gate_proj", "input"), ("up_proj", "input"), ("up_proj", "grad_output")):  # both read one input (H-9)
+            set_scale(trainer, f"{LAYER}.mlp.{name}", role, 2.0**40)
 
     found = rerun(kept(config, backend, None, tmp_path, change=stale))
     assert found.first is None
@@ -285,7 +285,11 @@ def test_a_stale_scale_saturates_and_nothing_is_located(backend, small, tmp_path
 @BACKENDS
 def test_a_scale_that_is_not_finite_is_located(backend, small, tmp_path):
     config = small.replace(numerics={"recipe": "delayed"})
-    change = lambda trainer: set_scale(trainer, f"{LAYER}.mlp.gate_proj", "input", float("inf"))  # noqa: E731
+
+    def change(trainer):
+        for name in ("gate_proj", "up_proj"):  # which read one input (H-9)
+            set_scale(trainer, f"{LAYER}.mlp.{name}", "input", float("inf"))
+
     first = rerun(kept(config, backend, None, tmp_path, change=change)).first
     assert (first.layer, first.role, first.element, first.value) == (f"{LAYER}.mlp.gate_proj", "input scale", (), np.inf)
 
