@@ -29,11 +29,13 @@ class Observers:
     names      of NNX's layers.
     threaded   paths of linen's hooks that change SEEN.
     given      the observations that linen's hooks take and do not change, by path: tracers, one for each use.
+    delivered  paths of the hooks in ``given`` whose backward pass ran.
     """
 
     names: set[str] = field(default_factory=set)
     threaded: set[str] = field(default_factory=set)
     given: dict[str, list] = field(default_factory=dict)
+    delivered: set[str] = field(default_factory=set)
 
 
 _observing: ContextVar[Observers | None] = ContextVar("fp8ref_jax_flax_observing", default=None)
@@ -106,14 +108,21 @@ def observers() -> Observers | None:
     return _observing.get()
 
 
-@jax.custom_vjp
-def by_gradient(y: jax.Array, seen: Any) -> jax.Array:
-    """y, the output of a layer. The gradient by seen, its observations, is seen itself: so they come out with those of the backward pass."""
-    del seen
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def by_gradient(y: jax.Array, seen: Any, path: str) -> jax.Array:
+    """y, the output of the layer whose hook has this path. The gradient by seen, its observations, is seen itself: so they come out with those of
+    the backward pass, if there is one."""
+    del seen, path
     return y
 
 
-by_gradient.defvjp(lambda y, seen: (y, seen), lambda seen, g: (g, seen))
+def _delivered(path: str, seen: Any, g: jax.Array) -> tuple:
+    if found := observers():
+        found.delivered.add(path)
+    return g, seen
+
+
+by_gradient.defvjp(lambda y, seen, path: (y, seen), _delivered)
 
 
 def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:

@@ -26,8 +26,9 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
               the model's variables that ``wrt`` filters, as of nnx.grad.
     linen:    loss_fn(variables, *args) -> loss, or (loss, aux) under has_aux; grads is of
               variables["params"]. A layer that runs twice, or in an nn.scan that shares weights,
-              hands observations on: then (loss, updated), or (loss, (updated, aux)), where updated
-              is what apply(..., mutable=[SEEN]) returned. A second apply in one loss takes
+              hands observations on, and so does one by whose output the loss has no gradient:
+              then (loss, updated), or (loss, (updated, aux)), where updated is what
+              apply(..., mutable=[SEEN]) returned. A second apply in one loss takes
               {**variables, **updated} of the first.
     Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes
               without a state observe nothing, and neither does a model without FP8, such as one
@@ -163,12 +164,13 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
     start, paths = unseen(variables).layers, linen_states(variables)
 
     def of(params, seen):
-        given = {SEEN: collection({path: seen[_key(path)] for path in paths}, "seen")} if seen else {}
-        loss, updated, aux = _parts(loss_fn({"params": params, **rest, **given}, *args), has_aux)
+        given = collection({path: seen[_key(path)] for path in paths}, "seen")  # without a state empty: apply returns it if it is mutable
+        loss, updated, aux = _parts(loss_fn({"params": params, **rest, SEEN: given}, *args), has_aux)
         seen = _linen_seen(updated, start, observers.threaded)
         if not has_aux and (others := [name for name in updated if name != SEEN]):
             raise ValueError(
-                f"collections {', '.join(others)} would be lost. Return them as aux: loss, (updated, updated), under has_aux=True."
+                f"collections {', '.join(others)} would be lost. Return them as aux, under has_aux=True: (loss, "
+                f"{'(updated, updated)' if SEEN in updated else 'updated'})."
             )
         return loss, (seen, aux)
 
@@ -183,6 +185,18 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
                 f"an nn.scan that shares its layers' weights cannot broadcast {SEEN!r}, which every use changes; got it in "
                 f"variable_broadcast. Broadcast 'params' and {STATE!r}, and name {SEEN!r} in variable_carry."
             ) from error
+        except TypeError as error:
+            if "scan body function carry" not in str(error) or SEEN not in str(error):
+                raise
+            raise ValueError(
+                f"an nn.scan that carries {SEEN!r} hands observations from use to use; got an apply that does not let it change. "
+                f"Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated)."
+            ) from error
+    if lost := [path for path in observers.given if path not in observers.delivered | observers.threaded]:
+        raise ValueError(
+            f"{', '.join(lost)}: observations come out with the gradient, and the loss has none by the output of this layer, which is unused or "
+            f"behind stop_gradient or argmax. Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated)."
+        )
     # backward has all observations of a layer that leaves SEEN as it is
     seen = Observed(layers={path: delayed.merge(backward[path], *([forward[path]] if path in forward else [])) for path in start})
     return ((loss, aux) if has_aux else loss), grads, seen
@@ -190,11 +204,12 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
 
 def _parts(out, has_aux: bool) -> tuple:
     """(loss, updated, aux) of what a linen loss_fn returned; updated is {} where it returned none."""
-    if has_aux:
-        loss, rest = out
-        with_updated = isinstance(rest, tuple) and len(rest) == 2 and isinstance(rest[0], Mapping)
-        return (loss, *rest) if with_updated else (loss, {}, rest)
-    return (*out, None) if isinstance(out, tuple) else (out, {}, None)
+    if not has_aux:
+        return (*out, None) if isinstance(out, tuple) and len(out) == 2 else (out, {}, None)
+    loss, aux = out
+    # Another mapping in a pair is the caller's own.
+    with_updated = isinstance(aux, tuple) and len(aux) == 2 and isinstance(aux[0], Mapping) and SEEN in aux[0]
+    return (loss, *aux) if with_updated else (loss, {}, aux)
 
 
 def _variables(model) -> Mapping:

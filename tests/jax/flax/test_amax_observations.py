@@ -50,7 +50,7 @@ def test_observations_come_out_as_a_gradient():
 
     def loss(x, given):
         first, second = ({"input": one["input"] + amax} for one, amax in zip(given, (2.0, 5.0), strict=True))
-        return (amax_observations.by_gradient(amax_observations.by_gradient(x, first), second) * 7).sum()
+        return (amax_observations.by_gradient(amax_observations.by_gradient(x, first, "a"), second, "b") * 7).sum()
 
     of_x, found = jax.grad(loss, argnums=(0, 1))(jnp.ones(2), (given, given))
     assert of_x.tolist() == [7, 7]

@@ -306,8 +306,23 @@ def test_what_a_loss_without_collections_returns_beside_it():
         return (y**2).sum(), (updated, "aux")
 
     (_, got), _, seen = fj.flax.value_and_grad(with_statistics, has_aux=True)({**variables, "batch_stats": {}}, X)
-    assert got == "aux"
+    assert got == ({"batch_stats": {}}, "aux")
     same(seen, expected)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_aux_is_the_same_of_every_recipe(recipe):
+    """A pair with the collections that apply returned, and one with another mapping."""
+    model = nn.Dense(32, dot_general_cls=hook(recipe))
+    variables = {**model.init(jax.random.key(0), X), "batch_stats": {}}
+
+    def loss(v, x, mutable, metrics):
+        y, updated = model.apply(v, x, mutable=mutable)
+        return (y**2).sum(), (updated if metrics is None else metrics, "aux")
+
+    of = fj.flax.value_and_grad(loss, has_aux=True)
+    assert of(variables, X, [SEEN, "batch_stats"], None)[0][1] == "aux"
+    assert of(variables, X, ["batch_stats"], {"accuracy": 1})[0][1] == ({"accuracy": 1}, "aux")
 
 
 def test_sums_of_observations_are_found():
@@ -332,6 +347,26 @@ class Twice(nn.Module):
     def __call__(self, x):
         layer = nn.Dense(32, dot_general_cls=hook("delayed"), name="up")
         return layer(layer(x))
+
+
+class Stopped(nn.Module):
+    """Layers whose observations no gradient brings."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, 32, dot_general_cls=hook("delayed"))
+        dense(name="unused")(x)
+        return dense(name="head")(jax.lax.stop_gradient(nn.remat(Block)(name="frozen")(x)[0]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_without_a_gradient_is_observed_or_refused(compiled):  # H-9
+    variables = Stopped().init(jax.random.key(0), X)
+    run = jax.jit if compiled else lambda f: f
+    with pytest.raises(ValueError, match=r"^unused.Fp8DotGeneral_0, frozen.up.Fp8DotGeneral_0: .*mutable=\['fp8_seen'\]\), and return"):
+        run(fj.flax.value_and_grad(plainly(Stopped())))(variables, X)
+    _, _, seen = run(fj.flax.value_and_grad(threading(Stopped())))(variables, X)
+    assert [[v[2] for v in of.values()] for of in seen.layers.values()].count([0, 1, 1]) == 2
 
 
 def forgets(variables, x):
@@ -362,12 +397,21 @@ SHARED = {"variable_axes": {}, "split_rngs": {"params": False}}
             lambda: value(Twice(), loss=plainly(Twice())),
             r"^up: a layer that runs twice .*mutable=\['fp8_seen'\]\), and return \(loss, updated\)",
         ),
-        (lambda: value(nn.Dense(32), loss=lambda v, x: (x.sum(), {"batch_stats": {}})), "collections batch_stats would be lost"),
+        (
+            lambda: value(nn.Dense(32), loss=lambda v, x: (x.sum(), {"batch_stats": {}})),
+            r"collections batch_stats would be lost.*has_aux=True: \(loss, updated\)",
+        ),
         (lambda: value(loss=forgets), "block_1.up.Fp8DotGeneral_0, block_2.up.Fp8DotGeneral_0 is not"),
         (lambda: value(loss=lambda v, x: (jnp.sum(x), None)), r"block_0.up.*returns \(loss, updated\)"),
         (plain_grad, "value_and_grad, from the forward and the backward pass; got dict"),
         (of_another_model, "every layer with a state is observed; block_0.up"),
         (lambda: value(stacked(Block, variable_broadcast=("params", STATE, SEEN), **SHARED)), "shares its layers' weights.*variable_carry"),
+        (
+            lambda: (lambda m: value(m, loss=plainly(m)))(
+                stacked(Block, variable_broadcast=("params", STATE), variable_carry=SEEN, **SHARED)
+            ),
+            r"an nn.scan that carries 'fp8_seen'.*mutable=\['fp8_seen'\]\), and return \(loss, updated\)",
+        ),
         (lambda: value(stacked(Block, variable_broadcast=("params", STATE), **SHARED)), "^block.up: .*would be lost.*variable_carry"),
         (lambda: value(stacked(Block, variable_broadcast=("params",), **SHARED)), "^block.up: .*'fp8_state'; got none"),
         (
