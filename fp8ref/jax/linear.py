@@ -171,7 +171,7 @@ def contract(
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known: dict = dict(delayed.scales(state or {}, use.recipe))
     if prepared is not None:
-        known["weight"] = linear_arguments.checked_weight(prepared, w, use.recipe, name)
+        known["weight"] = linear_arguments.checked_weight(prepared, w, use)
     y, after, tap = _linear(x, w, known, dict(seen or {}), tap, mu, use)
     return y, None if seen is None else after, tap
 

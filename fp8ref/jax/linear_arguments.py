@@ -9,7 +9,7 @@ from jax import lax
 
 from fp8ref import recipe as recipes
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, gemm, gemm_observer, hardware, scales, sharding
+from fp8ref.jax import cast, delayed, gemm, gemm_observer, hardware, scales, sharding
 from fp8ref.jax.operands import Use
 from fp8ref.jax.scales import Scales
 from fp8ref.jax.scaling import Quantized
@@ -83,23 +83,30 @@ def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
     return recipe
 
 
-def checked_weight(prepared: Quantized | Scales, w: jax.Array, recipe: Recipe, name: str) -> Quantized | Scales:
-    """The FP8 copy of a weight, or its scales, as constants; ValueError, naming the layer, unless they are of this recipe's cast."""
+def checked_weight(prepared: Quantized | Scales, w: jax.Array, use: Use) -> Quantized | Scales:
+    """The FP8 copy of a weight, or its scales, as constants; ValueError, naming the layer, unless they are of the recipe's cast, and of the whole
+    weight."""
+    name = use.name
     try:
-        spec = recipes.weight_copy(recipe)
+        spec = recipes.weight_copy(use.recipe)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if isinstance(prepared, Scales):
-        found = [f"{v.dtype} {v.shape}" for v in map(jnp.asarray, prepared)]
-        if found != ["float32 ()"] * 2:
-            raise ValueError(f"{name}: scales of a weight are float32 (); got {', '.join(found)}. Use scales.scales_from_amax.")
-        return jax.tree.map(lax.stop_gradient, prepared)
-    is_copy = isinstance(prepared, Quantized)
-    has = (prepared.fmt, prepared.granularity, prepared.codes.shape) if is_copy else (type(prepared).__name__,)
-    if has != (spec.fmt, "tensorwise", w.shape):
+    wanted = f"a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales"
+    if not isinstance(prepared, (Quantized, Scales)):
+        raise ValueError(f"{name}: prepared is {wanted}; got {type(prepared).__name__}. Use states.copies, or scales.scales_from_amax.")
+    if isinstance(prepared, Quantized):
+        codes = prepared.codes
+        if (prepared.fmt, prepared.granularity, codes.shape, codes.dtype) != (spec.fmt, "tensorwise", w.shape, cast.DTYPES[spec.fmt.name]):
+            has = f"{prepared.fmt} {prepared.granularity} {codes.shape} in {codes.dtype}"
+            raise ValueError(f"{name}: prepared is {wanted}; got {has}. Use states.copies, or scales.scales_from_amax.")
+    pair = prepared.scale, prepared.scale_inv
+    found = [f"{v.dtype} {v.shape}" if hasattr(v, "dtype") else type(v).__name__ for v in pair]
+    if found != ["float32 ()"] * 2:
+        raise ValueError(f"{name}: scales of a weight are float32 (); got {', '.join(found)}. Use scales.scales_from_amax.")
+    if own := {axis for v in pair for axis in sharding.varying(v)} & set(use.over("weight", "tensorwise", -1)):
         raise ValueError(
-            f"{name}: prepared is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales; got "
-            f"{' '.join(map(str, has))}. Use states.copies, or scales.scales_from_amax."
+            f"{name}: scales are the whole weight's, the same on all devices; got scales that vary along {', '.join(sorted(own))}. "
+            "Take the amax over these axes too: scaling.amax(w, over=...)."
         )
     return jax.tree.map(lax.stop_gradient, prepared)
 

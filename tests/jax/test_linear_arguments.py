@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -54,7 +56,13 @@ def test_what_is_prepared_and_does_not_fit_is_refused_by_name():  # O-16, P-9
         ({"recipe": "rowwise"}, "fc: weights are prepared for a recipe that casts each once .* recipe 'rowwise' does not"),
         ({"recipe": "bf16"}, "recipe 'bf16' does not. Use 'tensorwise'"),
         ({"prepared": w}, r"fc: prepared is a tensorwise Quantized of e4m3fn and w's shape, \(32, 64\), or its Scales; got"),
-        ({"prepared": scaling.quantize(w.T, E4M3FN)}, r"got e4m3fn tensorwise \(64, 32\). Use states.copies"),
+        ({"prepared": scaling.quantize(w.T, E4M3FN)}, r"got e4m3fn tensorwise \(64, 32\) in float8_e4m3fn. Use states.copies"),
+        ({"prepared": dataclasses.replace(copy, codes=scaling.quantize(w, E5M2).codes)}, r"\(32, 64\) in float8_e5m2. Use states.copies"),
+        (
+            {"prepared": dataclasses.replace(copy, scale=copy.scale[None])},
+            r"fc: scales of a weight are float32 \(\); got float32 \(1,\), float32 \(\)",
+        ),
+        ({"prepared": scales.Scales(1.0, None)}, r"fc: scales of a weight are float32 \(\); got float, NoneType"),
         ({"prepared": scaling.quantize(w, E5M2)}, "got e5m2"),
         ({"prepared": scales.Scales(*[jnp.ones(3)] * 2)}, r"fc: scales of a weight are float32 \(\); got float32 \(3,\), float32 \(3,\)"),
         ({"prepared": scales.Scales(*[jnp.bfloat16(1)] * 2)}, r"got bfloat16 \(\), bfloat16 \(\). Use scales.scales_from_amax"),

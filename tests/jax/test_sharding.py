@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8ref.crosscheck.operands import transposed
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.jax import delayed, linear, proof, scaling, sharding
+from fp8ref.jax import delayed, linear, proof, scales, scaling, sharding
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
 from fp8ref.sim import cast, gradient_reduction, sharded_gemm
@@ -108,6 +108,21 @@ def test_results_equal_one_devices_on_integers(shape, style, recipe, through, op
     expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))(x, w, g)
     for name, mine, one in zip(("y", "grad_input", "grad_weight"), found, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize("over", [(), ("fsdp",)])
+def test_scales_of_a_devices_own_piece_are_refused(over, operands):  # P-9
+    x, w, _ = operands
+    placement = placement_of("column", **ACCUMULATORS)
+    specs, mesh = specs_of(placement), mesh_of((2, 2, 2))
+
+    def run(x, w):
+        prepared = scales.scales_from_amax(scaling.amax(w, over=over), E4M3FN)
+        return linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc", prepared=prepared)[0]
+
+    left = "tensor" if over else "fsdp, tensor"
+    with pytest.raises(ValueError, match=f"fc: scales are the whole weight's, .*; got scales that vary along {left}. .*over="):
+        jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=specs[:2], out_specs=specs[2]), x, w)
 
 
 @pytest.mark.grid(2)
