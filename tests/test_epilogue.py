@@ -194,3 +194,8 @@ def test_epilogues_are_frozen_and_take_keywords_only():
         EPILOGUES["scale_then_round"].scale = "product"
     with pytest.raises(TypeError):
         Epilogue("mine")
+
+
+def test_an_epilogue_that_a_backend_lacks_is_refused_with_those_it_has():
+    with pytest.raises(ValueError, match=r"one of scale_then_round; got 'product_then_round'\. Use one of these, or fp8ref\.sim"):
+        epilogue.check_pair("product_then_round", ("scale_then_round",), "tensorwise", "tensorwise")
