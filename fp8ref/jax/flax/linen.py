@@ -171,6 +171,8 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
     if hook.has_variable(SEEN, "seen") and observers:
         given = hook.get_variable(SEEN, "seen")
         _check_once(given, observers.given.setdefault(path, []), name)
+        if not x.size:  # nothing is observed of no tokens, and so nothing lost
+            observers.delivered.add(path)
         return amax_observations.by_gradient(*use(state=state.roles, seen=given), path)
     remedy = (
         f"Call apply(..., mutable=[{SEEN!r}]), and name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "

@@ -369,6 +369,12 @@ def test_a_layer_without_a_gradient_is_observed_or_refused(compiled):  # H-9
     assert [[v[2] for v in of.values()] for of in seen.layers.values()].count([0, 1, 1]) == 2
 
 
+def test_no_tokens_leave_every_state():  # L-9
+    variables = Unrolled().init(jax.random.key(0), X)
+    _, _, after = fj.flax.value_and_grad(plainly(Unrolled()), update=True)(variables, X[:0])
+    same(after, variables)
+
+
 def forgets(variables, x):
     y, updated = Unrolled().apply(variables, x, mutable=[SEEN])
     return (y**2).sum(), {SEEN: {"block_0": updated[SEEN]["block_0"]}}
