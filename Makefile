@@ -20,11 +20,11 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/fp8ref demo
 
-# Of the slow tests one in 128: other ones after each commit. Three workers for two cores: a worker waits for the processes that its test starts.
+# Of the slow tests one in 64: other ones after each commit. Three workers for two cores: a worker waits for the processes that its test starts.
 TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist worksteal --slow-stride 128 --slow-turn $(TURN) --durations 40 $(TESTS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --slow-stride 64 --slow-turn $(TURN) --durations 40 $(TESTS)
 
 slow: setup
 	$(BIN)/python -m pytest -m 'slow and not exhaustive' $(TESTS)
