@@ -33,8 +33,9 @@ def write(
     template = environment.from_string(importlib.resources.files("fp8ref.study").joinpath("page.html").read_text(encoding="utf-8"))
     out.write_text(
         template.render(
-            style=markupsafe.Markup(svg.style()),
-            script=markupsafe.Markup(svg.script()),
+            policy=svg.policy(),
+            style=svg.style(),
+            script=svg.script(),
             version=fp8ref.__version__,
             judged=judged,
             depth=depth,
@@ -57,7 +58,7 @@ def _of_attention(attention: JudgedAttention | None) -> dict[str, markupsafe.Mar
         figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(layers)))
         plots.attention_map(ax, errors, [figures.short(layer) for layer in layers], variants)
         drawn = svg.inline(figure, "attention", "Error of the output of attention, by layer and variant")
-    return {"Error of the output of attention": markupsafe.Markup(drawn)}
+    return {"Error of the output of attention": drawn}
 
 
 def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup]:
@@ -80,4 +81,4 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
                 figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(judged.layers)))
                 plots.sqnr_map(ax, values, [figures.short(layer) for layer in judged.layers], judged.recipes, low=low, high=high)
                 made[f"SQNR of {role}"] = svg.inline(figure, role, f"SQNR of {role} by layer and recipe")
-    return {title: markupsafe.Markup(text) for title, text in made.items()}
+    return made

@@ -1,3 +1,5 @@
+import base64
+import hashlib
 import html
 import json
 import re
@@ -40,7 +42,9 @@ def test_the_page_shows_both(judged, depth, tmp_path):
     study.write_page(tmp_path / "study.html", judged, depth)
     page = (tmp_path / "study.html").read_text()
     assert not re.search("https?:", page)
-    assert page.count("<script>") == 1
+    (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in page
     (through,) = json.loads(html.unescape(re.search(r'data-readout="([^"]*)"', page)[1]))
     assert through["points"] == ["first", "<last>"]
     assert {one["name"] for one in through["series"]} == set(depth.outcomes)

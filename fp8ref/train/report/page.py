@@ -20,7 +20,7 @@ import fp8ref
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
-from fp8ref.train.report import figures, settings, svg, worst_layers
+from fp8ref.train.report import figures, run_files, settings, svg, worst_layers
 from fp8ref.train.report import gap as gaps
 from fp8ref.train.report import verdict as verdicts
 from fp8ref.train.report.runs import Run
@@ -80,8 +80,8 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
         of_arms = [verdict.compared for _, verdict in compared if verdict.compared]
         widest = max(verdict.margin or 0.0 for _, verdict in compared)
         made.append(("gap", figures.gaps(of_arms, group, seeds, margin=widest), "Gap to bf16, with its confidence interval"))
-    sets = dict.fromkeys(key for run in group for line in run.lines for key in line if key.startswith("val_loss_"))
-    metrics = METRICS | {key: f"validation loss on {key.removeprefix('val_loss_')}, nats" for key in sets}
+    sets = dict.fromkeys(key for run in group for line in run.lines for key in line if key.startswith(run_files.SET))
+    metrics = METRICS | {key: f"validation loss on {key.removeprefix(run_files.SET)}, nats" for key in sets}
     made += [(key, figures.metric(group, seeds, key, label), label.capitalize()) for key, label in metrics.items()]
     statistics = []
     recorded = [run for run in group if any(line["statistics"] for line in run.statistics)]
@@ -109,13 +109,13 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
 def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(importlib.resources.files("fp8ref.train.report").joinpath("page.html").read_text(encoding="utf-8"))
-    drawn = {
-        name: (markupsafe.Markup(svg.inline(figure, name, title)), title) for group in groups for name, figure, title in group["figures"]
-    }
+    shown = [one for group in groups for one in group["figures"]]
+    drawn = {name: (svg.inline(figure, f"f{i}", title), title) for i, (name, figure, title) in enumerate(shown)}
     return template.render(
         generator=markupsafe.Markup(GENERATOR),
-        style=markupsafe.Markup(svg.style()),
-        script=markupsafe.Markup(svg.script()),
+        policy=svg.policy(),
+        style=svg.style(),
+        script=svg.script(),
         version=fp8ref.__version__,
         groups=groups,
         runs=given,

@@ -44,10 +44,20 @@ GEMM_OPERANDS = (
 """The six operands of a linear's GEMMs, as ``<gemm>/<role>``, and those of attention's products that are recorded."""
 
 
+SET = "val_loss_"
+"""How the key of a validation loss on a set of data.evaluation begins; the rest is the set's name."""
+
+
 def _operand(name: str) -> str:
     layer, *rest = name.split("/", 1)
     if not layer or rest[:1] not in [[known] for known in GEMM_OPERANDS]:
         raise ValueError(f"an operand is <layer>/ and one of {', '.join(GEMM_OPERANDS)}")
+    return name
+
+
+def _set(name: str) -> str:
+    if not name.removeprefix(SET).isidentifier():
+        raise ValueError("a set of data.evaluation is named by letters, digits and underscores")
     return name
 
 
@@ -277,6 +287,7 @@ for _kind in (
 ):
     _kind.__pydantic_config__ = pydantic.ConfigDict(strict=True, extra="ignore")  # type: ignore[union-attr]
 _MANIFEST, _METRICS, _STATISTICS = (pydantic.TypeAdapter(kind) for kind in (Manifest, Metrics, Statistics))
+_SETS = pydantic.TypeAdapter(dict[Annotated[str, AfterValidator(_set)], Number], config=pydantic.ConfigDict(strict=True))
 
 
 def manifest(run: Path) -> dict:
@@ -294,10 +305,15 @@ def manifest(run: Path) -> dict:
 def metrics(run: Path) -> list[dict]:
     """The lines of metrics.jsonl, in the order of steps; none if there is no file.
 
-    Raises:   ConfigError: a line is not a JSON object; lacks step or loss; has an invalid value; is
-              out of order.
+    Raises:   ConfigError: a line is not a JSON object; lacks step or loss; has an invalid value, or an
+              invalid name of a set; is out of order.
     """
-    return list(_lines(run / log.METRICS, _METRICS))
+    path = run / log.METRICS
+    lines = list(_lines(path, _METRICS))
+    for line in lines:
+        if sets := {key: value for key, value in line.items() if key.startswith(SET)}:
+            _check(_SETS, json.dumps(sets), f"{path}, step {line['step']},", f"Repair it, or leave {run} out.")
+    return lines
 
 
 def statistics(run: Path) -> list[dict]:

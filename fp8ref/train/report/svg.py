@@ -1,10 +1,13 @@
 """Export matplotlib figures as PNG, and as inline SVG with CSS colors for light and dark pages."""
 
+import base64
+import hashlib
 import importlib.resources
 import io
 import re
 import warnings
 
+import markupsafe
 import matplotlib
 from matplotlib.figure import Figure
 
@@ -51,24 +54,45 @@ def variables(dark: bool) -> str:
     return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLORS.items())
 
 
-def style() -> str:
+def style() -> markupsafe.Markup:
     """The style sheet of a page: colors for light and dark screens, tables, figures."""
     light, dark = f"{variables(dark=False)} --good: #00684c; --bad: #a83200;", f"{variables(dark=True)} --good: #4fd1a5; --bad: #ff9468;"
     rest = _file("style.css")
-    return f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{rest}"
+    return markupsafe.Markup(
+        f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{rest}"
+    )
 
 
-def script() -> str:
-    """The script of a page: values on hover, and zoom, of the figures that ``inline`` made."""
-    return _file("page.js")
+def script() -> markupsafe.Markup:
+    """The script of a page: values on hover, and zoom, of the figures that ``inline`` made.
+
+    A page has it as <script>{{ script }}</script>, without a space between: ``policy`` allows these bytes alone.
+    """
+    return markupsafe.Markup(f"\n{_file('page.js')}")
 
 
-def inline(figure: Figure, name: str, label: str) -> str:
+def policy() -> markupsafe.Markup:
+    """The Content-Security-Policy of a page: ``script`` runs, and no other; nothing is loaded or sent.
+
+    Styles are allowed inline, as matplotlib writes them into attributes, which have no hash.
+    """
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    return markupsafe.Markup(
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def inline(figure: Figure, name: str, label: str) -> markupsafe.Markup:
     """The figure as an <svg> element whose colors are CSS variables. label: for screen readers.
 
     Ids that are referred to get the prefix ``name``, so that several figures fit one page; others
     are removed. Axes and ticks have classes, and the element has ``readout.of``, for ``script``.
+
+    name      a letter, then letters and digits: it is written unescaped into ids and references.
+    Raises:   ValueError: another name.
     """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"a figure's id is a lower-case letter, then letters, digits or _; got {name!r}. Number figures.")
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         written = io.StringIO()
         _save(figure, written, format="svg", transparent=True, metadata={"Date": None})
@@ -85,7 +109,8 @@ def inline(figure: Figure, name: str, label: str) -> str:
     values = f'data-readout="{_attribute(readout.of(figure))}"'
     for variable, (light, _) in COLORS.items():
         body, values = (text.replace(light, f"var(--{variable})") for text in (body, values))
-    return f'<svg viewBox="{view[1]}" role="img" aria-label="{_attribute(label)}" {values}>{body}'
+    element = f'<svg viewBox="{view[1]}" role="img" aria-label="{_attribute(label)}" {values}>'
+    return markupsafe.Markup(element + body)
 
 
 def png(figure: Figure) -> bytes:

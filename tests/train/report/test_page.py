@@ -1,4 +1,8 @@
+import base64
+import hashlib
+import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -268,12 +272,88 @@ def test_the_script_has_the_values_that_figures_show(seeds, fp8, write):
     assert (sqnr["rows"], sqnr["values"]) == (LAYERS, [[30, 30, 30]] * 2)
 
 
+def test_only_the_page_s_own_script_may_run(seeds, fp8, write, tmp_path):
+    """Its policy has the hash of the bytes between <script> and </script>, and no other leave."""
+    write([seeds[0], fp8()])
+    text = (tmp_path / "out" / "report.html").read_bytes()
+    (script,) = re.findall(rb"<script>(.*?)</script>", text, re.DOTALL)
+    (policy,) = re.findall(rb'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.decode().split(";"))
+    assert rules.pop("script-src") == f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"
+    assert rules == {"default-src": "'none'", "style-src": "'unsafe-inline'", "img-src": "data:"} | dict.fromkeys(
+        ("base-uri", "form-action"), "'none'"
+    )
+
+
+HOSTILE = 'a"><img src=x onerror=document.title=1>'
+
+
+def hostile(root, run):
+    """A copied run whose metrics, statistics and manifest carry markup wherever a report prints text."""
+    path = root / "<svg onload=document.title=2>"
+    shutil.copytree(run.path, path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest |= {"device": HOSTILE, "fp8ref": HOSTILE, "status": HOSTILE, "versions": {HOSTILE: HOSTILE}}
+    manifest["linears"][0] |= {"path": HOSTILE, "recipe": HOSTILE, "reason": HOSTILE}
+    manifest["proof"] = {"read_from": HOSTILE, "gemms": [], "missing": [HOSTILE], "gathers": {HOSTILE: 1}}
+    manifest["config"]["model"][HOSTILE] = HOSTILE
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    line = {"step": 0, "statistics": {f"{HOSTILE}/output/input": {"amax": 1.0, "sqnr": 1.0, "non_finite": 1}}}
+    (path / "statistics.jsonl").write_text(json.dumps(line) + "\n")
+    return path
+
+
+def test_text_of_a_run_is_never_markup(seeds, fp8, write, tmp_path):
+    shown, _ = write([seeds[0], runs.read(hostile(tmp_path, fp8()))])
+    assert HOSTILE in shown.text
+    assert not {key for key, _ in shown.attributes if key.startswith("on")}
+    assert all(re.fullmatch(r"f\d+-\w+", value) for value in shown.ids)
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "a/b", "../a", "", "1.5", "a b"])
+def test_a_validation_set_has_a_name(fp8, name):
+    """Else it would name a figure, its ids and a file: a stored script."""
+    run = fp8()
+    path = run.path / "metrics.jsonl"
+    line, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps(json.loads(line) | {f"val_loss_{name}": 1.0}) + "\n", *rest]))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, step 0, has val_loss_.*a set of data\.evaluation is named by"):
+        runs.read(run.path)
+
+
+@pytest.mark.parametrize("value", ["high", [1], None, math.nan, 1e200])
+def test_a_validation_loss_of_a_set_is_a_number(fp8, value):
+    run = fp8()
+    path = run.path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 0, "loss": 1.0, "val_loss_code": value}) + "\n")
+    with pytest.raises(ConfigError, match=r"has val_loss_code = .*"):
+        runs.read(run.path)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_nothing_else_runs(seeds, fp8, write, tmp_path):
+    """The page's script runs; what a run's text, or a page that was changed afterwards, has does not."""
+    write([seeds[0], runs.read(hostile(tmp_path, fp8()))])
+    path = tmp_path / "out" / "report.html"
+    planted = "<img src=x onerror=document.title=3><script>document.title=4</script><a href='javascript:document.title=5'></a>"
+    path.write_text(path.read_text().replace("<main>", f"<main>{planted}"))
+    shown = browsed(path, tmp_path)
+    title = re.search(r"<title>(.*?)</title>", path.read_text())[1]
+    assert html.unescape(title) in shown.text
+    assert shown.tags.count("button") == 3 * shown.tags.count("svg")
+
+
+def browsed(path, folder):
+    """The page as chromium leaves it."""
+    how = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    ran = subprocess.run([*how, path.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    return Page(ran.stdout)
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_the_script_runs(seeds, fp8, write, tmp_path):
     write([seeds[0], fp8(statistics=statistics())])
-    how = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    ran = subprocess.run([*how, (tmp_path / "out" / "report.html").as_uri()], capture_output=True, text=True, timeout=60, check=True)
-    shown = Page(ran.stdout)
+    shown = browsed(tmp_path / "out" / "report.html", tmp_path)
     assert shown.tags.count("button") == 3 * shown.tags.count("svg")  # made after every figure's values were read
 
 

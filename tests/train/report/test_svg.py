@@ -55,6 +55,12 @@ def test_a_figure_is_one_element_that_refers_to_itself_alone(figure):
     assert "http" not in found
 
 
+@pytest.mark.parametrize("name", ['a"><img src=x onerror=alert(1)>', "a)", "A", "1", "", "a-b", "a\n"])
+def test_an_id_is_a_word(figure, name):
+    with pytest.raises(ValueError, match="Number figures"):
+        svg.inline(figure, name, "label")
+
+
 def test_a_png_is_on_white(figure, tmp_path):
     from matplotlib.image import imread
 
