@@ -11,9 +11,9 @@ from fp8ref import registry
 class Granularity:
     """A block of ``other`` x ``reduced`` elements shares one scale; ``None`` is the whole axis.
 
-    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along every other axis.
-    Blocks divide the reduced axis; along another axis the last block may be shorter, as if the
-    tensor were padded with zeros (spec S-6).
+    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along the last of the other
+    axes. Axes before these two are batch dims: no block spans them. Blocks divide the reduced axis;
+    along the other the last block may be shorter, as if the tensor were padded with zeros (spec S-6).
     """
 
     name: str
@@ -67,6 +67,23 @@ def normalize_axis(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
+def lengths(name: str, ndim: int, axis: int) -> tuple[int | None, ...]:
+    """The length of a block along each axis of a tensor of ndim dims; None: the whole axis.
+
+    >>> lengths("blockwise_128x128", 3, -1), lengths("blockwise_128x128", 3, 1), lengths("tensorwise", 2, -1)
+    ((1, 128, 128), (1, 128, 128), (None, None))
+
+    Raises:   ValueError: an unknown granularity; unless tensorwise, an axis that the tensor lacks.
+    """
+    granularity = by_name(name)
+    if granularity.name == "tensorwise":
+        return (None,) * ndim
+    axis = normalize_axis(axis, ndim)
+    beside = ndim - 2 if axis == ndim - 1 else ndim - 1
+    sizes = {axis: granularity.reduced, beside: granularity.other}
+    return tuple(sizes.get(i, 1) for i in range(ndim))
+
+
 def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for
     tensorwise.
@@ -74,14 +91,13 @@ def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     Raises:   ValueError: an empty tensor (spec S-7); unless tensorwise, an axis that x lacks
               or a block that does not divide K.
     """
-    granularity = by_name(name)
+    sizes = lengths(name, len(shape), axis)
     if math.prod(shape) == 0:
         raise ValueError(f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors before quantizing.")
-    if granularity.name == "tensorwise":
-        return shape
-    axis = normalize_axis(axis, len(shape))
-    sizes = [granularity.reduced if i == axis else granularity.other for i in range(len(shape))]
     result = tuple(n if size is None else size for n, size in zip(shape, sizes, strict=True))
+    if name == "tensorwise":
+        return result
+    axis = normalize_axis(axis, len(shape))
     if shape[axis] % result[axis]:
         raise ValueError(
             f"{name} needs K, the reduced axis, divisible by {result[axis]}; got x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."

@@ -20,7 +20,7 @@ def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[
     block = BLOCKS[name]
     x = np.maximum.reduceat(x, range(0, shape[axis], block), axis=axis)
     if name in SQUARES:
-        for other in set(range(x.ndim)) - {axis % x.ndim}:
+        for other in sorted(set(range(x.ndim)) - {axis % x.ndim})[-1:]:  # those before it are batch dims
             x = np.maximum.reduceat(x, range(0, shape[other], block), axis=other)
     return x.shape
 
@@ -29,9 +29,11 @@ def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[
 def tensors(draw):
     """(name, shape, axis) in which blocks divide the reduced axis, and need not divide the others."""
     name = draw(st.sampled_from(NAMES))
-    ndim = draw(st.integers(1, 2 if name in SQUARES else 3))
+    ndim = draw(st.integers(1, 3))
     axis = draw(st.integers(-ndim, ndim - 1))
-    shape = [draw(st.integers(1, 300 if name in SQUARES else 3)) for _ in range(ndim)]
+    shape = [draw(st.integers(1, 3)) for _ in range(ndim)]
+    if name in SQUARES and ndim > 1:
+        shape[-2 if axis % ndim == ndim - 1 else -1] = draw(st.integers(1, 300))
     shape[axis] = draw(st.integers(1, 3)) * BLOCKS.get(name, 1)
     return name, tuple(shape), axis
 
@@ -62,12 +64,26 @@ def test_blocks_tile_the_tensor(tensor):  # S-6
         ("blockwise_128x128", (129, 128), 1, (2, 1)),
         ("blockwise_128x128", (128, 128), 1, (1, 1)),
         ("blockwise_128x128", (1, 128), 1, (1, 1)),
-        ("blockwise_128x128", (3, 128, 300), 1, (1, 1, 3)),
+        ("blockwise_128x128", (128, 300), 0, (1, 3)),
     ],
 )
 def test_a_last_block_may_be_shorter_beside_the_reduced_axis(name, shape, axis, scales):  # S-6
     assert granularity.scale_shape(name, shape, axis) == scales
     assert granularity.blocks(name, shape, axis) == (128,) * len(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "sizes", "scales"),
+    [
+        ((3, 128, 300), 1, (1, 128, 128), (3, 1, 3)),
+        ((3, 300, 128), -1, (1, 128, 128), (3, 3, 1)),
+        ((128, 3, 300), 0, (128, 1, 128), (1, 3, 3)),
+        ((2, 3, 130, 256), -1, (1, 1, 128, 128), (2, 3, 2, 2)),
+    ],
+)
+def test_no_block_spans_two_matrices_of_a_batch(shape, axis, sizes, scales):  # S-6, L-10
+    assert granularity.blocks("blockwise_128x128", shape, axis) == sizes
+    assert granularity.scale_shape("blockwise_128x128", shape, axis) == scales
 
 
 @given(tensors())

@@ -29,8 +29,9 @@ def dot_general(
     """``lax.dot_general`` by a recipe: x is the input, w the weight, and the contracted dims are K.
 
     Shapes:   as lax.dot_general; output dims: batch, then x's other dims, then w's. Each element of
-              a batch is a linear by itself, but has the tensor's scale under tensorwise and
-              delayed.
+              a batch is a linear by itself, and no row or block spans two. A tensorwise scale is of
+              the whole tensor, as S-6 says, with all elements of the batch; vmap over linears gives
+              each its own (L-10).
     Order:    transposed to x [..., M, K] and w [N, K], or w [K, N] if it has that order; with batch
               dims to x [batch, M, K] and w [batch, N, K] or [batch, K, N]; then as apply.
     placement, out_sharding

@@ -194,11 +194,9 @@ def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None
     """The size of a scale's group along each tensor axis, None for the whole axis; ValueError: no
     scales, or a block that is cut."""
     granularities.scale_shape(granularity, layout.shape, axis)
-    kind, ndim = granularities.by_name(granularity), len(layout.shape)
-    if kind.name == "tensorwise":
-        return [None] * ndim
-    reduced = granularities.normalize_axis(axis, ndim)
-    sizes = [kind.reduced if i == reduced else kind.other for i in range(ndim)]
+    sizes = list(granularities.lengths(granularity, len(layout.shape), axis))
+    if granularity == "tensorwise":
+        return sizes
     for i in layout.splits:
         size, ends = sizes[i], np.cumsum(layout.pieces(i))
         if size is not None and any(end % size for end in ends if end != layout.shape[i]):

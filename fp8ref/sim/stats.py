@@ -269,10 +269,7 @@ def reduce_groups(
     """
     x, codes = np.atleast_1d(np.asarray(x)), np.atleast_1d(q.codes)
     # The length of a group along each axis; slabs are cut between groups only.
-    sizes: list[int | None] = [None] * x.ndim
-    if q.granularity != "tensorwise":
-        kind, axis = granularities.by_name(q.granularity), granularities.normalize_axis(q.axis, x.ndim)
-        sizes = [kind.reduced if i == axis else kind.other for i in range(x.ndim)]
+    sizes = list(granularities.lengths(q.granularity, x.ndim, q.axis))
     block = sizes[0] or 1
     groups: list[int | None] = sizes if per_group else [None] * x.ndim
     rows = max(1, SLAB // max(1, x[0].size) // block) * block
