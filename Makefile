@@ -1,4 +1,4 @@
-# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-attention-rate | bench-data | bench-recording | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
+# make setup | demo | test | slow | faults | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-attention-rate | bench-data | bench-recording | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-attention-rate bench-data bench-recording bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
+.PHONY: setup demo test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-attention-rate bench-data bench-recording bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -28,6 +28,12 @@ test: setup
 
 slow: setup
 	$(BIN)/python -m pytest -m 'slow and not exhaustive' $(TESTS)
+
+# Plants small faults in a copy of the package, one at a time, and shows which ones the fast tests
+# do not see: all, those that MATCH, or one in EVERY.
+EVERY ?= 1
+faults: setup
+	$(BIN)/python tests/faults/plant.py --every $(EVERY) --turn $(TURN) $(if $(MATCH),--match '$(MATCH)')
 
 # On a machine with a GPU, where nothing is fetched: GPU_PYTHON has PyTorch and JAX, wheels/ the rest, as 'make wheels' fetched it elsewhere.
 # What a part has done it does not do again, but for the tests: 'make gpu' goes on where it was cut off, and runs every part whatever became of

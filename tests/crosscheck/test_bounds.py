@@ -54,6 +54,23 @@ def test_the_gemm_bound_is_a_few_ulps():
     assert np.median(bounds.gemm(q, q, RECIPES["tensorwise"].output, out, out)) < 0.02 * np.abs(out).mean()
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_the_bound_of_a_sum_is_what_its_roundings_can_lose(wide, rng):  # P-8
+    """By hand from the parts' own bounds: none of the terms may be wider than it has to be."""
+    spec, parts = RECIPES["tensorwise"].grad_weight, []
+    for _ in range(3):
+        x, y = (rng.standard_normal((n, 32)).astype(np.float32) for n in (4, 5))
+        a, b = (scaling.quantize(v, E4M3FN) for v in (x, y))
+        parts.append((a, b, gemm.matmul(a, b, out_dtype=BFLOAT16)))
+    found = np.full((4, 5), 2.0)
+    each = [bounds.gemm(a, b, spec, out, out) for a, b, out in parts]
+    largest = [np.abs(out) + own for (*_, out), own in zip(parts, each, strict=True)]
+    unit = 2.0**-24 if wide else 2.0**-8  # of a sum of float32, or of bfloat16
+    two_additions, both_rounded = 2 * 2 * unit * sum(largest), 2 * 2.0**-8 * (2.0 + sum(each))
+    expected = sum(each) + two_additions + both_rounded
+    np.testing.assert_allclose(bounds.summed_gemm(parts, spec, found, wide=wide), expected, rtol=1e-12)
+
+
 def test_forward_bounds_hold_another_sample_and_not_another_model(rng):  # B-2, B-3
     config = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     weights = llama.initial_weights(config, seed=0)

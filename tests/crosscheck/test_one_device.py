@@ -8,7 +8,10 @@ import pytest
 import torch
 from torchao.float8 import float8_training_tensor, float8_utils
 
-from fp8ref.crosscheck.one_device import crosscheck
+from fp8ref import llama
+from fp8ref.conformance.compare import Report
+from fp8ref.crosscheck import bounds, one_device
+from fp8ref.crosscheck.one_device import check_curves, check_forward, check_gradients, check_weights, crosscheck
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.jax import cast as jax_cast
@@ -118,6 +121,106 @@ def test_states_of_attention_hold_to_the_simulator(small):  # A-19
 def test_a_kernel_is_refused(by_kernel):  # A-20
     with pytest.raises(ConfigError, match=r"the cross-check takes attention by tiles; got parallel.attention 'kernel'"):
         crosscheck(by_kernel)
+
+
+class Answers:
+    """A trainer that was asked before: it gives what it is made with."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def weights(self):
+        return self.values["weights"]
+
+    def gradients(self, tokens):
+        return self.values["gradients"]
+
+    def logits(self, tokens):
+        return self.values["logits"]
+
+    def evaluate(self, tokens):
+        return self.values["loss"]
+
+    def step(self, tokens):
+        return self.values["lines"].pop(0)
+
+
+def failures(report):
+    assert report.checks
+    return {check.name for check in report.failures}
+
+
+def test_initial_weights_of_each_backend_are_held_to_the_configs(small):  # M-6
+    weights = llama.initial_weights(small.model, seed=0)
+    name = "model.layers.0.mlp.up_proj.weight"
+    wrong = weights | {name: np.nextafter(weights[name], np.float32(1))}
+    report = Report()
+    check_weights(report, {"jax": Answers(weights=weights), "torch": Answers(weights=wrong)}, weights)
+    assert failures(report) == {"weights/initial/value/torch"}
+    assert report.checks["weights/initial/value/jax"].equal == sum(w.size for w in weights.values())
+    assert report.checks["weights/initial/value/torch"].equal == sum(w.size for w in weights.values()) - weights[name].size
+
+
+def test_logits_and_losses_are_held_to_the_simulated_and_to_each_other(small, monkeypatch):  # B-2, B-3
+    logits, bound = np.zeros((1, 4, 8)), np.full((1, 4, 1), 0.5)
+    monkeypatch.setattr(bounds, "forward", lambda *args, **kwargs: (logits, 2.0, bound, 0.125))
+
+    def failed(jax, torch):
+        backends = {"jax": jax, "torch": torch}
+        trainers = {who: Answers(logits=logits + by * bound, loss=2.0 + loss * 0.125) for who, (by, loss) in backends.items()}
+        report = Report()
+        tokens = np.zeros((1, 5), np.int64)
+        check_forward(report, "probe", trainers, {}, tokens, small, {}, advance=lambda: None)
+        return failures(report)
+
+    assert failed((0.9, 0.9), (0.0, 0.0)) == set()
+    assert failed((1.1, 0.0), (0.2, 0.0)) == {"logits/probe/value/jax"}
+    assert failed((0.0, 0.2), (0.0, 1.1)) == {"loss/probe/value/torch"}
+    assert failed((0.9, 0.9), (-0.9, -0.9)) == {"logits/probe/value/jax-torch", "loss/probe/value/jax-torch"}
+
+
+def test_gradients_of_every_parameter_are_compared(small, monkeypatch):  # B-5
+    weights = {"embed.weight": np.ones((2, 2), np.float32), "norm.weight": np.ones(3, np.float32)}
+    gradients = {name: np.ones_like(value) for name, value in weights.items()}
+    apart = {name: value + np.float32(0.01) for name, value in gradients.items()}
+    monkeypatch.setattr(one_device.loop, "trainer", lambda *args: Answers(gradients=apart))
+
+    def failed(other):
+        report = Report()
+        trainers = {"torch": Answers(gradients=gradients), "jax": Answers(gradients=other)}
+        check_gradients(report, trainers, weights, np.zeros((1, 2)), small, advance=lambda: None)
+        assert set(report.checks) == {"embed/gradient/value/jax-torch", "norm/gradient/value/jax-torch"}
+        return failures(report)
+
+    # the bound is GRADIENT_FACTOR = 3 times the distance of replicates, 0.01 in each element
+    assert failed({name: value - np.float32(0.029) for name, value in gradients.items()}) == set()
+    assert failed(gradients | {"norm.weight": gradients["norm.weight"] - np.float32(0.031)}) == {"norm/gradient/value/jax-torch"}
+
+
+def test_curves_of_both_metrics_are_compared_at_every_step(small, monkeypatch):  # B-4
+    lines = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 1.5, "grad_norm": 0.5}]
+
+    class Batches:
+        def step(self, step):
+            return step
+
+    def shifted(by):
+        return [{metric: value + by for metric, value in line.items()} for line in lines]
+
+    monkeypatch.setattr(one_device.loop, "trainer", lambda *args: Answers(lines=shifted(0.01)))
+
+    def failed(step, metric, by):
+        other = shifted(0.0)
+        other[step][metric] += by
+        report = Report()
+        check_curves(report, {"torch": lines, "jax": other}, {}, Batches(), small, advance=lambda: None)
+        return failures(report)
+
+    bound = bounds.T_CURVE * 0.01
+    for metric in ("loss", "grad_norm"):
+        for step in (0, 1):
+            assert failed(step, metric, 0.9 * bound) == set()
+            assert failed(step, metric, -1.1 * bound) == {f"{metric}/curve/value/jax-torch"}
 
 
 def jax_scale_one_ulp_up(monkeypatch):

@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
 
+from fp8ref.conformance.compare import Report
 from fp8ref.crosscheck.one_device import crosscheck
-from fp8ref.crosscheck.operands import in_pass_order, observe, quantizers
-from fp8ref.formats import E4M3FN
+from fp8ref.crosscheck.operands import check_operands, in_pass_order, observe, quantizers, transposed
+from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax import gemm_observer as jax_observer
-from fp8ref.recipe import OPERANDS, CastSpec
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec
+from fp8ref.sim import cast, gemm, scaling
 
 
 def test_gemms_are_put_in_the_order_of_the_pass(small):
@@ -24,6 +26,70 @@ def test_gemms_are_put_in_the_order_of_the_pass(small):
     found = [(o.layer, o.gemm) for o in in_pass_order(observe(Shuffled(), np.zeros((4, 17), np.int32)), small)]
     assert found[: len(names)] == [(name, "output") for name in names]
     assert found[len(names) :] == [(name, which) for name in names[::-1] for which in ("grad_input", "grad_weight")]
+
+
+class OneLinear:
+    """A trainer of one linear, whose GEMMs are the simulator's; ``planted`` may change or drop one."""
+
+    backend = "torch"
+
+    def __init__(self, rng, planted=lambda which, a, b, out: (a, b, out)):
+        normal = {"input": (32, 64), "weight": (48, 64), "grad_output": (32, 48)}
+        self.tensors = {role: cast.round_to(rng.standard_normal(shape).astype(np.float32), BFLOAT16) for role, shape in normal.items()}
+        self.planted = planted
+
+    def observe(self, tokens, observer):
+        for which, spec in RECIPES["rowwise"].gemms.items():
+            pair = []
+            for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+                pair.append(scaling.quantize(self.tensors[role], how.fmt, granularity=how.granularity, policy=how.policy, axis=axis))
+            factors = (q if q.axis == 1 else transposed(q) for q in pair)
+            out = gemm.matmul(*factors, epilogue=spec.epilogue, out_dtype=BFLOAT16)
+            live = ((self.tensors[role], q.codes, q.scale) for role, q in zip(OPERANDS[which], pair, strict=True))
+            if seen := self.planted(which, *live, out):
+                observer("linear", which, *seen)
+
+
+def failed_checks(trainer, plan="rowwise"):
+    report = Report()
+    check_operands(report, trainer, np.zeros((1, 2), np.int32), {"linear": RECIPES[plan]}, quantizers(["torch"]), {}, None, None)
+    assert report.checks
+    return {check.name: check.detail for check in report.failures}
+
+
+def test_the_simulators_own_gemms_pass(rng):
+    assert failed_checks(OneLinear(rng)) == {}
+
+
+@pytest.mark.parametrize("gemm_name", list(OPERANDS))
+def test_what_was_planned_and_what_ran_are_compared(gemm_name, rng):
+    failed = failed_checks(OneLinear(rng, lambda which, *values: values if which != gemm_name else None))
+    assert list(failed) == [f"linear/{gemm_name}/value/torch"]
+    assert "was planned in FP8 and did not run" in failed[f"linear/{gemm_name}/value/torch"]
+    failed = failed_checks(OneLinear(rng), plan="bf16")
+    assert "ran in FP8 and was not planned" in failed[f"linear/{gemm_name}/value/torch"]
+
+
+@pytest.mark.parametrize("gemm_name", list(OPERANDS))
+def test_a_wrong_code_scale_or_output_fails_its_own_check(gemm_name, rng):
+    def planted(*, code=0, ulps=0, factor=1.0):
+        def change(which, a, b, out):
+            if which != gemm_name:
+                return a, b, out
+            hp, codes, scale = b
+            codes, scale = codes.copy(), scale.copy()
+            codes[0, 0] ^= code
+            for _ in range(ulps):
+                scale[0] = np.nextafter(scale[0], np.float32(0))
+            return a, (hp, codes, scale), out * np.float32(factor)
+
+        return set(failed_checks(OneLinear(rng, change)))
+
+    role = OPERANDS[gemm_name][1]
+    assert planted() == set()
+    assert planted(code=1) == {f"linear/{role}/codes/torch"}
+    assert planted(ulps=1) == {f"linear/{role}/scale/torch"}
+    assert planted(factor=1.02) == {f"linear/{gemm_name}/value/torch"}
 
 
 @pytest.mark.slow

@@ -131,6 +131,14 @@ def test_a_learning_rate_begins_where_it_first_is_lower(small):  # T-9, T-3
     assert short.scheduled().ran(5) == [[0, "tensorwise"]]
 
 
+def test_a_rate_that_equals_the_threshold_is_not_below_it(small):  # T-9
+    """A line from 1 to 0 in 8 steps, all numbers exact: at 2^-1 in step 4, below it from step 5 on."""
+    rates = {"learning_rate": 1.0, "min_learning_rate": 0.0, "warmup_steps": 0, "decay": "linear"}
+    config = scheduled(small, (0, "tensorwise"), ("learning_rate < 0.5", "rowwise"), optimizer=rates, run={"steps": 8})
+    assert [config.optimizer.learning_rate_at(step, 8) for step in (3, 4, 5)] == [0.625, 0.5, 0.375]
+    assert config.starts == (0, 5)
+
+
 def test_a_phase_after_the_last_step_is_no_error(small):  # T-9
     assert scheduled(small, (0, "tensorwise"), (9000, "bf16")).scheduled().ran(5) == [[0, "tensorwise"]]
 
