@@ -239,7 +239,8 @@ def _forward(
     # pass, which autograd would refuse.
     ctx.seen = seen
     output = _gemm(spec, "output", a, b, x.dtype)  # [M, K] @ [K, N] -> [M, N]
-    return output.reshape(*x.shape[:-1], len(w))
+    # A reshape is a view, and autograd refuses to change a Function's view in place.
+    return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], len(w)))
 
 
 def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

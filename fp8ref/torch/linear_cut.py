@@ -49,7 +49,7 @@ class Cut:
         """This rank's output: of rowwise linears its tokens of the sum over ranks (P-16)."""
         if self.style != "rowwise":
             return y
-        return DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(placements=[self.between]).to_local()
+        return writable(DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(placements=[self.between]).to_local())
 
     def bias(self, bias: torch.Tensor) -> torch.Tensor:
         """This rank's part of a bias, which is added after the sum (G-15).
@@ -77,6 +77,11 @@ class Cut:
 def part(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def writable(y: torch.Tensor) -> torch.Tensor:
+    """y, which may be changed in place: ``to_local`` returns a view, of which autograd refuses that."""
+    return torch.ops.aten._unsafe_view(y, y.shape)
 
 
 def check_part(linear: nn.Linear, name: str, param: nn.Parameter) -> None:

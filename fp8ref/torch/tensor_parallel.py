@@ -28,7 +28,7 @@ from fp8ref import linear_selection
 from fp8ref.recipe import Style
 from fp8ref.torch import tensor_parallel_checks
 from fp8ref.torch.linear import Linear
-from fp8ref.torch.linear_cut import Cut
+from fp8ref.torch.linear_cut import Cut, writable
 from fp8ref.torch.tensor_parallel_checks import check_linear
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -188,10 +188,12 @@ def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, 
         cut = Cut(style=style, mesh=mesh, between=between)
         cut.replace_parameters(linear)
         linear.share(cut, every)
-    elif style == "colwise":
+        return
+    if style == "colwise":
         parallelize_module(linear, mesh, (Float8ColwiseParallel if gathers_fp8(linear) else ColwiseParallel)())
     else:
         parallelize_module(linear, mesh, (Float8RowwiseParallel if gathers_fp8(linear) else RowwiseParallel)(output_layouts=between))
+    linear.register_forward_hook(lambda _, args, out: writable(out))
 
 
 def _share_input(block: nn.Module, mesh: DeviceMesh, between: Placement, columns: Sequence[str], same: int) -> None:
@@ -254,7 +256,7 @@ def _lay_out(module: nn.Module, mesh: DeviceMesh, before: Placement, after: Plac
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    return writable(x.to_local()) if isinstance(x, DTensor) else x
 
 
 @functools.cache

@@ -65,8 +65,18 @@ class Float8Linear(float8_linear.Float8Linear):
         # codes that tensor parallelism made bring that config, and both operands have one
         if pads(x) and not isinstance(x, Float8TrainingTensor):
             config = LinearMMConfig(config.output, config.grad_input, config.grad_weight._replace(pad_inner_dim=True))
-        output = float8_linear.matmul_with_hp_or_float8_args.apply(x, self.weight.t(), config, self.config)
+        output = _Product.apply(x, self.weight.t(), config, self.config)
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+@torch._dynamo.allow_in_graph
+class _Product(float8_linear.matmul_with_hp_or_float8_args):
+    """torchao's three GEMMs. Its output is a view, which autograd refuses to change in place."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, w: torch.Tensor, *configs) -> torch.Tensor:
+        output = float8_linear.matmul_with_hp_or_float8_args.forward(ctx, x, w, *configs)
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
 
 def pads(x: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@ import pytest
 import torch
 from linears import run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import E4M3FN, E5M2, FLOAT16
@@ -218,3 +219,41 @@ def test_rows_that_blocks_do_not_divide_are_refused_before_the_backward_pass(rec
     forward(torch.ones(2, 17, 128, requires_grad=True)).sum().backward()
     model.weight.requires_grad_(True)
     forward(torch.ones(1, multiple, 128)).sum().backward()
+
+
+class Changed(nn.Module):
+    """A linear whose output is changed in place, or copied first."""
+
+    def __init__(self, recipe, in_place):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = convert.convert(nn.Linear(128, 128, bias=False), recipe)
+        self.in_place = in_place
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.relu_() if self.in_place else y.relu()
+
+
+IN_PASSES = {
+    "eager": lambda model, x: model(x),
+    "aot_eager": lambda model, x: torch.compile(model, backend="aot_eager", fullgraph=True)(x),
+    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
+    "recomputed": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "after a checkpoint": lambda model, x: checkpoint(model.linear, x, use_reentrant=True).relu_(),
+}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("shape", [(128, 128), (2, 64, 128)])
+def test_an_output_may_be_changed_in_place(recipe, shape):
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    x, g = torch.randn(shape), torch.randn(shape)
+    expected = run(Changed(recipe, False), x, g)
+    for name, forward in IN_PASSES.items():
+        model, mine = Changed(recipe, True), x.clone().requires_grad_()
+        y = forward(model, mine)
+        y.backward(g)
+        results = (y.detach(), mine.grad, model.linear.weight.grad)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)), name

@@ -64,6 +64,28 @@ def test_where_sums_are_exact_a_plan_gives_what_one_process_gives(recipe):  # P-
             assert all(torch.equal(a, b) for a, b in zip(found, whole_ones, strict=True))
 
 
+def changed_in_place():
+    """Of each recipe and style, whether an output that is changed in place has the bits of another one."""
+    equal = {}
+    for recipe, style in itertools.product(("tensorwise", "rowwise", "delayed"), ("colwise", "rowwise")):
+        results = []
+        for function in (torch.relu, torch.relu_):
+            torch.manual_seed(0)
+            model = convert.convert(nn.ModuleDict({"up": nn.Linear(64, 64, bias=False)}).bfloat16(), recipe)
+            up = tensor_parallel.parallelize(model, mesh(), plan={"up": style})["up"]
+            x = torch.randn(16, 64 if style == "colwise" else 32).bfloat16().requires_grad_()
+            y = function(up(x))
+            y.square().sum().backward()
+            results.append([y.detach(), x.grad, whole(up.weight.grad)])
+        equal[recipe, style] = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return equal
+
+
+def test_an_output_may_be_changed_in_place():
+    for equal in run(2, changed_in_place):
+        assert all(equal.values()), equal
+
+
 def on_two_dims(sequence):
     """Of a 2 x 2 mesh, the gradients of a batch that fsdp cuts, and the mean of those that tensor parallelism alone has for each part of it."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tensor"))
