@@ -2,7 +2,11 @@
 
 import json
 
+from fp8ref.train import architecture
 from fp8ref.train.sections import ArchitectureConfig
+
+for _module in ("own_torch_models", "own_nnx_models"):
+    architecture.trust(_module)
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -19,6 +23,10 @@ QWEN3 = {
 
 def of(name: str) -> ArchitectureConfig:
     return ArchitectureConfig(kind="torch", source=f"own_torch_models:{name}")
+
+
+def nnx(name: str, module: str = "own_nnx_models") -> ArchitectureConfig:
+    return ArchitectureConfig(kind="nnx", source=f"{module}:{name}")
 
 
 def transformers(folder, **keys) -> ArchitectureConfig:

@@ -54,12 +54,14 @@ def add(commands) -> None:
         metavar="DIR",
         help="directory of results, which resumes (default RUN/ablation; of Hugging Face's format <name>-ablation)",
     )
+    shared.add_trust(made)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE too")
 
 
 def _ablate(known: argparse.Namespace) -> int:
     check_json(known.json)
     from fp8ref.train import ablation_start
+    from fp8ref.train import config as configs
     from fp8ref.train.ablate import ablate
     from fp8ref.train.ablation_operands import KINDS, ROLES
 
@@ -68,6 +70,8 @@ def _ablate(known: argparse.Namespace) -> int:
     if known.learning_rate is not None and not 0 < known.learning_rate < 1e3:
         raise ValueError(f"--learning-rate is positive; got {known.learning_rate}.")
     weights, run = _of_weights(known), known.run_directory
+    if known.trust and not weights:
+        shared.trust_source(known, run / "config.toml", configs.load(run / "config.toml"))
     found = ablate(
         ablation_start.of_weights(run, known.backend or "torch", known.recipe, **weights) if weights else run,
         out=known.out,

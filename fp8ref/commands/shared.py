@@ -61,6 +61,29 @@ def config(known: argparse.Namespace, options: list[str]):
     return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
 
 
+def add_trust(command: argparse.ArgumentParser) -> None:
+    """Add ``--trust``, which ``trust_source`` reads."""
+    command.add_argument("--trust", action="store_true", help="import the code that architecture.source of a run directory names")
+
+
+def trust_source(known: argparse.Namespace, path: Path, config) -> None:
+    """Let the module of architecture.source be imported, and say so, unless it takes --trust.
+
+    A config file is the user's own, where it does not lie in a run directory. A dry run imports nothing unless told.
+    """
+    from fp8ref import console
+    from fp8ref.train import architecture
+
+    keys = config.architecture
+    if keys.kind not in ("torch", "nnx") or not keys.source:
+        return
+    around = path.resolve().parent
+    of_run = any((around / name).exists() for name in ("manifest.json", "metrics.jsonl", "checkpoints"))
+    if known.trust or not (of_run or getattr(known, "dry_run", False)):
+        console.say(f"{path}: importing architecture.source {keys.source!r}, whose code runs in this process")
+        architecture.trust(keys.source)
+
+
 def add_judging(command: argparse.ArgumentParser) -> None:
     """Add the options of a verdict on losses, which ``confidence`` and ``margin`` read."""
     command.add_argument("--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)")

@@ -16,6 +16,7 @@ def add(commands) -> None:
     sweep.add_argument(
         "--out", type=Path, default=Path("sweep"), metavar="DIR", help="directory of the runs and report.html (default sweep)"
     )
+    shared.add_trust(sweep)
     shared.add_judging(sweep)
 
 
@@ -35,6 +36,7 @@ def _sweep(known: argparse.Namespace, options: list[str]) -> int:
         raise ConfigError(f"--jobs is at least 1; got {known.jobs}.")
     if known.out.exists() and not known.out.is_dir():
         raise ConfigError(f"--out names a directory; {known.out} is a file. Name another.")
+    shared.trust_source(known, known.config, config)
     planned = sweep.plan(config, backends, _names(known.recipes), seeds=known.seeds, out=known.out)
     sweep.train(planned, jobs=known.jobs)
     print(sweep.report(planned, known.out / "report.html", confidence=confidence, margin=margin))

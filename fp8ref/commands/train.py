@@ -15,6 +15,7 @@ def add(commands) -> None:
     train.add_argument("--resume", action="store_true", help="continue a stopped run; do nothing if it is finished")
     train.add_argument("--overwrite", action="store_true", help="replace an existing run")
     train.add_argument("--dry-run", action="store_true", help="print sizes, memory, GEMMs and predicted speed-ups; train nothing")
+    shared.add_trust(train)
     train.add_argument("--distributed", action="store_true", help="this process is one of several of a run")
 
 
@@ -31,6 +32,7 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
 
     if known.backend is None:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
+    shared.trust_source(known, known.config, config)
     if known.dry_run:
         if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
             raise ConfigError(f"--dry-run reads a config alone, in one process; got --{given[0]} too. Leave it out.")

@@ -21,8 +21,23 @@ from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES
 from fp8ref.train.sections import ArchitectureConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
 
+_NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation", "custom_pipelines", "trust_remote_code")
+"""Keys of config.json that name code, next to private ones, such as _attn_implementation."""
+
 BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
 """{kind of a user's model: the backend that trains it}."""
+
+
+_TRUSTED: set[str] = set()
+"""The modules that ``imported`` may import; by the name of the module, whose code runs on import."""
+
+
+def trust(source: str) -> None:
+    """Let this process import the module of an import path ``package.module:name``, and call what it names.
+
+    A config or a run directory may come from a stranger, so nothing is imported before.
+    """
+    _TRUSTED.add(source.partition(":")[0])
 
 
 class Sections(Protocol):
@@ -185,15 +200,32 @@ def require_llama(config: Sections, who: str) -> None:
 def imported(source: str):
     """What an import path ``package.module:name`` names.
 
-    Raises:   ConfigError: no such module or name.
+    Raises:   ConfigError: a module that ``trust`` was not called for; no such module or name.
     """
     module, _, name = source.partition(":")
+    if module not in _TRUSTED:
+        raise ConfigError(
+            f"architecture.source {source!r} is code, which would be imported and called. Read it, then add --trust; in Python, "
+            f"call fp8ref.train.architecture.trust({source!r})."
+        )
     try:
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a user's code raises
         raise ConfigError(
-            f"architecture.source {source!r} cannot be imported ({error}). Name module:function, of a module on PYTHONPATH."
+            f"architecture.source {source!r} cannot be imported ({type(error).__name__}: {error}). Name module:function, of a "
+            "module on PYTHONPATH."
         ) from error
     return found
+
+
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of transformers without the keys by which transformers downloads or imports code: kernels, modules of a hub."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: kept(one) for key, one in value.items() if not (key.startswith("_") or key in _NAMES_CODE)}
+        return [kept(one) for one in value] if isinstance(value, list) else value
+
+    return kept(config)

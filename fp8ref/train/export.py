@@ -79,7 +79,9 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
     if tokenizer is None and used and Path(used).is_file():
         tokenizer = Path(used)
     beside = [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
-    library = importlib.import_module(f"fp8ref.train.{found.manifest['backend']}.checkpoint")
+    if (backend := found.manifest.get("backend")) not in architecture.BACKEND.values():
+        raise ConfigError(f"{found.path} is of backend {backend!r}; fp8ref writes jax and torch. Leave it out.")
+    library = importlib.import_module(f"fp8ref.train.{backend}.checkpoint")
     if config.architecture.kind == "llama":
         hugging_face.kind(config.model)  # refuses a model that transformers has not
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
@@ -211,7 +213,8 @@ def _hugging_face(config: Config) -> dict[str, Any]:
     """The content of config.json."""
     if config.architecture.kind == "transformers":
         given = json.loads(architecture.config_file(config.architecture).read_text(encoding="utf-8"))
-        return {key: value for key, value in given.items() if key not in ("dtype", "torch_dtype")} | {"dtype": "float32"}
+        safe = architecture.without_code(given)
+        return {key: value for key, value in safe.items() if key not in ("dtype", "torch_dtype")} | {"dtype": "float32"}
     theta = config.model.rope_theta
     return {
         **hugging_face.described(config.model),

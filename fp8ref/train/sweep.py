@@ -21,8 +21,8 @@ from pathlib import Path
 from fp8ref import console
 from fp8ref.errors import ConfigError, NonFiniteError
 from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.train import architecture, log, run_dir
 from fp8ref.train import config as configs
-from fp8ref.train import log, run_dir
 from fp8ref.train.config import Config
 
 
@@ -157,8 +157,11 @@ def _one(config: str, backend: str, out: str) -> str:
 def _train(config: str, backend: str, out: str) -> str:
     from fp8ref.train import loop
 
+    made = configs.from_dict(json.loads(config))
+    if made.architecture.source:
+        architecture.trust(made.architecture.source)  # the parent has imported it, to plan the run
     try:
-        lines = loop.train(configs.from_dict(json.loads(config)), backend, Path(out), resume=True)
+        lines = loop.train(made, backend, Path(out), resume=True)
     except NonFiniteError as error:
         return str(error)
     return "finished" if lines is None else f"loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}"

@@ -1,5 +1,8 @@
 import dataclasses
+import json
+import sys
 
+import own_configurations
 import pytest
 
 from fp8ref.errors import ConfigError
@@ -89,6 +92,61 @@ def test_who_knows_the_layers_of_the_trainer_s_own_alone_says_so():
 
 
 @pytest.mark.parametrize("source", ["absent_module:Model", "own_torch_models:Absent"])
-def test_what_cannot_be_imported_is_named(source):
+def test_what_cannot_be_imported_is_named(source, monkeypatch):
+    monkeypatch.setattr(architecture, "_TRUSTED", {source.partition(":")[0]})
     with pytest.raises(ConfigError, match=f"architecture.source '{source}' cannot be imported"):
         architecture.imported(source)
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """Sections of a config whose module leaves a file behind when it is imported, and that file."""
+    (tmp_path / "foreign_model.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nfrom own_torch_models import Tied\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(architecture, "_TRUSTED", set())
+    yield {"kind": "torch", "source": "foreign_model:Tied"}, tmp_path / "ran"
+    sys.modules.pop("foreign_model", None)
+
+
+def test_nothing_is_imported_before_it_is_trusted(foreign):
+    keys, ran = foreign
+    for use in (
+        lambda: custom(keys).decisions(),
+        lambda: architecture.described(custom(keys)),
+        lambda: loop.trainer("torch", custom(keys)),
+    ):
+        with pytest.raises(ConfigError, match=r"'foreign_model:Tied' is code.*Read it, then add --trust"):
+            use()
+    assert not ran.exists()
+    architecture.trust("foreign_model:Tied")
+    assert custom(keys).shapes.kind == "own_torch_models.Tied"
+    assert ran.exists()
+
+
+def test_a_module_that_raises_is_named(tmp_path, monkeypatch):
+    (tmp_path / "raising_model.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    architecture.trust("raising_model:Made")
+    with pytest.raises(ConfigError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"):
+        architecture.imported("raising_model:Made")
+
+
+def test_keys_that_name_code_leave_a_config_json():
+    nested = {"auto_map": {"AutoModel": "a/b--c.D"}, "_attn_implementation": "owner/kernel", "attn_implementation": "flash_attention_2"}
+    given = {"hidden_size": 32, "layer_types": ["full_attention"], "text_config": nested | {"head_dim": 16}, **nested, "parts": [nested]}
+    kept = {"hidden_size": 32, "layer_types": ["full_attention"], "text_config": {"head_dim": 16}, "parts": [{}]}
+    assert architecture.without_code(given) == kept
+
+
+def test_a_kernel_of_a_hub_is_not_asked_for(tmp_path):
+    from fp8ref.train.torch import custom_model
+
+    keys = own_configurations.transformers(
+        tmp_path, _attn_implementation="owner/kernel", auto_map={"AutoModelForCausalLM": "owner/repo--code.Model"}
+    )
+    built = custom_model.build(keys, 256, seed=0)
+    assert built.config._attn_implementation in ("sdpa", "eager")
+    assert not hasattr(built.config, "auto_map")
+    assert json.loads((tmp_path / "config.json").read_text())["_attn_implementation"] == "owner/kernel"

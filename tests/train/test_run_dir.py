@@ -7,6 +7,7 @@ import pytest
 from made_runs import begin, contents, finished
 
 from fp8ref.errors import ConfigError
+from fp8ref.train import architecture as architectures
 from fp8ref.train import log, run_dir
 from fp8ref.train import run_dir as claims
 from fp8ref.train.config import Config
@@ -254,6 +255,7 @@ def test_another_content_of_the_architecture_s_source_is_refused(tmp_path, small
         edited = tmp_path / "edited_model.py"
         edited.write_text("from own_torch_models import Tied as Made\n")
         architecture = ArchitectureConfig(kind="torch", source="edited_model:Made")
+        architectures.trust("edited_model:Made")
     else:
         architecture, edited = own_configurations.transformers(tmp_path), tmp_path / "config.json"
     config = Config(architecture=architecture, data=small.data, run=small.run)

@@ -18,12 +18,11 @@ from fp8ref.train.data import loader
 from fp8ref.train.jax import custom_step
 from fp8ref.train.jax import optimizer as jax_optimizer
 from fp8ref.train.jax import step as jax_step
-from fp8ref.train.sections import ArchitectureConfig
 from fp8ref.train.torch import optimizer as torch_optimizer
 
 ROOT = Path(__file__).parents[2]
 STATES = {"kind": "adamw_states", "layout": "msamp_o2"}
-OWN = {"torch": own_configurations.of("Tied"), "jax": ArchitectureConfig(kind="nnx", source="own_nnx_models:Plain")}
+OWN = {"torch": own_configurations.of("Tied"), "jax": own_configurations.nnx("Plain")}
 
 
 def on_disk(folder, backend) -> dict[str, tuple[int, ...]]:

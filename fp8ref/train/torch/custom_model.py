@@ -71,13 +71,13 @@ def _transformers(keys: ArchitectureConfig) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
-        config = transformers.AutoConfig.for_model(**given)
+        config = transformers.AutoConfig.for_model(**architecture.without_code(given))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"architecture.source {keys.source!r} is no configuration of transformers ({error}). Name a directory with config.json, or the file."
         ) from error
     config.use_cache = False
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:

@@ -1,13 +1,9 @@
 import numpy as np
 import pytest
+from own_configurations import nnx as of
 
 from fp8ref.errors import ConfigError
 from fp8ref.train.jax import custom_model
-from fp8ref.train.sections import ArchitectureConfig
-
-
-def of(name: str, module: str = "own_nnx_models") -> ArchitectureConfig:
-    return ArchitectureConfig(kind="nnx", source=f"{module}:{name}")
 
 
 def test_parameters_and_linears_are_named_by_their_paths():

@@ -1,14 +1,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from own_configurations import nnx as of
 
 from fp8ref.errors import ConfigError
 from fp8ref.train.jax import custom_model, custom_probe
-from fp8ref.train.sections import ArchitectureConfig
-
-
-def of(name: str) -> ArchitectureConfig:
-    return ArchitectureConfig(kind="nnx", source=f"own_nnx_models:{name}")
 
 
 @pytest.mark.parametrize(("name", "heads"), [("Plain", ("head",)), ("HeadFirst", ("head",)), ("Headless", ()), ("Constant", ("head",))])

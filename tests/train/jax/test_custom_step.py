@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import own_configurations
 import pytest
 from flax import nnx
 
@@ -11,14 +12,13 @@ from fp8ref.train.jax import custom_model
 from fp8ref.train.jax.custom_step import CustomStep
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.step import EVERY_ROUNDING
-from fp8ref.train.sections import ArchitectureConfig, DataConfig
+from fp8ref.train.sections import DataConfig
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 17), np.int32)
 
 
 def of(name: str = "Plain", **sections) -> Config:
-    keys = ArchitectureConfig(kind="nnx", source=f"own_nnx_models:{name}")
-    return Config(architecture=keys, data=DataConfig(sequence_length=16, batch_size=4)).replace(**sections)
+    return Config(architecture=own_configurations.nnx(name), data=DataConfig(sequence_length=16, batch_size=4)).replace(**sections)
 
 
 def made(config: Config) -> CustomStep:

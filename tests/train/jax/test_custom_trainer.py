@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+import own_configurations
 import pytest
 
 from fp8ref.errors import ConfigError
@@ -8,7 +9,7 @@ from fp8ref.linear_rules import Rule
 from fp8ref.train import loop, state_conversion
 from fp8ref.train.config import Config
 from fp8ref.train.jax.custom_trainer import Trainer
-from fp8ref.train.sections import ArchitectureConfig, DataConfig, RunConfig
+from fp8ref.train.sections import DataConfig, RunConfig
 from fp8ref.train.state_conversion import Source
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 4, 17))
@@ -18,7 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (4, 4, 17))
 def of(text):
     def make(name: str = "Plain", **sections) -> Config:
         return Config(
-            architecture=ArchitectureConfig(kind="nnx", source=f"own_nnx_models:{name}"),
+            architecture=own_configurations.nnx(name),
             data=DataConfig(source=str(text), sequence_length=16, batch_size=4),
             run=RunConfig(steps=4, eval_every=2, eval_batches=1),
         ).replace(**sections)
