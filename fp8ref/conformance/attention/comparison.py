@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.conformance.attention import scores
 from fp8ref.conformance.attention.subjects import CAUSAL, WINDOWS, Answer, Attention, Question
 from fp8ref.conformance.finding import Counterexample, bits_of, show
 from fp8ref.conformance.subject import RefusedError
@@ -68,31 +69,47 @@ class Agreement:
         return self.near >= NEAR * self.compared
 
 
-def cases(
-    mask: Mask | None = None, *, alignment: str = "end", features: int = 64, softcap: float | None = None, sinks: bool = False
-) -> list[Case]:
-    """The questions, all under the mask; without one the last is causal. Query heads share heads of keys in the first alone.
+def random_operands(rng: np.random.Generator, b: int, h: int, kv: int, tq: int, tk: int, features: int) -> Iterator[np.ndarray]:
+    """q, k and v of normal numbers."""
+    for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features)):
+        yield rng.standard_normal(shape).astype(np.float32)
+
+
+def plain_cases(tokens: int) -> list[Case]:
+    """Questions that need no argument: square, of whole tiles, and without shared heads.
+
+    tokens    two tiles, or one long one. The first question has five, so that a chain of four is not one of all.
+    """
+    rng = np.random.default_rng(0)
+    several = tokens // 2 * 5 if tokens <= 512 else tokens
+    ordinary = Question(*random_operands(rng, 1, 1, 1, several, several, 64))
+    q, k, v = random_operands(rng, 2, 1, 1, tokens, tokens, 64)
+    q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
+    k[:, :, 0] *= 4  # a key that draws weight
+    v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
+    ties = _ties(FULL, 64)
+    q_ties, k_ties, v_ties = (np.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0))) for x in ties[:3])
+    q_ties[..., 0], k_ties[:, :, 7:, 0] = scores.FAR, -scores.FAR  # of the keys behind the seven none has a probability
+    wide = Case("wide scores, outliers in v", Question(q, k, v))
+    return [Case("ordinary", ordinary), wide, Case("ties of bfloat16", Question(q_ties, k_ties, v_ties))]
+
+
+def cases(mask: Mask = FULL, *, features: int = 64, softcap: float | None = None, sinks: bool = False) -> list[Case]:
+    """The questions, all under the mask. Query heads share heads of keys in the first alone.
 
     softcap, sinks  of all of them: a number, and whether there are random ones.
     """
     rng = np.random.default_rng(0)
-
-    def drawn(b: int, h: int, kv: int, tq: int, tk: int) -> Iterator[np.ndarray]:
-        for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features)):
-            yield rng.standard_normal(shape).astype(np.float32)
-
-    given = FULL if mask is None else mask
-    q, k, v = drawn(1, 4, 2, 70, 700)
-    ordinary = Question(q, k, v, given)
-    q, k, v = drawn(2, 2, 2, 40, 333)
+    q, k, v = random_operands(rng, 1, 4, 2, 70, 700, features)
+    ordinary = Question(q, k, v, mask)
+    q, k, v = random_operands(rng, 2, 2, 2, 40, 333, features)
     q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
     k[:, :, 0] *= 4  # a key that draws weight
     v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
-    made = [Case("ordinary", ordinary), Case("wide scores, outliers in v", Question(q, k, v, given))]
-    q, k, v = drawn(1, 2, 2, 300, 300)
-    causal = Mask(causal=True, alignment="start" if alignment == "start" else "end") if mask is None else given
-    made.append(Case("causal" if mask is None else "square", Question(2 * q, k, v, causal)))
-    made.append(Case("ties of bfloat16", _ties(given, features)))
+    made = [Case("ordinary", ordinary), Case("wide scores, outliers in v", Question(q, k, v, mask))]
+    q, k, v = random_operands(rng, 1, 2, 2, 300, 300, features)
+    made.append(Case("square", Question(2 * q, k, v, mask)))
+    made.append(Case("ties of bfloat16", _ties(mask, features)))
     if softcap is None and not sinks:
         return made
     return [case._replace(question=_with(case.question, softcap, sinks, rng)) for case in made]
@@ -146,11 +163,14 @@ class Asked:
 
 def simulated(asked: Attention, question: Question, variant: Variant) -> attention.Result | None:
     """What a variant gives for a question; None if it does not take it. Codes are quantized by heads before the call."""
+    more: dict = {"softcap": question.softcap, "sinks": question.sinks, "scale": question.scale}
     if asked.takes_codes:
         if variant.granularity not in ("tensor", "head") or variant.rotated or variant.fmt != asked.fmt:
             return None
         variant = dataclasses.replace(variant, granularity="head", policy="te_current")
-    more: dict = {"softcap": question.softcap, "sinks": question.sinks}
+        if asked.ones:
+            shape = *question.k.shape[:2], 1, 1
+            more["scales"] = dict.fromkeys("qkv", np.ones(shape, np.float32))
     return attention.forward(*question[:3], variant=variant, mask=question.mask, documents=question.documents, **more)
 
 

@@ -1,11 +1,12 @@
 """All decisions of an attention function, each found by inputs of its own (spec A-17)."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8ref.attention import FULL, Variant
-from fp8ref.conformance.attention import accumulation, logits, operands, probabilities, subjects, tiles, visibility
+from fp8ref.conformance.attention import accumulation, descales, logits, operands, probabilities, subjects, tiles, visibility
 from fp8ref.conformance.attention.operands import Operands
 from fp8ref.conformance.attention.probabilities import Between
 from fp8ref.conformance.attention.scores import FEATURES, LOG2E
@@ -19,7 +20,8 @@ from fp8ref.sim import accumulate, attention_operands
 if TYPE_CHECKING:
     from rich.console import Console
 
-STRUCTURE = ("keys", "causal mask", "window", "documents", "heads", "softcap argument", "sinks argument", "mask and softcap")
+STRUCTURE = ("keys", "causal mask", "window", "documents", "heads", "softcap argument", "sinks argument", "mask and softcap",
+             *(name for names in subjects.DESCALES for name in names))  # fmt: skip
 """The decisions that have one right answer, whichever the variant is."""
 
 
@@ -56,22 +58,18 @@ class Probed(Result):
         """Whether there are no faults."""
         return not self.faults
 
-    @property
-    def alignment(self) -> str:
-        """To which end the queries are aligned, under a mask."""
-        for what in ("causal mask", "window"):
-            if (finding := self[what]) is not None and finding.value is not None:
-                return str(finding.value).rpartition(" ")[2]
-        return "end"
-
     def departures(self, variant: Variant) -> list[str]:
         """The decisions that are not the variant's, in words."""
+        faults = [f"{fault.what}: {fault.text}; {fault.evidence}" for fault in self.faults if fault.what in STRUCTURE]
+        return self.decisions_apart(variant) + faults
+
+    def decisions_apart(self, variant: Variant) -> list[str]:
+        """The same without faults of an argument, which are of no variant."""
         wanted = expected(variant)
-        made = [_said(finding, str(wanted[finding.what])) for finding in self.findings if not self._agrees(finding, wanted, variant)]
-        return made + [f"{fault.what}: {fault.text}; {fault.evidence}" for fault in self.faults if fault.what in STRUCTURE]
+        return [_said(finding, str(wanted[finding.what])) for finding in self.findings if not self._agrees(finding, wanted, variant)]
 
     def _agrees(self, finding: Finding, wanted: dict[str, Any], variant: Variant) -> bool:
-        if finding.what not in wanted:
+        if finding.what not in wanted or self.asked.ones:
             return True
         value = wanted[finding.what]
         if finding.what == "threshold" and self.threshold is not None:
@@ -135,6 +133,9 @@ def probe(
 
 def of_subject(asked: Attention) -> Probed:
     """``probe`` of a wrapped function."""
+    of_descales = descales.findings(asked)
+    if any(finding.value is None for finding in of_descales):
+        return _without_descales(asked, of_descales)
     of_operands = operands.operands(asked)
     tiling = tiles.tiling(asked)
     threshold = probabilities.threshold(asked, tiling)
@@ -143,6 +144,7 @@ def of_subject(asked: Attention) -> Probed:
     if largest and largest.finding.value:
         scale = float(largest.finding.value)
     findings = [
+        *of_descales,
         *visibility.findings(asked),
         *logits.findings(asked),
         *of_operands.findings,
@@ -156,6 +158,20 @@ def of_subject(asked: Attention) -> Probed:
         *operands.output(asked),
     ]
     return Probed(asked=asked, operands=of_operands, tiling=tiling, threshold=threshold, largest=largest, findings=findings)
+
+
+def _without_descales(asked: Attention, of_descales: list[Finding]) -> Probed:
+    """What is found of a function with a wrong descale: no other question can be asked, since their numbers need scales."""
+    tiling = Tiling(None, None, Finding(what="tiles", value=None, words="not asked: needs right descales", evidence=""))
+    asked = dataclasses.replace(asked, ones=True)
+    return Probed(
+        asked=asked,
+        operands=Operands(asked.fmt, False, []),
+        tiling=tiling,
+        threshold=None,
+        largest=None,
+        findings=[*of_descales, tiling.finding],
+    )
 
 
 def expected(variant: Variant) -> dict[str, Any]:

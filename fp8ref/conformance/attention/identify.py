@@ -5,11 +5,12 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from fp8ref import attention as data
 from fp8ref.attention import FULL, VARIANTS, Mask, Tiles, Variant
-from fp8ref.conformance.attention import comparison, decisions, subjects
+from fp8ref.conformance.attention import arguments, comparison, decisions, subjects
+from fp8ref.conformance.attention.arguments import FINDINGS, Alignment, Argument
 from fp8ref.conformance.attention.comparison import Agreement, Asked
 from fp8ref.conformance.attention.decisions import Probed
 from fp8ref.formats import E4M3FN, FORMATS, Format
@@ -35,8 +36,9 @@ class AttentionOutcome(Result):
     variant    the name in VARIANTS, or of a variation, such as "fa3 with promotion=4"; None if none explains it.
     agreement  with that variant, or with the nearest.
     reference  agreement with the expected variant, or with the nearest named one.
-    departures the decisions in which it is not that one.
+    departures the decisions in which it is not that one, and faults of arguments.
     expected   the variant that it should be, if any.
+    arguments  agreement under each argument, with that variant; none of a function that is no variant.
     """
 
     probed: Probed
@@ -45,15 +47,25 @@ class AttentionOutcome(Result):
     reference: Agreement
     departures: tuple[str, ...]
     expected: str | None = None
+    arguments: tuple[Argument, ...] = ()
+
+    @property
+    def wrong_arguments(self) -> list[str]:
+        """The arguments that are not the variant's."""
+        names = [one.name for one in self.arguments if one.differing(self.agreement.exact)]
+        names += [FINDINGS.get(fault.what, fault.what) for fault in self.probed.faults if fault.what in decisions.STRUCTURE]
+        return list(dict.fromkeys(names))
 
     @property
     def exact(self) -> bool:
         """Whether every bit is the variant's."""
-        return self.variant is not None and self.agreement.exact
+        return self.variant is not None and self.agreement.exact and not self.wrong_arguments
 
     @property
     def ok(self) -> bool:
-        """The expected variant, or a named one within its range; at least but for exponentials."""
+        """The expected variant, or a named one within its range; at least but for exponentials, under all of its arguments."""
+        if self.wrong_arguments:
+            return False
         if self.expected is not None:
             return self.variant == self.expected
         return self.variant in VARIANTS and self.probed.ok
@@ -62,8 +74,10 @@ class AttentionOutcome(Result):
     def message(self) -> str:
         """What it is, the decisions that differ, and the first output that does."""
         name, of = self.probed.asked.name, self.reference
+        if self.variant is not None and self.variant in (of.variant.name, self.expected) and self.wrong_arguments:
+            return "\n".join([f"{name} {self._but_arguments()}", *self._shown_arguments()])
         but = "roundings" if self.agreement.variant.real else "exponentials"
-        how = "" if self.variant is None else f"{self.variant!r}, {'bit for bit' if self.exact else f'but for {but}'}"
+        how = "" if self.variant is None else f"{self.variant!r}, {'bit for bit' if self.agreement.exact else f'but for {but}'}"
         count = f"{self.agreement.equal:,} of {self.agreement.compared:,} outputs on random inputs are equal"
         faults = [f"  at fault: {fault.what}: {fault.text}" for fault in self.probed.faults]
         if self.variant == of.variant.name:
@@ -75,7 +89,26 @@ class AttentionOutcome(Result):
         far = (
             f"{of.equal:,} of {of.compared:,} outputs are those of {nearest}{of.variant.name!r}, the error is {of.error:.2g} of the outputs"
         )
-        return "\n".join([f"{other}; {far}", *(f"  {one}" for one in self.departures), *([f"  {of.first}"] if of.first else [])])
+        first = [f"  {of.first}"] if of.first else []
+        wrong = [f"  {self._but_arguments()}", *self._shown_arguments()] if self.variant and self.wrong_arguments else []
+        return "\n".join([f"{other}; {far}", *(f"  {one}" for one in self.departures), *first, *wrong])
+
+    def _but_arguments(self) -> str:
+        """In words, which arguments alone are wrong."""
+        wrong = self.wrong_arguments
+        bits = "has every bit of" if self.agreement.exact else "is near"
+        are = "are" if len(wrong) > 1 or wrong[0].endswith("s") else "is"
+        return f"{bits} {self.variant!r}; its {', '.join(wrong)} {are} not"
+
+    def _shown_arguments(self) -> list[str]:
+        """A line for each wrong argument, with its finding and the first output that differs."""
+        lines = []
+        for name in self.wrong_arguments:
+            shown = [one for one in self.probed.findings if FINDINGS.get(one.what, one.what) == name and one.what in decisions.STRUCTURE]
+            lines += [f"  {one.what}: {one.text}; {one.evidence}" for one in shown]
+            firsts = [one.first(self.agreement.exact) for one in self.arguments if one.name == name]
+            lines += [f"  {name}: {first}" for first in firsts if first is not None]
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
@@ -91,6 +124,8 @@ class AttentionOutcome(Result):
             "nearest_equal": of.equal,
             "error": min(of.error, sys.float_info.max),  # JSON has no infinity
             "departures": list(self.departures),
+            "arguments": {one.name: one.to_dict(self.agreement.exact) for one in self.arguments},
+            "wrong_arguments": self.wrong_arguments,
             "first": of.first and of.first.to_dict(),
             "faults": [fault.to_dict() for fault in self.probed.faults],
         }
@@ -110,27 +145,33 @@ def identify_attention(
     device: str = "cpu",
     layout: str = "BHTD",
     fmt: Format = E4M3FN,
+    alignment: Alignment = "end",
 ) -> AttentionOutcome:
-    """Identify an attention function as a variant, by its decisions and by random inputs.
+    """Identify an attention function as a variant, by its decisions and by random inputs, without arguments and under each that it has.
 
     expect    a name in VARIANTS that it must have.
+    alignment the end to which its masks align queries, where it has no argument for that.
     Others:   as ``probe``.
-    Raises:   ValueError: an unknown variant; as ``probe``.
+    Raises:   ValueError: an unknown variant or alignment; as ``probe``.
     Source:   spec A-17.
     """
+    if alignment not in get_args(Alignment):
+        raise ValueError(f"alignment is one of {', '.join(get_args(Alignment))}; got {alignment!r}.")
     if expect is not None and expect not in VARIANTS:
         raise ValueError(f"expect is one of {', '.join(VARIANTS)}; got {expect!r}.")
     asked = subjects.wrap(function, name=name, framework=framework, device=device, layout=layout, fmt=fmt)
     probed = decisions.of_subject(asked)
-    answers = Asked(asked, comparison.cases(alignment=probed.alignment))
+    tokens = _whole_tiles(probed)
+    answers = Asked(probed.asked, comparison.plain_cases(tokens))
     best = _ranked(answers, probed)[0]
     nearest = answers.agreement(best.variant) or best
-    found = nearest if nearest.alike and not probed.departures(best.variant) else None
+    found = nearest if nearest.alike and not probed.decisions_apart(best.variant) else None
     if found is None or not found.exact:
         found = _varied(best.variant, probed, answers) or found
     reference = answers.agreement(VARIANTS[expect]) or nearest if expect else nearest
     name = None if found is None else found.variant.name
     departures = () if name == reference.variant.name else probed.departures(reference.variant)
+    checked = [] if found is None else arguments.compare(probed.asked, found.variant, tokens, alignment, exact=found.exact)
     return AttentionOutcome(
         probed=probed,
         variant=name,
@@ -138,7 +179,14 @@ def identify_attention(
         reference=reference,
         departures=tuple(departures),
         expected=expect,
+        arguments=tuple(checked),
     )
+
+
+def _whole_tiles(probed: Probed) -> int:
+    """The tokens of plain inputs: two of the function's tiles, or one of a long one, so that no tile is ragged."""
+    length = probed.tiling.length or 128
+    return 2 * length if length <= 256 else length
 
 
 def require_attention(
@@ -191,7 +239,7 @@ def require_attention(
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
     """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error; of INT8 by error alone."""
     found = [one for variant in VARIANTS.values() if (one := answers.agreement(variant, cases=1)) is not None]
-    departing = {one.variant.name: len(probed.departures(one.variant)) for one in found}
+    departing = {one.variant.name: len(probed.decisions_apart(one.variant)) for one in found}
     # Few decisions of INT8 are compared: such a variant is near by its outputs alone. A function whose roundings are not its own is further from it than
     # from real arithmetic, by the variant's roundings; so an error of less than half of all others' is by equal codes of q and k.
     others = min((one.error for one in found if not one.variant.int8), default=0.0)

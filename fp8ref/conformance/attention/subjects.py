@@ -64,11 +64,14 @@ class Question(NamedTuple):
     documents: Any = None
     softcap: float | None = None
     sinks: np.ndarray | None = None
+    scale: float | None = None
+    descales: Mapping[str, np.ndarray] | None = None
 
     def __str__(self) -> str:
         masked = "" if self.mask == FULL else f", {self.mask}"
         more = f", softcap {self.softcap:g}" if self.softcap is not None else ""
         more += ", sinks" if self.sinks is not None else ""
+        more += f", scale {self.scale:g}" if self.scale is not None else ""
         return f"q {list(self.q.shape)}, k and v {list(self.k.shape)}{masked}{', documents' if self.documents is not None else ''}{more}"
 
 
@@ -81,6 +84,7 @@ class Attention:
     layout    one of LAYOUTS.
     names     of its arguments.
     fmt       of q, k and v, where it takes codes.
+    ones      whether codes are those of descales of 1, so that a descale that is ignored changes nothing.
     """
 
     subject: Subject
@@ -88,6 +92,7 @@ class Attention:
     layout: str = "BHTD"
     names: tuple[str, ...] = ()
     fmt: Format = E4M3FN
+    ones: bool = False
 
     @property
     def name(self) -> str:
@@ -97,10 +102,11 @@ class Attention:
     @property
     def takes_codes(self) -> bool:
         """Whether q, k and v come in FP8, with their scales."""
-        return self._descales is not None
+        return self.descale_names is not None
 
     @property
-    def _descales(self) -> tuple[str, ...] | None:
+    def descale_names(self) -> tuple[str, ...] | None:
+        """The names of the descales of q, k and v; None of a function without them."""
         return next((names for names in DESCALES if all(name in self.names for name in names)), None)
 
     def _name(self, names: tuple[str, ...]) -> str | None:
@@ -119,6 +125,16 @@ class Attention:
     def takes_documents(self) -> bool:
         """Whether it has an argument for them."""
         return "documents" in self.names
+
+    @property
+    def takes_alignment(self) -> bool:
+        """Whether a mask that it takes says to which end queries are aligned."""
+        return "mask" in self.names and self._name(CAUSAL) is None
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether it has an argument for the softmax scale."""
+        return self._name(SCALES) is not None
 
     @property
     def takes_softcap(self) -> bool:
@@ -143,6 +159,8 @@ class Attention:
             named["documents"] = question.documents
         if question.softcap is not None and (name := self._name(SOFTCAPS)):
             named[name] = question.softcap
+        if question.scale is not None and (name := self._name(SCALES)):
+            named[name] = question.scale
         if question.sinks is not None and (name := self._name(SINKS)):
             named[name] = self.subject.make_array(question.sinks, "float32")
         given, descales = self._operands(question)
@@ -175,15 +193,18 @@ class Attention:
     def _operands(self, question: Question) -> tuple[list[Any], dict[str, Any]]:
         """(q, k, v as arrays of the framework, the scales of codes by name)."""
         tensors = [np.asarray(x, np.float32) for x in question[:3]]
-        names = self._descales
+        names = self.descale_names
         if names is None:
             return [self.subject.make_array(self._turned(x), self.dtype) for x in tensors], {}
         given, descales = [], {}
-        for name, x in zip(names, tensors, strict=True):
-            heads = head_scaling.quantize(x, self.fmt, "head", "te_current", heads=question.k.shape[1])
+        for role, name, x in zip("qkv", names, tensors, strict=True):
+            shape = x.shape[0], question.k.shape[1]
+            one = np.ones((*shape, 1, 1), np.float32) if self.ones else None
+            heads = head_scaling.quantize(x, self.fmt, "head", "te_current", heads=shape[1], scale=one)
             assert heads.codes is not None
             given.append(self._codes(self._turned(heads.codes)))
-            descales[name] = self.subject.make_array(heads.scale_inv.reshape(x.shape[0], -1), "float32")
+            inverse = (question.descales or {}).get(role, heads.scale_inv.reshape(shape))
+            descales[name] = self.subject.make_array(inverse, "float32")
         return given, descales
 
     def _codes(self, codes: np.ndarray) -> Any:

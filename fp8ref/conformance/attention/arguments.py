@@ -1,0 +1,148 @@
+"""Each argument of an attention function against the simulator, on random inputs that need that argument (spec A-17).
+
+The variant is named on plain inputs: square, of whole tiles, a head of keys for each query head. So a fault of one argument shows in the
+cases of this argument alone, and does not rename the variant.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8ref.attention import FULL, VARIANTS, Mask, Variant
+from fp8ref.conformance.attention.comparison import Agreement, Asked, Case, random_operands
+from fp8ref.conformance.attention.subjects import Attention, Question
+from fp8ref.conformance.finding import Counterexample
+from fp8ref.conformance.subject import ConformanceError, RefusedError
+
+Alignment = Literal["end", "start"]
+"""``Mask.alignment`` of a function whose causal mask has no argument for it."""
+
+CAP = 2.0
+"""The softcap of random inputs: small beside scores of standard deviation 4."""
+
+CAPPED = 2.0**-5
+"""The largest error of outputs under ``CAP``, relative, where exponentials are hardware's. Its tanh errs by 2^-11 (A-22), so a score by
+CAP 2^-11 = 2^-10: one code of P in 2^-10 / 2^-4 = 2^-6 is a neighbor, by 2^-3 at most, which is sqrt(2^-6) 2^-3 = 2^-6 of the outputs
+in the root mean square. The wrong orders of A-27 differ by more than 2^-2."""
+
+FINDINGS = {"softcap argument": "softcap", "sinks argument": "sinks", "mask and softcap": "softcap"}
+"""{finding of a fault: its argument}, where they have other names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """How a function's outputs under one argument agree with a variant's.
+
+    agreements  of the cases that the function does not refuse.
+    refused     why it refuses the others; empty if it refuses none.
+    """
+
+    name: str
+    agreements: tuple[Agreement, ...]
+    refused: str = ""
+
+    def differing(self, exact: bool) -> Agreement | None:
+        """The first case that does not agree in every bit, or without ``exact`` but for exponentials; None if all do."""
+        return next((one for one in self.agreements if not (one.exact if exact else self._near(one))), None)
+
+    def _near(self, one: Agreement) -> bool:
+        return one.alike or (self.name == "softcap" and one.error <= CAPPED)
+
+    def first(self, exact: bool) -> Counterexample | None:
+        """The first output that differs."""
+        one = self.differing(exact)
+        return None if one is None else one.first
+
+    def to_dict(self, exact: bool) -> dict[str, Any]:
+        """What --json writes."""
+        first = self.first(exact)
+        return {"cases": len(self.agreements), "equal": not first, "refused": self.refused, "first": first and first.to_dict()}
+
+
+def compare(asked: Attention, variant: Variant, tokens: int, alignment: Alignment, *, exact: bool) -> list[Argument]:
+    """Every argument that the function has, compared with the variant; ``tokens`` are whole tiles.
+
+    Cases of unequal lengths, shared heads or a causal mask are left out of other arguments once these alone differ.
+    """
+    made: list[Argument] = []
+    for name, cases in _cases(asked, variant, tokens, alignment):
+        wrong = {one.name for one in made if one.differing(exact)}
+        kept = [case for case in cases if not wrong & _also(case.question)] or cases[:1]
+        made.append(_argument(asked, variant, name, kept))
+    return [one for one in made if one.agreements or one.refused]
+
+
+def _also(question: Question) -> set[str]:
+    """The arguments that a case needs beside its own."""
+    heads, tokens = (question.q.shape[axis] != question.k.shape[axis] for axis in (1, 2))
+    needs = {"lengths": tokens, "heads": heads, "causal mask": question.mask.causal}
+    return {name for name, needed in needs.items() if needed}
+
+
+def _argument(asked: Attention, variant: Variant, name: str, cases: list[Case]) -> Argument:
+    agreements, refused = [], ""
+    for case in cases:
+        try:
+            agreement = Asked(asked, [case]).agreement(variant)
+        except (RefusedError, ConformanceError) as error:
+            refused = str(error)
+        else:
+            agreements += [agreement] if agreement is not None else []
+    return Argument(name=name, agreements=tuple(agreements), refused=refused)
+
+
+def _cases(asked: Attention, variant: Variant, tokens: int, alignment: Alignment) -> Iterator[tuple[str, list[Case]]]:
+    """(argument, its cases)."""
+    rng = np.random.default_rng(1)
+
+    def case(name: str, tq: int = tokens, tk: int = tokens, *, heads: tuple = (1, 2, 2), features: int = 64, **more) -> Case:
+        return Case(name, Question(*random_operands(rng, *heads, tq, tk, features), **more))
+
+    ragged = tokens + 37
+    lengths = [(ragged, ragged), (40, ragged), (ragged, 60), (1, ragged)]
+    yield "lengths", [case(f"{tq} queries, {tk} keys", tq, tk) for tq, tk in lengths]
+    heads = [(2, 4, 2), (1, 3, 1)]
+    yield "heads", [case(f"{h} query heads, {kv} heads of keys", heads=(b, h, kv)) for b, h, kv in heads]
+    whole = variant.tiles in [one.tiles for one in VARIANTS.values()]  # measured tiles are those of no mask and 64 features
+    if whole:
+        yield "features", [case("128 features", features=128)]
+        yield from _masks(asked, case, alignment)
+    if asked.takes_documents:
+        yield "documents", [case(f"documents, {masked}", heads=(2, 2, 2), documents=_documents(tokens, rng), mask=mask)
+                            for masked, mask in (("no mask", FULL), ("causal", _causal(alignment)))
+                            if asked.takes(mask)]  # fmt: skip
+    if asked.takes_scale:
+        yield "scale", [case("softmax scale 0.3", scale=0.3)]
+    if variant.smoothed:
+        return
+    if asked.takes_softcap:
+        capped = case(f"softcap {CAP:g}", softcap=CAP)
+        yield "softcap", [capped._replace(question=capped.question._replace(q=4 * capped.question.q))]
+    if asked.takes_sinks:
+        yield "sinks", [case("sinks", heads=shared, sinks=(2 * rng.standard_normal(shared[1])).astype(np.float32))
+                        for shared in ((1, 2, 2), (1, 4, 2))]  # fmt: skip
+
+
+def _masks(asked: Attention, case, alignment: Alignment) -> Iterator[tuple[str, list[Case]]]:
+    """The cases of masks: square, more keys, and more queries than keys."""
+    ends: tuple[Alignment, ...] = ("end", "start") if asked.takes_alignment else (alignment,)
+    shapes: tuple[dict, ...] = ({}, {"tq": 40, "tk": 200}, {"tq": 90, "tk": 60})
+    if asked.takes(_causal(alignment)):
+        yield "causal mask", [case(f"causal, aligned to the {end}", **shape, mask=_causal(end)) for shape in shapes for end in ends]
+    windows = [Mask(window=(17, 5)), Mask(window=(30, None)), Mask(causal=True, window=(64, 0))]
+    taken = [dataclasses.replace(one, alignment=end) for one in windows for end in ends if asked.takes(one)]
+    if taken:
+        yield "window", [case(f"window {one.window}", **shape, mask=one) for shape in shapes for one in taken]
+
+
+def _causal(alignment: Alignment) -> Mask:
+    return Mask(causal=True, alignment=alignment)
+
+
+def _documents(tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of two sequences of queries and keys, of other lengths in each."""
+    ids = np.sort(rng.integers(0, 5, (2, tokens)), axis=1)
+    return ids, ids

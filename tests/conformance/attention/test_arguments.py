@@ -1,0 +1,149 @@
+"""A fault of one argument is found in that argument alone, and does not rename the variant (spec A-17)."""
+
+import functools
+import inspect
+
+import numpy as np
+import pytest
+
+from fp8ref.attention import VARIANTS, Mask
+from fp8ref.conformance.attention import arguments, descales, identify_attention, subjects
+from fp8ref.sim import attention
+
+FA4 = VARIANTS["fa4"]
+KEPT = ("q", "k", "v", "causal", "window", "documents", "softcap", "sinks", "scale")
+
+
+def attend(q, k, v, causal=False, window=None, documents=None, softcap=None, sinks=None, scale=None, *, fault=None):
+    """fa4 with one fault."""
+    alignment = "start" if fault == "aligned to the start" else "end"
+    if window is not None:
+        change = {"left edge": (1, 0), "right edge": (0, -1), "both edges": (1, 1)}.get(fault, (0, 0))
+        window = tuple(None if side is None else side + by for side, by in zip(window, change, strict=True))
+        window = None if fault == "no window" else window[::-1] if fault == "swapped" else window
+    mask = Mask(causal=causal and fault != "not causal", window=window, alignment=alignment)
+    if fault == "modulo heads" and q.shape[1] != k.shape[1]:
+        k, v = (np.tile(x, (1, q.shape[1] // k.shape[1], 1, 1)) for x in (k, v))
+    if fault == "as many keys as queries":
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+    if fault == "ragged end":
+        whole = max(k.shape[2] // 128 * 128, min(k.shape[2], 128))
+        k, v = k[:, :, :whole], v[:, :, :whole]
+    if fault == "scale of 64 features":
+        scale = scale or 1 / 8
+    documents = documents and {"no documents": None, "one sequence's": tuple(np.broadcast_to(x[:1], x.shape) for x in documents)}.get(
+        fault, documents
+    )
+    softcap = {"no softcap": None, "another softcap": softcap and 2 * softcap}.get(fault, softcap)
+    sinks = None if fault == "no sinks" or sinks is None else sinks[::-1] if fault == "sinks of other heads" else sinks
+    scale = None if fault == "no scale" else scale
+    return attention.forward(q, k, v, variant="fa4", mask=mask, documents=documents, softcap=softcap, sinks=sinks, scale=scale)
+
+
+def planted(fault):
+    function = functools.partial(attend, fault=fault)
+    function.__signature__ = inspect.Signature([one for name, one in inspect.signature(attend).parameters.items() if name in KEPT])
+    return function
+
+
+def of_codes(q, k, v, q_descale, k_descale, v_descale, *, fault=None):
+    """fa4 of codes and scale_inv [B, Hkv]."""
+    given = {"q": q_descale, "k": k_descale, "v": v_descale}
+    if fault in ("q ignored", "k ignored", "v ignored"):
+        given[fault[0]] = np.ones_like(given[fault[0]])
+    if fault == "q and v swapped":
+        given["q"], given["v"] = given["v"], given["q"]
+    if fault == "k of another head":
+        given["k"] = given["k"][:, ::-1]
+    if fault == "v of sequence 0":
+        given["v"] = np.broadcast_to(given["v"][:1], given["v"].shape)
+    if fault == "q divides":
+        given["q"] = 1 / given["q"]
+    x = [
+        x.astype(np.float32) * np.repeat(one, x.shape[1] // one.shape[1], axis=1)[..., None, None]
+        for x, one in zip((q, k, v), given.values(), strict=True)
+    ]
+    scales = {role: 1 / one[..., None, None] for role, one in given.items()}
+    return attention.forward(*x, variant="fa4", scales=scales)
+
+
+@pytest.mark.grid(2)
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (planted("left edge"), "window is not"),  # MSLK#263
+        (functools.partial(of_codes, fault="v ignored"), "v_descale is not"),  # vLLM#51363
+        (planted("aligned to the start"), "causal mask, window are not"),
+        (planted("no sinks"), "sinks are not"),
+        (planted("modulo heads"), "heads are not"),
+        (planted("no documents"), "documents are not"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)
+def test_the_variant_keeps_its_name_under_a_fault_of_one_argument(function, named):  # A-17
+    found = identify_attention(function, name="mine", expect="fa4")
+    assert (found.variant, found.ok, found.exact, found.agreement.exact) == ("fa4", False, False, True)
+    assert found.message.startswith(f"mine has every bit of 'fa4'; its {named}\n")
+
+
+def test_an_alignment_is_asked_and_not_fitted():  # A-3
+    found = wrong(planted("aligned to the start"), alignment="start")
+    assert found == {}
+    with pytest.raises(ValueError, match="alignment is one of end, start; got 'top'"):
+        identify_attention(planted(None), alignment="top")
+
+
+def wrong(function, alignment="end"):
+    checked = arguments.compare(subjects.wrap(function, name="mine"), FA4, 256, alignment, exact=True)
+    assert all(one.agreements for one in checked)
+    return {one.name: one.first(True) for one in checked if one.differing(True)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "argument"),
+    [
+        (None, []),
+        ("aligned to the start", ["causal mask", "window"]),  # SageAttention#131
+        ("not causal", ["causal mask"]),
+        ("left edge", ["window"]),  # MSLK#263
+        ("right edge", ["window"]),
+        ("both edges", ["window"]),
+        ("swapped", ["window"]),
+        ("no window", ["window"]),
+        ("modulo heads", ["heads"]),
+        ("as many keys as queries", ["lengths"]),
+        ("ragged end", ["lengths"]),
+        ("scale of 64 features", ["features"]),
+        ("no documents", ["documents"]),
+        ("one sequence's", ["documents"]),
+        ("no softcap", ["softcap"]),
+        ("another softcap", ["softcap"]),
+        ("no sinks", ["sinks"]),
+        ("sinks of other heads", ["sinks"]),
+        ("no scale", ["scale"]),
+    ],
+)
+def test_a_fault_shows_in_its_argument_alone(fault, argument):
+    found = wrong(planted(fault))
+    assert sorted(found) == sorted(argument)
+    assert all("of variant 'fa4'" in first.expected for first in found.values())
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (None, {}),
+        ("q ignored", {"q_descale": "ignored"}),  # vLLM#51363
+        ("k ignored", {"k_descale": "ignored"}),
+        ("v ignored", {"v_descale": "ignored"}),
+        ("q and v swapped", {"q_descale": "doubles the outputs", "v_descale": "doubles the scores"}),
+        ("k of another head", {"k_descale": "of another sequence or head"}),
+        ("v of sequence 0", {"v_descale": "of another sequence or head"}),
+        ("q divides", {"q_descale": "halves the scores"}),
+    ],
+)
+def test_each_descale_is_doubled(fault, words):
+    function = functools.partial(of_codes, fault=fault)
+    found = descales.findings(subjects.wrap(function, name="mine"))
+    assert [one.what for one in found] == ["q_descale", "k_descale", "v_descale"]
+    assert {one.what: one.words for one in found if one.value is None} == words
