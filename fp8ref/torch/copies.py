@@ -44,15 +44,17 @@ class Copies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make all codes anew, from masters. After each step this is done; after a checkpoint is loaded it
-        is to be called."""
+        """Make all codes anew, from masters. All ranks call it."""
+        self._refresh_whole()
+        compute_scales(self.gathers)
+
+    @torch.no_grad()
+    def _refresh_whole(self) -> None:
+        """Make the codes of weights that are not sharded anew, from masters."""
         for p, spec in self.weights.values():
             made = of_master(self._optimizer, p, spec)
             p._data.copy_(made.codes)  # type: ignore[attr-defined]
             p._scale.copy_(made.scale)  # type: ignore[attr-defined]
-        compute_scales(self.gathers)
-        for g in self.gathers:
-            g.made = g.cast()
 
     @contextmanager
     def uncast(self) -> Iterator[None]:
@@ -75,8 +77,10 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     are loaded; a sharded model after ``fsdp.gather_in_fp8``.
 
     Order:    the master, rounded once to the weight's dtype, cast by the recipe (spec O-16).
-    Returns:  the copies. Each step of the optimizer refreshes them; call ``refresh`` after loading a
-              checkpoint. The model's state_dict holds codes and scales, and loads into a model with or without copies.
+    Returns:  the copies. Each step of the optimizer refreshes them, and so does loading its states, or
+              weights that FSDP2 shards; call ``refresh`` after masters or local shards were written
+              otherwise. The model's state_dict holds codes and scales, and loads into a model with or
+              without copies.
     Raises:   ValueError: no linear that casts its weight once; another optimizer, or one without a weight of these; a weight that another
               module shares, or that is kept already.
     """
@@ -103,9 +107,12 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
         linears[name].weight = _replaced(optimizer, p, replacing)
         linears[name].register_load_state_dict_pre_hook(_take_scale)
         weights[name] = (linears[name].weight, specs[name])
+    for g in gathers:
+        g.keeps_codes = True
     copies = Copies(model, weights, gathers, optimizer)
     copies.refresh()
     optimizer.register_step_post_hook(lambda *_: copies.refresh())
+    optimizer.register_load_state_dict_post_hook(lambda _: copies._refresh_whole())
     return copies
 
 
@@ -154,7 +161,7 @@ def _check_new(linears: dict[str, Any]) -> None:
     """ValueError for a weight that an earlier ``keep`` keeps: a step would make its codes twice."""
     for name, linear in linears.items():
         gather: FP8Gather | None = getattr(linear, "fp8_gather", None)
-        if isinstance(linear.weight, Float8TrainingTensor) or (gather is not None and gather.made is not None):
+        if isinstance(linear.weight, Float8TrainingTensor) or (gather is not None and gather.keeps_codes):
             raise ValueError(
                 f"a model's weights are kept in FP8 once; {name}.weight is already. Use what copies.keep returned, and its refresh() after a "
                 "checkpoint is loaded."

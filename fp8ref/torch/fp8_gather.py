@@ -5,7 +5,7 @@ sets them: every rank casts its shard by the scale of the whole weight, and code
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -24,29 +24,34 @@ from fp8ref.torch.linear import Linear
 class FP8Gather:
     """Gathers one linear's weight as codes: each rank casts its shard by the whole weight's scale.
 
-    scale       float32 (), of the current forward pass and its backward pass.
+    scale       float32 (), of the whole weight at ``version``. Gathers of one pass, forward and
+                backward, share it; outside of a pass each gather computes it.
+    version     torch's count of the operations that changed the sharded weight, when ``scale`` was
+                computed. Ranks count alike: writes to a local shard, or through .data, do not count.
+    in_pass     whether the forward pass that ``scale`` was computed for still runs.
     moved       the dtype in which FSDP2 last gathered the weight; None before.
     shard       this rank's rows [n, K] of the master, also while the whole weight is gathered; n
                 may be 0.
-    made        codes of the shard that ``copies`` made after a step, by ``scale``; None: each gather
-                casts the shard.
+    keeps_codes whether codes are made with the scale, by ``copies`` after each step, and kept.
+    made        these codes of the shard, by ``scale``; None: each gather casts the shard.
+    master      the sharded weight, also while the whole weight is gathered.
     """
 
     def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
         self.name, self.linear, self.spec, self.dtype, self.precomputed = name, linear, spec, dtype, precomputed
         self.state = linear.state("weight") if isinstance(linear, Linear) else None
         self.scale: torch.Tensor | None = None
+        self.version, self.in_pass, self.keeps_codes = -1, False, False
         self.moved: torch.dtype | None = None
-        self.shard = torch.empty(0)
+        self.master = self.shard = torch.empty(0)
         self.made: torch.Tensor | None = None
 
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the process groups whose ranks hold shards of the weight."""
-        weight = self.linear.weight
-        assert isinstance(weight, DTensor)
-        mesh = weight.device_mesh
-        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(weight.placements) if not placement.is_replicate())
+        assert isinstance(self.master, DTensor)
+        mesh = self.master.device_mesh
+        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(self.master.placements) if not placement.is_replicate())
 
     def attach(self) -> None:
         """Set FSDP2's hooks on the shard.
@@ -55,7 +60,9 @@ class FP8Gather:
         """
         weight = self.linear.weight
         assert isinstance(weight, DTensor)
-        self.shard = weight._local_tensor
+        if weight is not self.master:
+            self.version = -1
+        self.master, self.shard = weight, weight._local_tensor
         self.shard.fsdp_pre_all_gather = self.before  # type: ignore[attr-defined]
         self.shard.fsdp_post_all_gather = self.after  # type: ignore[attr-defined]
 
@@ -81,15 +88,25 @@ class FP8Gather:
             raise ValueError(
                 f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut along another dim."
             )
-        # None: the caller gathers before any forward pass
-        if self.made is None and (not self.precomputed or self.scale is None):
+        in_pass = self.in_pass or torch._C._current_graph_task_id() != -1
+        if not (self.fresh and (self.keeps_codes or (self.precomputed and in_pass))):
             compute_scales([self])
-        assert self.scale is not None
         codes = self.cast() if self.made is None else self.made
+        assert self.scale is not None
         rows = -(-outer_size[0] // mesh.size())
         if len(codes) < rows:
             codes = functional.pad(codes, (0, 0, 0, rows - len(codes)))
         return (codes,), (self.scale, outer_size[0])
+
+    @property
+    def counted(self) -> int:
+        """The sharded weight's own count of the operations that changed it."""
+        return 0 if self.master.is_inference() else self.master._version  # inference tensors count nothing
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no operation has changed the sharded weight since ``scale`` was computed."""
+        return self.version == self.counted
 
     def cast(self) -> torch.Tensor:
         """The codes of the shard by ``scale``, uint8 [n, K]."""
@@ -124,14 +141,15 @@ class FP8Gather:
 
 
 @torch.no_grad()
-def compute_scales(gathers: Iterable[FP8Gather]) -> None:
-    """Set the scale of each whole weight for a forward pass (P-3).
+def compute_scales(gathers: Sequence[FP8Gather]) -> None:
+    """Set the scale of each whole weight as it is now, and the codes of one that keeps them (P-3).
 
     A delayed scale is read from the state. Others need amaxes of all ranks: one all-reduce for all
     weights that shard alike.
     """
     alike: dict[tuple, list[FP8Gather]] = {}
     for g in gathers:
+        g.version = g.counted
         if g.state is not None:
             g.scale = g.state.scale.clone()
         else:
@@ -149,3 +167,5 @@ def compute_scales(gathers: Iterable[FP8Gather]) -> None:
         scale = scales.scale_from_amax(amax.to(dtype).float(), spec.fmt, spec.policy)
         for g, of_one in zip(members, scale.unbind(), strict=True):
             g.scale = of_one
+    for g in gathers:
+        g.made = g.cast() if g.keeps_codes else None

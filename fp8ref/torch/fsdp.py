@@ -115,12 +115,16 @@ class _Forward:
             _start_afresh(unit)
         for g in gathers:
             g.attach()
-        compute_scales(g for g in gathers if g.precomputed and g.made is None)
+            g.in_pass = True
+        # of kept codes, those whose weights were loaded, or changed otherwise, since the last step
+        compute_scales([g for g in gathers if (not g.fresh if g.keeps_codes else g.precomputed)])
         self._observe(unit)
 
     def end(self, unit: nn.Module, args: tuple, output: object) -> None:
         if unit is self.outermost:
             self.outermost = None
+            for g in self.gathers:
+                g.in_pass = False
 
     def _observe(self, unit: nn.Module) -> None:
         """Observe a unit's weights for delayed scaling, once in a pass that takes gradients."""

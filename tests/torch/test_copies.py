@@ -143,9 +143,11 @@ def test_loaded_states_make_the_codes_anew():  # O-16
     _, _, other, into, found = trained("msamp_o2", own=True, kept=True, steps=1)
     before = other[2].weight._data.view(torch.uint8).clone()
     into.load_state_dict(optimizer.state_dict())
-    found.refresh()
     assert torch.equal(into.state[other[2].weight]["master_codes"], masters[2][0])
-    assert not torch.equal(before, other[2].weight._data.view(torch.uint8))
+    codes = other[2].weight._data.view(torch.uint8).clone()
+    assert not torch.equal(before, codes)
+    found.refresh()
+    assert torch.equal(codes, other[2].weight._data.view(torch.uint8))
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -239,6 +241,22 @@ def on_ranks(kept: bool, layout: str) -> tuple[list[float], list[torch.Tensor], 
         optimizer.step()
         losses.append(loss.item())
     return losses, [optimizer.state[p].get("master_codes", p.detach()).full_tensor() for p in made.parameters()], casts
+
+
+def on_ranks_loaded(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of a model that keeps codes, after its weights were loaded, and of one that keeps none."""
+    outputs = []
+    for kept in (True, False):
+        made = sharded()
+        if kept:
+            copies.keep(made, states.AdamW(made.parameters(), lr=1e-2, layout=layout))
+        made.load_state_dict({name: 8 * x for name, x in made.state_dict().items()})
+        outputs.append(made(batch(0)).detach())
+    return outputs[0], outputs[1]
+
+
+def test_gathered_codes_are_those_of_weights_loaded_since():  # O-16, P-11
+    assert all(torch.equal(mine, wanted) for mine, wanted in run(2, on_ranks_loaded, "sqrt_e4m3"))
 
 
 @pytest.mark.slow

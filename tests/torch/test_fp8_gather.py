@@ -74,6 +74,41 @@ def scales_after_writes():
     return found
 
 
+def gathered_outside_of_a_pass():
+    """Largest differences that gathering before the pass makes, and scales beside those of the weights as they are."""
+    outputs, scales = {}, []
+    for fp8 in (True, False):
+        for early in (False, True):
+            model = sharded(fp8=fp8)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for step in range(3):
+                if early:
+                    model.unshard(async_op=True)
+                    model[0].unshard(async_op=True)
+                y = model(batch(step))
+                outputs.setdefault((fp8, early), []).append(y.detach())
+                optimizer.zero_grad()
+                y.float().square().mean().backward()
+                optimizer.step()
+    model = sharded()
+    model(batch(0)).float().square().mean().backward()
+    for change in (lambda w: w.mul_(8), lambda w: w.data.mul_(8), lambda w: w.to_local().mul_(8)):
+        with torch.no_grad():
+            change(model[0][0].weight)
+        whole = model[0][0].weight.full_tensor().bfloat16()
+        model[0].unshard()
+        scales.append((model[0][0].weight._scale.clone(), scaling.quantize(whole, E4M3FN).scale))
+        model[0].reshard()
+    state = model[0][0].fp8_gather
+    state.in_pass = True  # as after an interrupt, which no hook reports
+    with torch.no_grad():
+        model[0][0].weight.mul_(8)
+    whole = model[0][0].weight.full_tensor().bfloat16()
+    model[0].unshard()
+    scales.append((model[0][0].weight._scale.clone(), scaling.quantize(whole, E4M3FN).scale))
+    return outputs, scales
+
+
 def one_bad_shard(value):
     model = sharded()
     if distributed.get_rank() == 1:
@@ -122,6 +157,14 @@ def test_scales_are_of_the_weights_as_they_are_whoever_wrote_them(ranks):
         found, expected = zip(*rank, strict=True)
         assert torch.equal(torch.stack(found), torch.stack(expected))
         assert len(set(torch.stack(found).tolist())) == 4  # loading what was there gives back the first
+
+
+def test_gathers_outside_of_a_pass_have_scales_of_the_weights_as_they_are(ranks):  # P-11
+    for outputs, scales in ranks(gathered_outside_of_a_pass):
+        for fp8 in (True, False):
+            assert all(torch.equal(a, b) for a, b in zip(outputs[fp8, False], outputs[fp8, True], strict=True))
+        assert all(torch.equal(mine, wanted) for mine, wanted in scales)
+        assert len({wanted.item() for _, wanted in scales}) == 4
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
