@@ -40,6 +40,14 @@ class Uncalling(Tied):
         self.spare = nn.Linear(32, 32)
 
 
+class Sometimes(Uncalling):
+    """With a linear that it calls where the first token is even."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        return logits if tokens[0, 0] % 2 else logits + self.spare(self.embed(tokens)).sum(-1, keepdim=True)
+
+
 class Misshapen(Tied):
     """Whose logits are of the last token alone."""
 

@@ -69,6 +69,22 @@ def step(optimizer: torch.optim.Optimizer, finite: torch.Tensor, lr: float, meas
         optimizer.step()
 
 
+@torch.no_grad()
+def gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients of all parameters that are trained.
+
+    One that no pass of the step used gets zeros, so that the steps of all parameters count alike (T-1):
+    torch's optimizers would pass it by, and a checkpoint holds one count.
+    """
+    trained = [p for p in params if p.requires_grad]
+    for p in trained:
+        if p.grad is None:
+            dtype = p.grad_dtype or p.dtype
+            whole = isinstance(p, DTensor)
+            p.grad = torch.zeros_like(p, dtype=dtype) if whole else torch.zeros(p.shape, dtype=dtype, device=p.device)
+    return [p.grad for p in trained if p.grad is not None]
+
+
 def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
     """Create missing moments as the first step would: zeros.
 

@@ -135,7 +135,7 @@ class Step:
         after everything is launched, if the optimizer can skip a step by a flag on the device, else
         before its step.
         """
-        grads = [p.grad for p in self.params.values() if p.grad is not None]
+        grads = optimizer.gradients(self.params.values())
         norm = self._norm(grads)
         found = torch.stack([loss, norm.double()])
         finite = found.isfinite().all()
