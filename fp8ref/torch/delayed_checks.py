@@ -147,9 +147,12 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
         elif linear in _evaluated and stepped:
             evaluated = evaluated or linear
         _sample(linear)
+        version = sum(p._version for p in weights)
         for state in _states(linear):
-            state.missed += 1
-            state.version = None
+            # An optimizer of several parts passes by those without gradients, as where they train in turns.
+            if stepped or state.version not in (None, version):
+                state.missed += 1
+                state.version = None
     if evaluated is not None:
         warnings.warn(
             f"delayed scaling observes amaxes in training mode; an optimizer step took gradients of {evaluated.fqn or 'a linear'} that eval mode "

@@ -101,6 +101,19 @@ def test_what_is_right_stays_silent(optimizer_of):  # H-12: the suite makes ever
         step(tensorwise, torch.optim.SGD(tensorwise.parameters()), x)
 
 
+def test_parts_of_one_optimizer_train_in_turns():  # H-12: the suite makes every warning an error
+    parts = [convert.convert(made(), "delayed") for _ in range(2)]
+    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-3)
+    for part in (*parts, *parts):
+        for _ in range(delayed_checks.MOST + 1):
+            step(part, optimizer, torch.ones(8, 16))
+            delayed.update(part)
+    step(parts[0], optimizer, torch.ones(8, 16))
+    with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
+        parts[0](torch.ones(8, 16))
+    parts[1](torch.ones(8, 16))
+
+
 class PlainSGD(torch.optim.Optimizer):
     """Whose step has no break of torch's own, so that dynamo can trace it whole."""
 
