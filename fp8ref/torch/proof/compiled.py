@@ -5,6 +5,7 @@ operand is followed back to the layer's weight or to its input. The post-grad gr
 pass, tell how each GEMM runs in the end.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,17 +36,22 @@ def trace_compiled(model: nn.Module, attention: Mapping[str, nn.Module] | None =
     Run the first step in it: later ones compile nothing.
 
     Inductor's caches are neither read, which would hide the graphs, nor written. Modules of one
-    class that are compiled one by one share a graph, which counts for all of them. A linear
+    class that are compiled one by one share a graph. It counts for those that were called in this
+    context and whose linears and attention have equal recipes: others have a graph of their own, or none. A linear
     compiled by itself has no name in its graph.
     """
     trace = GemmTrace("inductor post-grad graphs")
     reader = _Reader(model, trace, attention or {})
     config = inductor_config
-    with inductor_config.patch(
-        joint_custom_pre_pass=_Pass(reader.label, config.joint_custom_pre_pass),
-        post_grad_custom_post_pass=_Pass(reader.read, config.post_grad_custom_post_pass),
+    with (
+        inductor_config.patch(
+            joint_custom_pre_pass=_Pass(reader.label, config.joint_custom_pre_pass),
+            post_grad_custom_post_pass=_Pass(reader.read, config.post_grad_custom_post_pass),
+        ),
+        reader.noting_calls(),
     ):
         yield trace
+    reader.drop_uncalled()
 
 
 class _Pass(CustomGraphPass):
@@ -75,11 +81,64 @@ class _Reader:
         self._attention = {str(id(module)): records.unwrapped(name) for name, module in attention.items()}
         # dynamo's keys of modules are their ids
         self._names = {str(id(module)): name for name, module in records.linears(model)}
-        self._regions = {
-            records.unwrapped(name): type(getattr(module, "_orig_mod", module))
-            for name, module in model.named_modules()
-            if name and is_compiled(module)
+        self._regions = {records.unwrapped(name): module for name, module in model.named_modules() if name and is_compiled(module)}
+        self._plans = {region: self._plan(region) for region in self._regions}
+        self._called: set[str] = set()
+
+    def _plan(self, region: str) -> tuple:
+        """What decides the graph of a region: its class, and the kinds and recipes of its linears and attention by their names in it."""
+        module, begin = self._regions[region], len(region)
+        inside = {str(id(m)) for m in module.modules()}
+        recipes = {
+            self._names[str(id(m))][begin:]: (type(m), getattr(m, "recipe", None), getattr(m, "config", None))
+            for m in module.modules()
+            if str(id(m)) in self._names
         }
+        attention = {name[begin:] for key, name in self._attention.items() if key in inside}
+        return type(getattr(module, "_orig_mod", module)), recipes, attention
+
+    @contextmanager
+    def noting_calls(self) -> Iterator[None]:
+        """In this context each region's compiled callable notes that it was called."""
+        places = [
+            (region, module, key)
+            for region, module in self._regions.items()
+            for key in ("_compiled_call_impl", "forward")
+            if module.__dict__.get(key) is not None
+        ]
+        kept = [(module, key, module.__dict__[key]) for _, module, key in places]
+
+        def noting(region: str, call: Callable) -> Callable:
+            @functools.wraps(call)
+            def noted(*args, **kwargs):
+                self._called.add(region)
+                return call(*args, **kwargs)
+
+            return noted
+
+        try:
+            for (region, module, key), (_, _, call) in zip(places, kept, strict=True):
+                module.__dict__[key] = noting(region, call)
+            yield
+        finally:
+            for module, key, call in kept:
+                module.__dict__[key] = call
+
+    def drop_uncalled(self) -> None:
+        """Leave out of the trace what it has of regions that were not called."""
+
+        def ran(name: str) -> bool:
+            region = self._region(name)
+            return region is None or region in self._called
+
+        trace = self._trace
+        trace.gemms = [gemm for gemm in trace.gemms if ran(gemm.layer)]
+        trace.products = [product for product in trace.products if ran(product.layer)]
+        trace.wanted, trace.unwanted = ({name for name in names if ran(name)} for names in (trace.wanted, trace.unwanted))
+
+    def _region(self, name: str) -> str | None:
+        """The compiled module that a layer, or a product of it, is in."""
+        return next((region for region in self._regions if name.startswith(f"{region}.")), None)
 
     def label(self, graph: Graph) -> None:
         """Label each GEMM of a joint graph; record the gradients that no GEMM computes."""
@@ -135,10 +194,10 @@ class _Reader:
 
     def _shared(self, layer: str) -> list[str]:
         """The layer, and its counterparts in modules that share its graph."""
-        region = next((name for name in self._regions if layer.startswith(f"{name}.")), None)
+        region = self._region(layer)
         if region is None:
             return [layer]
-        alike = [name + layer[len(region) :] for name, kind in self._regions.items() if kind is self._regions[region]]
+        alike = [name + layer[len(region) :] for name, plan in self._plans.items() if plan == self._plans[region]]
         return [name for name in alike if name in self._names.values() or name in self._attention.values()]
 
 

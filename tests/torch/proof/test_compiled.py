@@ -86,6 +86,36 @@ def test_grouped_gemms_of_a_graph_say_how_they_run(operator):  # X-10
     assert compiled._how(node) == (blocks if operator is records.GROUPED_DEEP_GEMM else ("slow", "rowwise"))
 
 
+def test_a_graph_counts_for_called_blocks_of_equal_recipes(fresh):
+    """Of blocks by tensorwise, tensorwise, bfloat16 and tensorwise, the last of which is not called."""
+    model = Blocks("tensorwise")
+    model.blocks.extend([Block("tensorwise"), Block("tensorwise")])
+    for i in (0, 2):
+        model.blocks[2].mlp[i] = nn.Linear(128, 128, bias=False).bfloat16()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="eager")
+    forwards = [block.forward for block in model.blocks]
+
+    def product(layer, dtype):
+        graph = torch.fx.Graph()
+        operands = [graph.placeholder(name) for name in "ab"]
+        for operand in operands:
+            operand.meta["val"] = torch.zeros(16, 16, dtype=dtype)
+        graph.call_function(torch.ops.aten.mm.default, tuple(operands)).meta[compiled._LABEL] = layer, "output"
+        return graph
+
+    with proof.trace_compiled(model) as trace:
+        for block in model.blocks[:3]:
+            block(torch.randn(16, 128).bfloat16())
+        for graph in (product("blocks.0.mlp.0", torch.float8_e4m3fn), product("blocks.2.mlp.0", torch.bfloat16)):
+            inductor_config.post_grad_custom_post_pass(graph)
+    assert [(gemm.layer, gemm.a) for gemm in trace.gemms] == [
+        *(("blocks.0.mlp.0", "f8e4m3fn"), ("blocks.1.mlp.0", "f8e4m3fn")),
+        ("blocks.2.mlp.0", "bf16"),
+    ]
+    assert [block.forward for block in model.blocks] == forwards
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", DISTINCT], ids=name_of)
 def test_compiled_gemms_are_seen_though_the_cache_has_them(recipe, fresh):
@@ -114,7 +144,8 @@ def test_compiled_and_recomputed_a_forward_pass_is_no_backward_pass(fresh):
 @pytest.mark.slow
 def test_blocks_compiled_on_their_own_share_a_graph(fresh):
     model = Blocks("tensorwise")
-    for block in model.blocks:
+    model.spare = Block("tensorwise")
+    for block in (*model.blocks, model.spare):
         block.compile()
     with proof.trace_compiled(model) as trace:
         step(model, torch.randn(128, 128).bfloat16().requires_grad_())
