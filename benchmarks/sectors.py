@@ -25,6 +25,9 @@ _NAMED = re.compile(r"^\s+([xyz]\d+|r\d_\d+|[xyz]index|r\d_index) = (.+)$", re.M
 _ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(")
 _BROADCAST = re.compile(r"^tl\.broadcast_to\((.*), \[.*\]\)$")
 _SPREAD = re.compile(r"tl\.full\(\[[^\]]*\], 0, tl\.int32\)(\.broadcast_to\([^)]*\))?")
+_SPLIT = re.compile(r"'RSPLIT_SIZE': (\d+)")
+_PARTIAL = re.compile(r"tl\.program_id\(0\) \+ \d+ \* tl\.num_programs\(0\)")
+"""The row, in a workspace, of partial sums over the rows that one program reads: where inductor reduces both axes in one kernel."""
 _WORD = re.compile(r"[a-z]\w*")
 _TYPES = re.compile(r"'(\w+)': '\*(\w+)'")
 
@@ -66,6 +69,11 @@ def accesses(source: str) -> list[Access]:
     for match in matched:
         kind, pointer = match.groups()
         index = _closed(match.string[match.end() :])
+        if _PARTIAL.fullmatch(index):
+            partial = _partial_sums(source, pointer, numels, widths[pointer])
+            for axis in numels:
+                by_axis[axis].append(partial)
+            continue
         index = _SPREAD.sub("0", _BROADCAST.sub(r"\1", index))
         used = _used(index, named, numels)
         elements = math.prod(numels[axis] for axis in used)
@@ -76,6 +84,15 @@ def accesses(source: str) -> list[Access]:
     if any(axis.startswith("r") for axis in numels):
         return min(by_axis.values(), key=lambda found: sum(access.sectors for access in found))
     return [min(each, key=lambda access: access.sectors) for each in zip(*by_axis.values(), strict=True)]
+
+
+def _partial_sums(source: str, pointer: str, numels: dict[str, int], width: int) -> Access:
+    """The store of each program's partial sums, a row of all columns."""
+    rows_of_program = _SPLIT.search(source)
+    if rows_of_program is None:
+        raise ValueError("a kernel with partial sums says how many rows a program reads; got no RSPLIT_SIZE. Teach sectors.py this form.")
+    programs, columns = math.ceil(numels["x"] / int(rows_of_program[1])), math.prod(n for axis, n in numels.items() if axis.startswith("r"))
+    return Access(True, pointer, programs * columns * width, programs * math.ceil(columns * width / SECTOR))
 
 
 def _closed(text: str) -> str:

@@ -57,6 +57,19 @@ def test_views_are_followed_through_their_names():
     assert eighth == [("out_ptr0", SIZE, SIZE // 2, True)]
 
 
+def test_partial_sums_of_each_program_are_a_row_of_a_workspace():
+    """Of 4,096 rows by programs of 128 each: 32 rows of 2,048 float32."""
+    partial = REDUCTION.partition("    tl.store")[0] + (
+        "    tl.store(ws_ptr + (tl.program_id(0) + 1 * tl.num_programs(0)) * r0_numel + r0_index, accum1, r0_mask)\n"
+    )
+    head = HEAD.replace("'in_ptr0'", "'ws_ptr': '*fp32', 'in_ptr0'")
+    found = sectors.accesses(f"{head}inductor_meta={{'RSPLIT_SIZE': 128}}\n{partial}")
+    assert found[-1] == sectors.Access(True, "ws_ptr", 32 * 2048 * 4, 32 * 256)
+    assert [access.sectors for access in found[:-1]] == [2 * SIZE // 32, 1, 2 * SIZE // 32]
+    with pytest.raises(ValueError, match="got no RSPLIT_SIZE"):
+        sectors.accesses(head + partial)
+
+
 def test_an_index_that_is_loaded_is_refused():
     with pytest.raises(ValueError, match=r"one of the kernel's axes; got tmp2"):
         counted(REDUCTION.replace("STORED", "tmp2"))
