@@ -80,19 +80,25 @@ def combine(y: torch.Tensor, moved: Moved, group: ProcessGroup) -> torch.Tensor:
     return torch.cat([returned, returned.new_zeros(moved.held - len(returned), returned.shape[1])])
 
 
-def cut(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Leave each rank of a mesh of one dim its own experts of every ``GroupedLinear``, as a DTensor cut along the first dim.
-
-    Returns:  the modules that hold grouped linears: what ``fully_shard`` shards apart, over the ranks that have the same
-              experts.
-    Raises:   ValueError: no grouped linear; a number of experts that the ranks do not divide.
-    """
+def check(model: nn.Module, mesh: DeviceMesh) -> None:
+    """ValueError for a model that ``cut`` cannot cut: no grouped linear; a number of experts that the ranks do not divide."""
     linears = grouped_linear.found(model)
     if not linears:
         raise ValueError("expert parallelism cuts grouped linears, of which the model has none. Leave out the mesh's dim expert.")
     for name, linear in linears.items():
         if len(linear.weight) % mesh.size():
             raise ValueError(f"experts are divisible by the {mesh.size()} ranks that share them; got {len(linear.weight)} of {name}.")
+
+
+def cut(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Leave each rank of a mesh of one dim its own experts of every ``GroupedLinear``, as a DTensor cut along the first dim.
+
+    Returns:  the modules that hold grouped linears: what ``fully_shard`` shards apart, over the ranks that have the same
+              experts.
+    Raises:   ValueError: as ``check``, before anything is changed.
+    """
+    check(model, mesh)
+    linears = grouped_linear.found(model)
     for linear in linears.values():
         own = len(linear.weight) // mesh.size()
         piece = linear.weight.detach()[mesh.get_local_rank() * own :][:own].clone()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 
@@ -41,23 +41,15 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
     Returns:    the FP8Gather of each weight.
     Raises:     ValueError: nothing to gather in FP8; a weight that is not sharded by fully_shard
                 along its first dim, that another module shares, or whose mixed precision is of
-                another dtype; resharding to another mesh after the forward pass; delayed scaling
-                without a process group.
+                another dtype; resharding to another mesh after the forward pass; shards that FSDP2's
+                CPUOffloadPolicy keeps off the device; delayed scaling without a process group.
     """
     gathers = [
         FP8Gather(name, linear, spec, dtype or linear.weight.dtype, precomputed=precompute)
-        for name, linear in model.named_modules()
-        if isinstance(linear, Float8Linear | Linear) and (spec := _one_cast(linear.recipe)) is not None
+        for name, (linear, spec) in check_weights(model).items()
     ]
-    if not gathers:
-        raise ValueError(
-            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the model has none. Convert it with such a recipe."
-        )
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     for g in gathers:
-        _check(g, [name for name in names[id(g.linear.weight)] if name != f"{g.name}.weight"])
+        _check(g)
     units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     for name, unit in units.items():
         _check_unit(name, unit)
@@ -68,6 +60,32 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
     for unit in units.values():
         forward.register(unit)
     return gathers
+
+
+def check_weights(model: nn.Module) -> dict[str, tuple[Float8Linear | Linear, CastSpec]]:
+    """The linears of a converted model whose weights are gathered in FP8, and the cast of each, by name.
+
+    ValueError: there is none; one whose weight another module shares.
+    """
+    linears = {
+        name: (linear, spec)
+        for name, linear in model.named_modules()
+        if isinstance(linear, Float8Linear | Linear) and (spec := _one_cast(linear.recipe)) is not None
+    }
+    if not linears:
+        raise ValueError(
+            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the model has none. Convert it with such a recipe."
+        )
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, (linear, _) in linears.items():
+        if sharers := [other for other in names[id(linear.weight)] if other != f"{name}.weight"]:
+            raise ValueError(
+                f"{name}.weight and {sharers[0]} are one parameter, and both would become FP8. "
+                f"Untie them, or keep {name} in high precision by filter_fqns."
+            )
+    return linears
 
 
 class _Forward:
@@ -173,14 +191,9 @@ def _one_cast(recipe: Recipe) -> CastSpec | None:
     return recipe.output.b if recipe.serves_both("weight") else None
 
 
-def _check(g: FP8Gather, sharers: list[str]) -> None:
+def _check(g: FP8Gather) -> None:
     """ValueError unless a linear's weight can be gathered in FP8."""
     weight = g.linear.weight
-    if sharers:
-        raise ValueError(
-            f"{g.name}.weight and {sharers[0]} are one parameter, and both would become FP8. "
-            f"Untie them, or keep {g.name} in high precision by filter_fqns."
-        )
     if not isinstance(weight, DTensor):
         raise ValueError(f"{g.name}.weight is not sharded. Call fully_shard on the modules around it first.")
     if g.state is not None and g.state.group is None:
@@ -198,6 +211,12 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
             raise ValueError(
                 f"weights gathered in FP8 are not resharded to a smaller mesh after the forward pass (FSDP2 cannot); {name or 'the model'} "
                 "has an integer reshard_after_forward. Use True or False."
+            )
+        # FSDP2 copies a shard in the host's memory to the device, and asks the copy for the hooks that only the shard has.
+        if group and isinstance(group.offload_policy, CPUOffloadPolicy) and group.device.type != "cpu":
+            raise ValueError(
+                f"weights gathered in FP8 are cast on the device that holds their shards; {name or 'the model'} has a CPUOffloadPolicy and "
+                f"trains on {group.device.type}. Shard it without, or gather in high precision: leave gather_in_fp8 out."
             )
 
 

@@ -110,9 +110,9 @@ def parallelize(
                 sharded already; an optimizer that was built before; delayed scaling of scope local;
                 a cache of keys and values (transformers' use_cache) under checkpointing;
                 full checkpointing and compile of blocks that tensor cuts; under compile='model', modules
-                that are, or by keep_dtype would be, sharded by themselves. After the model was
-                sharded: as ``fsdp.gather_in_fp8``; copies with
-                different weights.
+                that are, or by keep_dtype would be, sharded by themselves; modules that share a
+                parameter and would be sharded apart, and what else fully_shard refuses; as
+                ``fsdp.gather_in_fp8``; copies along data with different weights.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
     if reduce_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
@@ -149,10 +149,20 @@ def parallelize(
         parallel_checks.check_batch(recipe, batch, amax_scope, ordered_reduction)
     if reduce_dtype == torch.float8_e4m3fn:
         parallel_checks.check_fp8_gradients(batch)
+    units = [] if compile == "model" else blocks
+    if batch is not None:
+        parallel_checks.check_units(model, [*keep_dtype, *units])
+        if batch.ndim == 2:
+            check_copies(model, batch)
+    if apart is not None:
+        expert_parallel.check(model, apart)
 
     # 1 convert
     group = amax_group(mesh, amax_scope) if recipe.fp8 else None
     model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, amax_group=group)
+    gathers_fp8 = gather_fp8 and recipe.fp8 and recipe.serves_both("weight") and batch is not None
+    if gathers_fp8:
+        _check_weights(model)
     # 2 expert parallelism, and tensor parallelism, of whole linears
     experts: list[nn.Module] = []
     if apart is not None:
@@ -174,13 +184,13 @@ def parallelize(
     if experts:
         assert mesh is not None
         _shard_experts(experts, mesh, param_dtype, summed)
-    _shard(model, [] if compile == "model" else blocks, keep_dtype, batch, param_dtype, summed)
+    _shard(model, units, keep_dtype, batch, param_dtype, summed)
     if ordered_reduction:
         fsdp.sum_in_rank_order(model)
     if reduce_dtype == torch.float8_e4m3fn:
         gradient_reduction.reduce_in_fp8(model)
     # 6 FP8 gather, of units that exist
-    if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
+    if gathers_fp8:
         fsdp.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
     else:
         # gather_in_fp8 recovers by itself.
@@ -190,6 +200,15 @@ def parallelize(
             # Before all other hooks, some of which dynamo leaves out.
             module.register_forward_pre_hook(parallel_checks.refuse_tracing, prepend=True)
     return model
+
+
+def _check_weights(model: nn.Module) -> None:
+    """As ``fsdp.check_weights``, of a model that was just converted. If it is refused, the conversion is undone."""
+    try:
+        fsdp.check_weights(model)
+    except ValueError:
+        convert.deconvert(model)
+        raise
 
 
 def _cut_linears(
@@ -223,10 +242,7 @@ def _shard(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
 ) -> None:
-    """fully_shard modules of keep_dtype, then blocks, then the model.
-
-    ValueError if copies along data have other weights.
-    """
+    """fully_shard modules of keep_dtype, then blocks, then the model."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     as_is = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for module in keep_dtype:
@@ -236,8 +252,6 @@ def _shard(
         # Reshard the model too: weights that an evaluation left gathered would be those of that
         # time.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    if mesh.ndim == 2:
-        check_copies(model, mesh)
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:

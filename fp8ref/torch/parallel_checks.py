@@ -33,6 +33,40 @@ def check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn
         raise ValueError(f"a module is named once in blocks and keep_dtype; {twice[0]} is named twice. Leave one out.")
 
 
+def check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """ValueError for units that fully_shard would refuse once the model is converted, or cut apart from a parameter that they share.
+
+    units     modules within the model that are sharded by themselves, in this order.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for i, unit in enumerate(units):
+        if isinstance(unit, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"{names[unit]} is a {type(unit).__name__}, which is not called: fully_shard has no forward pass to gather in. Name its modules."
+            )
+        if inner := next((later for later in units[i + 1 :] if later in set(unit.modules())), None):
+            raise ValueError(f"{names[inner]} is within {names[unit]}, which is named before it. Name inner modules first.")
+    homes: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parts = path.split(".") if path else []
+        above = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), 0, -1)]
+        unit = next((m for m in above if m in units), model)
+        for key, p in module._parameters.items():
+            if p is None:
+                continue
+            name = f"{path}.{key}" if path else key
+            if p.ndim == 0 or not p.is_contiguous():
+                what = "has no dim to shard; give it the shape (1,)" if p.ndim == 0 else "is not contiguous; make it so"
+                raise ValueError(f"fully_shard cuts parameters along their first dim, in place: {name} {what}.")
+            other, home = homes.setdefault(p, (name, unit))
+            if home is not unit:  # accelerate#4171, ezpz#237
+                apart = " and ".join(f"{n} in {names[u] or 'the model itself'}" for n, u in ((other, home), (name, unit)))
+                raise ValueError(
+                    f"modules that share a parameter are sharded in one unit; {other} and {name} are one, and would be apart: {apart}. Name one "
+                    "unit around both in blocks, or neither in blocks and keep_dtype: both are then of the model's own unit. Or untie them."
+                )
+
+
 def check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, compile: str) -> None:
     """ValueError for options of blocks without any block."""
     if not blocks and (checkpointing != "none" or compile == "block"):
@@ -109,11 +143,16 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Averaging gradients would keep them different.
     """
-    shards = {name: _local(p.detach()) for name, p in model.named_parameters()}
+    parts, own = mesh.size(1), mesh.get_local_rank(1)
+    shards = {name: p.to_local() if isinstance(p, DTensor) else _chunk(p, parts, own) for name, p in model.named_parameters()}
     mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
     found: list = [None] * mesh.size(0)
     distributed.all_gather_object(found, mine, group=mesh.get_group("data"))
     apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in found)]
+    for dim in range(1, mesh.ndim):  # all ranks raise, or none: one that raised alone would leave others waiting
+        every: list = [None] * mesh.size(dim)
+        distributed.all_gather_object(every, apart, group=mesh.get_group(dim))
+        apart = [name for names in every for name in names]
     if apart:
         raise ValueError(
             f"copies of a model start from the same weights; {apart[0]} differs along data. "
@@ -125,5 +164,7 @@ def _digest(x: torch.Tensor) -> str:
     return hashlib.sha256(x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+def _chunk(p: torch.Tensor, parts: int, which: int) -> torch.Tensor:
+    """The rows of a whole parameter that this rank compares: each of those that hold one copy has others."""
+    chunks = p.detach().reshape(-1).chunk(parts)
+    return chunks[which] if which < len(chunks) else p.detach().reshape(-1)[:0]

@@ -9,7 +9,7 @@ from sharded_models import POW2, RANKS, batch, equal, plain, sharded, trained
 from torch import distributed, nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -126,6 +126,12 @@ def refusals():
         fully_shard(model[0], mesh=world, reshard_after_forward=2)
         fully_shard(model, mesh=world)
         gather_in_fp8(model, dtype=torch.float32)
+    with refusing() as found["offloaded"]:
+        model = convert.convert(plain(), "tensorwise")
+        fully_shard(model, mesh=world, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        model._get_fsdp_state()._fsdp_param_groups[0].device = torch.device("cuda")
+        gather_in_fp8(model, dtype=torch.float32)
+    found["hooks of offloaded shards"] = [str(hasattr(model[2].weight._local_tensor, "fsdp_pre_all_gather"))]
     with refusing() as found["other dim"]:
         model = convert.convert(nn.Sequential(nn.Linear(96, 48, bias=False)), "tensorwise")
         fully_shard(model, mesh=world, shard_placement_fn=lambda p: Shard(1))
@@ -204,6 +210,8 @@ def test_a_pass_without_gradients_that_runs_again_observes_its_weights(ranks):  
         ("no group", r"ranks share the states of 0\.0.*amax_group"),
         ("dtype", r"got torch.float16 for"),
         ("integer", "has an integer reshard_after_forward. Use True or False"),
+        ("offloaded", r"the model has a CPUOffloadPolicy and trains on cuda. Shard it without"),
+        ("hooks of offloaded shards", "False"),
         ("other dim", r"along its first dim; 0\.weight is cut along another dim"),
         ("tied", r"2\.weight and 4\.weight are one parameter"),
     ],

@@ -1,3 +1,4 @@
+import functools
 import re
 
 import pytest
@@ -61,11 +62,45 @@ def refusals():
     refused("plan of FP8 by hand", lambda: parallelize(by_hand, "bf16", mesh=by_tensor, tensor_plan={"7": "colwise"}))
     found["kept FP8"] = str([type(m).__name__ for m in by_hand.modules()])
     found["unchanged"] = str([type(m).__name__ for m in made.modules()])
+    tied = nn.Sequential(nn.Embedding(32, 64), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 32, bias=False))
+    tied[2].weight = tied[0].weight
+    shard = functools.partial(parallelize, tied, "tensorwise", mesh=mesh("fsdp"))
+    refused("tied, one kept", lambda: shard(filter_fqns=("2",), blocks=[tied[1]], keep_dtype=[tied[0]]))  # accelerate#4171, ezpz#237
+    refused("tied, one a block", lambda: shard(filter_fqns=("2",), blocks=[tied[2]]))
+    refused("tied, FP8", shard)
+    refused("inner last", lambda: shard(filter_fqns=("2",), blocks=[tied[1], tied[1][0]]))
+    refused("experts", lambda: parallelize(tied, "tensorwise", mesh=mesh("fsdp", "expert", shape=(1, 3)), amax_scope="global"))
+    tied.append(nn.ModuleList([nn.Linear(32, 32)]))
+    refused("container", lambda: shard(filter_fqns=("2",), blocks=[tied[3]]))
+    tied[3][0].scale = nn.Parameter(torch.ones(()))
+    refused("scalar", lambda: shard(filter_fqns=("2",)))
+    found["unchanged by shards"] = str([type(m).__name__ for m in tied.modules()])
+    refused("copies of blocks", lambda: parallelize(made, "tensorwise", mesh=by_data, blocks=[made[0]]))
+    found["unchanged by copies"] = str([type(m).__name__ for m in made.modules()])
+    made = model()
     parallelize(made, "bf16", mesh=mesh("fsdp"))
     refused("again", lambda: parallelize(made, "bf16", mesh=mesh("fsdp")))
     refused("processes", lambda: Trainer(default_config(fsdp=2)))
     refused("batch", lambda: Trainer(default_config(fsdp=3)))
     return found
+
+
+def one_of_four_differs():
+    """In the last rows of a weight, which two ranks compare for all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    if distributed.get_rank() == 3:
+        with torch.no_grad():
+            model[0].weight[-1, -1] = 7
+    try:
+        parallelize(model, "tensorwise", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "fsdp")))
+    except ValueError as error:
+        return str(error)
+    return "parallelized"
+
+
+def test_every_rank_refuses_copies_that_differ_on_one():  # P-12
+    assert all("0.weight differs along data" in said for said in run(4, one_of_four_differs))
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +131,19 @@ def refused():
         ("plan of FP8 by hand", "'7' names none of the linears"),
         ("kept FP8", r"^\['Sequential', 'Sequential', 'Float8Linear', 'Float8Linear'\]$"),
         ("unchanged", r"^\['Sequential', 'Sequential', 'Linear', 'Linear'\]$"),
+        (
+            "tied, one kept",
+            r"0\.weight and 2\.weight are one, and would be apart: 0\.weight in 0 and 2\.weight in the model itself.*Or untie",
+        ),
+        ("tied, one a block", r"0\.weight in the model itself and 2\.weight in 2\. Name one unit around both in blocks"),
+        ("tied, FP8", r"2\.weight and 0\.weight are one parameter, and both would become FP8. Untie them, or keep 2 in high"),
+        ("inner last", r"1\.0 is within 1, which is named before it. Name inner modules first"),
+        ("experts", "expert parallelism cuts grouped linears, of which the model has none"),
+        ("container", "3 is a ModuleList, which is not called.*Name its modules"),
+        ("scalar", r"3\.0\.scale has no dim to shard; give it the shape \(1,\)"),
+        ("unchanged by shards", r"^\['Sequential', 'Embedding', 'Sequential', 'Linear', 'Linear', 'ModuleList', 'Linear'\]$"),
+        ("copies of blocks", r"start from the same weights; 0\.0\.weight differs along data"),
+        ("unchanged by copies", r"^\['Sequential', 'Sequential', 'Linear', 'Linear'\]$"),
         ("again", "the model is sharded by fully_shard. Parallelize a model once, and before you shard it"),
         ("processes", "1 x 2 x 1 = 2 processes; there are 3.*torchrun --nproc-per-node 2"),
         ("batch", "batch_size is divisible by data x fsdp = 3 processes; got 8"),
