@@ -152,6 +152,8 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
     shape = granularities.scale_shape(one.granularity, layout.shape, one.axis)
     codes, scale, scale_inv = np.empty(layout.shape, np.uint8), np.empty(shape, np.float32), np.empty(shape, np.float32)
     for device, q in shards.items():
+        if not q.codes.size:  # under local scope its scales are those of amax 0
+            continue
         codes[layout.index(device)] = q.codes
         groups = _groups(layout, device, q.granularity, q.axis)
         scale[groups], scale_inv[groups] = q.scale, q.scale_inv
@@ -159,7 +161,7 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
 
 
 def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
-    """Check that the devices agree: one scale for each group, and replicas equal in every code.
+    """Check that the devices agree: one scale for each group, and replicas equal in every code. A device without elements agrees.
 
     Raises:   ValueError: naming the mesh axes along which scales differ, which the scope left out,
               or replicas' codes differ.
@@ -172,22 +174,30 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
     _, granularity, axis = kinds.pop()
     sizes = _group_sizes(layout, granularity, axis)
     where = {name: i for i, names in layout.splits.items() for name in names}
-    for name in layout.mesh.names:
-        if name in where and sizes[where[name]] is not None:
-            continue  # different groups along it
-        for device in layout.mesh.devices:
-            place = layout.mesh.names.index(name)
-            first = (*device[:place], 0, *device[place + 1 :])
-            a, b = shards[first], shards[device]
+    names = layout.mesh.names
+    apart = tuple(name for name in names if name in where and sizes[where[name]] is not None)  # of different groups
+    held = [device for device in layout.mesh.devices if shards[device].codes.size]
+    # along each axis, which names the one that a scope left out; then all of a group, where empty pieces are between
+    lines = {name: tuple(other for other in names if other != name) for name in names if name not in apart}
+    for name, kept in (*lines.items(), (None, apart)):
+        firsts: dict[Device, Device] = {}
+        for device in held:
+            first = firsts.setdefault(layout.mesh.along(device, kept), device)
+            a, b, along = shards[first], shards[device], _differing(layout, first, device)
             if not (np.array_equal(a.scale, b.scale, equal_nan=True) and np.array_equal(a.scale_inv, b.scale_inv, equal_nan=True)):
                 raise ValueError(
-                    f"devices that hold parts of one group have one scale (P-6); {granularity} scales differ along mesh axis {name!r}, "
-                    f"between devices {first} and {device}. Quantize with a scope that includes {name!r}, or gather in high precision."
+                    f"devices that hold parts of one group have one scale (P-6); {granularity} scales differ along mesh axis {along}, "
+                    f"between devices {first} and {device}. Quantize with a scope that includes {along}, or gather in high precision."
                 )
-            if name not in where and not np.array_equal(a.codes, b.codes):
+            if name is not None and name not in where and not np.array_equal(a.codes, b.codes):
                 raise ValueError(
-                    f"the tensor is replicated along mesh axis {name!r}; codes of devices {first} and {device} differ. Broadcast it first."
+                    f"the tensor is replicated along mesh axis {along}; codes of devices {first} and {device} differ. Broadcast it first."
                 )
+
+
+def _differing(layout: Layout, a: Device, b: Device) -> str:
+    """The mesh axes along which two devices have other coordinates."""
+    return ", ".join(repr(name) for name, i, k in zip(layout.mesh.names, a, b, strict=True) if i != k)
 
 
 def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None]:

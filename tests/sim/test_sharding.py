@@ -221,6 +221,26 @@ def test_both_scales_are_compared(rng):  # P-6
             sharding.check_replicas(q, layout)
 
 
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("sizes", [(0, 8), (8, 0)])
+def test_a_device_without_elements_has_no_scale_to_agree_with(granularity, sizes, rng):  # P-6
+    """Under local scope its scale is that of amax 0. Wherever it is, the gather has one device's codes and scales."""
+    x = wide(rng, (4, 8))
+    layout = Layout(mesh=Mesh(axes={"data": 2}), shape=x.shape, splits={1: ("data",)}, sizes={1: sizes})
+    q = sharding.quantize(split(x, layout), layout, E4M3FN, granularity=granularity, scope="local")
+    assert not np.array_equal(q[0,].scale, q[1,].scale)
+    assert_same(sharding.gather(q, layout), scaling.quantize(x, E4M3FN, granularity=granularity))
+
+
+def test_scales_are_compared_past_devices_without_elements(rng):  # P-6
+    """Of four devices, those that hold parts share no line of the mesh."""
+    x = wide(rng, (4, 8))
+    layout = Layout(mesh=Mesh(axes={"a": 2, "b": 2}), shape=x.shape, splits={1: ("a", "b")}, sizes={1: (4, 0, 0, 4)})
+    q = sharding.quantize(split(x, layout), layout, E4M3FN, scope="local")
+    with pytest.raises(ValueError, match=r"scales differ along mesh axis 'a', 'b', between devices \(0, 0\) and \(1, 1\)"):
+        sharding.gather(q, layout)
+
+
 def test_shards_are_left_alone(rng):
     x = wide(rng, (8, 8))
     x.flags.writeable = False
