@@ -13,6 +13,10 @@ class LostProcessError(RuntimeError):
     """Another process of the run is gone, or did not answer in time."""
 
 
+class LostRunError(OSError):
+    """The directory of a run was removed, moved or replaced while the run trained; nothing is written there any more."""
+
+
 class StoppedError(RuntimeError):
     """A run stopped because it was asked to; its state is saved."""
 

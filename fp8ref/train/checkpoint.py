@@ -72,11 +72,22 @@ class Checkpoints:
     Every process calls ``save`` and ``finish`` at the same steps.
     """
 
-    def __init__(self, out: Path, about: Mapping[str, Any], *, keep_last: int, processes: Processes, size: int = 0) -> None:
+    def __init__(
+        self,
+        out: Path,
+        about: Mapping[str, Any],
+        *,
+        keep_last: int,
+        processes: Processes,
+        size: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """about: JSON for the manifests, next to step and files.
 
         size: bytes of a state; 0 if unknown.
+        check: raises LostRunError where ``out`` is not the run's directory any more.
         """
+        self._check = check
         self._folder, self._about, self._keep_last, self._processes = out / FOLDER, dict(about), keep_last, processes
         self._size = size
         # one thread: checkpoints are completed in their order
@@ -84,7 +95,7 @@ class Checkpoints:
         self._pending: Future | None = None
         if processes.first:  # leftovers of a process that was killed
             for rest in (p for ending in (UNFINISHED, REMOVED) for p in self._folder.glob(f"{PREFIX}*{ending}") if p.is_dir()):
-                shutil.rmtree(rest)
+                remove(rest)
 
     def save(self, model: Saves, step: int, **more: Any) -> None:
         """Wait for the previous checkpoint, then begin to write the state after ``step`` steps.
@@ -103,7 +114,7 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait until the last checkpoint is written.
 
-        Raises:   OSError: it could not be written; earlier checkpoints are untouched.
+        Raises:   OSError: it could not be written; earlier checkpoints are untouched. LostRunError: the run's directory is gone.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -120,6 +131,7 @@ class Checkpoints:
             written()
             if not self._processes.first:
                 return
+            self._check()
             # This order survives a kill at any moment: files reach the disk before the manifest,
             # the manifest before the rename, and older checkpoints go only after the new one stands.
             write_manifest(unfinished, self._about | about)
@@ -129,11 +141,14 @@ class Checkpoints:
             for old in saved(self._folder.parent)[self._keep_last :]:
                 remove(old)
         except Exception as error:
-            if self._processes.first:  # makes room for the manifest and the logs
+            if self._processes.first:
+                self._check()  # a directory that is gone is the cause, and what is in its place is not this run's
+                # makes room for the manifest and the logs
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise OSError(f"checkpoint {final} could not be written: {error}. {REMEDY}") from error
 
     def _prepare(self, unfinished: Path) -> None:
+        self._check()
         make_empty(unfinished)
         free = shutil.disk_usage(unfinished).free
         if free < self._size:
@@ -254,21 +269,25 @@ def _digests(path: Path, names: Mapping[str, int], *, sync: bool = False) -> dic
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, if it exists.
+    """Remove a directory, if it exists; of a symbolic link the link alone.
 
     It is renamed first: a kill halfway leaves no checkpoint that looks damaged.
     """
-    if path.exists():
-        going = path.with_name(path.name + REMOVED)
-        shutil.rmtree(going, ignore_errors=True)
-        os.replace(path, going)
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        going = path if path.name.endswith(REMOVED) else path.with_name(path.name + REMOVED)
+        if going != path:
+            remove(going)
+            os.replace(path, going)
         shutil.rmtree(going)
 
 
 def make_empty(path: Path) -> None:
-    """Make an empty directory in place of anything at that path."""
+    """Make an empty directory in place of anything at that path; the directory two above exists."""
     remove(path)
-    path.mkdir(parents=True)
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir()
 
 
 def sync(path: Path) -> None:

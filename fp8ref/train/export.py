@@ -86,6 +86,7 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
         hugging_face.kind(config.model)  # refuses a model that transformers has not
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
     try:
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.make_empty(unfinished)
         if given := found.manifest.get("model", {}).get("config"):  # the source may have changed since, or be gone
             (unfinished / "config.json").write_text(json.dumps(given), encoding="utf-8")

@@ -15,13 +15,13 @@ import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TextIO
 
 import tomli_w
 
 import fp8ref
 from fp8ref import console, linear_rules
-from fp8ref.errors import ConfigError
+from fp8ref.errors import ConfigError, LostRunError
 from fp8ref.linear_selection import Decision
 from fp8ref.train import architecture, checkpoint, coverage, failed_step, hardware
 from fp8ref.train import config as configs
@@ -62,11 +62,24 @@ class RunLog:
         self._manifest = manifest
         self.kept = _keep(out / METRICS, start, ("loss", "seconds"))
         _keep(out / STATISTICS, start, ("statistics",))
+        self._metrics: TextIO | None = None
         self.status("running")
         self._metrics = (out / METRICS).open("a", encoding="utf-8")
 
+    def check(self) -> None:
+        """LostRunError if the directory, or metrics.jsonl in it, is not the one that was opened."""
+        assert self._metrics is not None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.fstat(self._metrics.fileno()), (self.out / METRICS).stat()):
+                return
+        raise LostRunError(
+            f"{self.out} was removed, moved or replaced while the run trained: its {METRICS} is not the one that this run writes. "
+            "Nothing more was saved. Resume from a copy of its last checkpoint, or train again in another directory, by --run.out."
+        )
+
     def step(self, metrics: dict) -> None:
         """Append the metrics of a step."""
+        assert self._metrics is not None
         with _naming(self.out / METRICS):
             self._metrics.write(_line(metrics))
             self._metrics.flush()
@@ -81,13 +94,21 @@ class RunLog:
         """fsync metrics and statistics.
 
         A checkpoint must not be newer on the disk than they are.
+        Raises:   LostRunError: as ``check``.
         """
+        self.check()
+        assert self._metrics is not None
         os.fsync(self._metrics.fileno())
         if (self.out / STATISTICS).exists():
             checkpoint.sync(self.out / STATISTICS)
 
     def status(self, status: str, **more) -> None:
-        """Set the manifest's status: running, finished, stopped, interrupted or failed."""
+        """Set the manifest's status: running, finished, stopped, interrupted or failed.
+
+        Raises:   LostRunError: as ``check``.
+        """
+        if self._metrics is not None:
+            self.check()
         self._manifest = {**self._manifest, "status": status, **more}
         _replace(self.out / "manifest.json", _json(self._manifest))
 
@@ -100,6 +121,7 @@ class RunLog:
 
         Raises:   OSError: a line could not be written.
         """
+        assert self._metrics is not None
         with _naming(self.out / METRICS):
             self._metrics.close()
 
@@ -117,6 +139,9 @@ class Unwritten:
     """The log of a process other than the first: nothing is written."""
 
     kept: ClassVar[list[dict]] = []
+
+    def check(self) -> None:
+        """Does nothing: the first process notices that its directory is gone."""
 
     def sync(self) -> None:
         """Does nothing."""

@@ -179,7 +179,8 @@ class _Training:
         about |= {"hardware": simulated} if (simulated := hardware.to_manifest(config)) else {}
         about |= {"model": made} if (made := architecture.described(config)) else {}
         size = train_state.disk_bytes(config, model.backend)
-        self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes, size=size)
+        kept = config.checkpoint.keep_last
+        self.checkpoints = Checkpoints(out, about, keep_last=kept, processes=processes, size=size, check=run.check)
         self.watch = profiling.Stopwatch()
         self.interrupted: Callable[[], bool] = lambda: False
 
@@ -310,7 +311,7 @@ class _Training:
             self.checkpoints.check()
             if last or stop or (every and done % every == 0):
                 # metrics first: a checkpoint that is newer than the metrics would leave a gap in them
-                self.run.sync()
+                together(self.processes, self.run.sync)
                 self.checkpoints.save(self.model, done, **({"measured": self.phases.measured} if self.phases.measured else {}))
             if last or stop:  # no process may end before the first has completed the checkpoint
                 together(self.processes, self.checkpoints.finish)

@@ -11,7 +11,7 @@ from pathlib import Path
 from fp8ref import console
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import RECIPES
-from fp8ref.train import architecture, checkpoint, hardware, log, schedule
+from fp8ref.train import architecture, checkpoint, failed_step, hardware, log, schedule, trackers
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
@@ -115,7 +115,7 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
                run alone (False).
     overwrite  replace a run.
     Raises:   ConfigError: the directory holds a run, or other files, and neither option is given;
-              another process trains there; the resumed run has another config, except for
+              what overwrite removes is a link; another process trains there; the resumed run has another config, except for
               MAY_CHANGE; it cannot be made.
     """
     if resume and overwrite:
@@ -144,6 +144,7 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
             f"{out} already holds a run. Continue it with --resume, replace it with --overwrite, or name another directory with --run.out."
         )
     if overwrite:
+        _check_replaceable(out)
         held.take(out)
         return True
     mine = _described(config, backend)
@@ -161,6 +162,17 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
         return False
     held.take(out)
     return True
+
+
+def _check_replaceable(out: Path) -> None:
+    """ConfigError if --overwrite would remove what is no directory of the run's own: a link to one, or a file."""
+    for path in (out / folder for folder in (checkpoint.FOLDER, failed_step.FOLDER, trackers.EVENTS)):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise ConfigError(
+                f"--overwrite removes {path.name}/ of the run that it replaces, and {path} is "
+                f"{f'a link to {path.readlink()}' if path.is_symlink() else 'a file'}. Nothing was changed. Remove it yourself, or name another "
+                "directory with --run.out."
+            )
 
 
 def make(out: Path, held: Lock) -> None:

@@ -33,6 +33,10 @@ class Log(Protocol):
         """Log quantization statistics of a step (Q-8)."""
         ...
 
+    def check(self) -> None:
+        """LostRunError if the run's directory is not its own any more."""
+        ...
+
     def sync(self) -> None:
         """Write to the disk what was logged so far."""
         ...
@@ -101,6 +105,10 @@ class TrackedLog:
     def statistics(self, line: dict) -> None:
         """Write to the run's log alone."""
         self._run.statistics(line)
+
+    def check(self) -> None:
+        """As that of the run's log."""
+        self._run.check()
 
     def sync(self) -> None:
         """fsync the run's log."""

@@ -98,6 +98,17 @@ def test_only_the_newest_are_kept(tmp_path):
     assert [p.name for p in saved(tmp_path)] == ["step-00000010", "step-00000003"]
 
 
+def test_of_a_checkpoint_that_is_a_link_the_link_goes(tmp_path):  # K-1
+    """As where old ones were moved to another disk."""
+    save(tmp_path, 1, 2)
+    (tmp_path / "checkpoints" / "step-00000001").rename(tmp_path / "moved")
+    (tmp_path / "checkpoints" / "step-00000001").symlink_to(tmp_path / "moved")
+    (tmp_path / "checkpoints" / "step-00000000.unfinished").symlink_to(tmp_path / "moved")
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert verify(tmp_path / "moved")["step"] == 1
+
+
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, how):  # K-3
     save(tmp_path, 1, 2)

@@ -2,18 +2,23 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fakes import FakeTrainer
+from made_runs import begin
 
-from fp8ref.errors import ConfigError, NonFiniteError, StoppedError
+from fp8ref.errors import ConfigError, LostRunError, NonFiniteError, StoppedError
 from fp8ref.train import checkpoint, log, loop
 from fp8ref.train.data import loader
+from fp8ref.train.processes import Alone
 
 
 @pytest.fixture
@@ -202,6 +207,54 @@ def test_a_full_disk_does_not_hide_what_happened(tmp_path, small, fake, monkeypa
     monkeypatch.setattr(log.RunLog, "status", full)
     with pytest.raises(RuntimeError, match="out of memory"):
         loop.train(small, "jax", tmp_path / "run")
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced", "metrics removed"])
+@pytest.mark.parametrize("saved", ["by every", "at the end", "by sigterm"])
+def test_a_run_whose_directory_is_lost_stops_at_its_next_save(tmp_path, small, fake, how, saved):  # K-10
+    """And writes nothing: neither a directory anew, nor into that of another run."""
+    out, other = tmp_path / "run", tmp_path / "other"
+    fake()
+    loop.train(small, "jax", other)
+    theirs = contents(other)
+
+    def lose():
+        if how == "metrics removed":
+            (out / "metrics.jsonl").unlink()
+            return
+        shutil.move(out, tmp_path / "moved")
+        if how == "removed":
+            shutil.rmtree(tmp_path / "moved")
+        elif how == "replaced":
+            shutil.copytree(other, out)
+
+    def then():
+        lose()
+        if saved == "by sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = fake({3: then})
+    config = small.replace(checkpoint={"every": 2 if saved == "by every" else 0})
+    with pytest.raises(LostRunError, match=r"run was removed, moved or replaced .* Nothing more was saved\. Resume from a copy"):
+        loop.train(config, "jax", out)
+    assert trainer.count == (6 if saved == "at the end" else 4)
+    assert out.exists() == (how in ("replaced", "metrics removed"))
+    if how == "replaced":
+        assert contents(out) == theirs
+
+
+def test_a_checkpoint_that_is_written_while_the_directory_is_lost_is_not_completed(tmp_path, small):  # K-10
+    run = begin(tmp_path / "run", small)
+    writer = checkpoint.Checkpoints(tmp_path / "run", {}, keep_last=2, processes=Alone(), check=run.check)
+    gate = threading.Event()
+    writer.save(SimpleNamespace(save=lambda _: gate.wait), 1)
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    (tmp_path / "run" / "checkpoints" / "step-00000001.unfinished").mkdir(parents=True)  # as a backend that writes would
+    gate.set()
+    with pytest.raises(LostRunError, match="was removed, moved or replaced"):
+        writer.finish()
+    run.close()
+    assert not checkpoint.saved(tmp_path / "run")
 
 
 def test_an_interrupted_run_resumes_to_the_metrics_of_an_uninterrupted_one(tmp_path, small, fake):

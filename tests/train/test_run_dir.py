@@ -35,6 +35,22 @@ def test_a_run_is_refused_and_untouched(tmp_path, small):
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("folder", ["checkpoints", "failures", "tensorboard"])
+def test_a_link_that_overwriting_would_remove_is_refused_before_anything_is(tmp_path, small, folder):
+    finished(tmp_path / "run", small)
+    (tmp_path / "elsewhere" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "run" / folder).symlink_to(tmp_path / "elsewhere")
+    before = contents(tmp_path / "run")
+    with pytest.raises(ConfigError, match=rf"--overwrite removes {folder}/ .* is a link to .*elsewhere\. Nothing was changed\. Remove it"):
+        claim(tmp_path / "run", small, overwrite=True)
+    assert contents(tmp_path / "run") == before
+    assert (tmp_path / "elsewhere" / "step-00000001").is_dir()
+    (tmp_path / "run" / folder).unlink()
+    (tmp_path / "run" / folder).write_text("a file")
+    with pytest.raises(ConfigError, match=r"is a file\. Nothing was changed"):
+        claim(tmp_path / "run", small, overwrite=True)
+
+
 def test_resume_and_overwrite_exclude_each_other(tmp_path, small):
     finished(tmp_path / "run", small)
     before = contents(tmp_path / "run")
