@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import Format
+from fp8ref.torch.local_part import local_part
 
 MOST = 10
 """The optimizer steps without an update after which the next forward pass is refused."""
@@ -176,7 +177,7 @@ def _sample(linear: Linear) -> None:
         and several_ranks()
         and any(state.group is None and not state.compared for state in _states(linear))
     ):
-        _gradients[linear] = _local(grad).detach().reshape(-1)[:SAMPLE].clone()
+        _gradients[linear] = local_part(grad).detach().reshape(-1)[:SAMPLE].clone()
 
 
 def check(linear: Linear) -> None:
@@ -347,9 +348,5 @@ def _states(linear: Linear) -> Iterable[State]:
     return [state for states in each for state in states.children()]  # type: ignore[misc]
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(_local(x).contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
+    return hashlib.sha256(local_part(x).contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from fp8ref import grouped as recipes
@@ -23,6 +22,7 @@ from fp8ref.grouped import GroupedRecipe
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import Recipe
 from fp8ref.torch import delayed, delayed_checks, grouped, grouped_arguments, grouped_gemm, linear_input
+from fp8ref.torch.local_part import local_part
 
 _METHODS_OF = "_fp8_experts_of"
 """The attribute of a class made here that holds the class of the module before."""
@@ -156,7 +156,7 @@ class ByWeights(Experts):
 
         def product(key: str, x: torch.Tensor) -> torch.Tensor:
             w = getattr(self, key)
-            return self.product(key, x, (w.to_local() if isinstance(w, DTensor) else w).bfloat16(), ends)
+            return self.product(key, x, local_part(w).bfloat16(), ends)
 
         rows = x.bfloat16()
         return product(second, functional.silu(product(first, rows)) * product(third, rows)).type_as(x)

@@ -16,6 +16,7 @@ from fp8ref.recipe import OPERANDS, REDUCED_AXES
 from fp8ref.torch import grouped, grouped_operands, linear
 from fp8ref.torch.grouped_linear import GroupedLinear
 from fp8ref.torch.linear import Linear
+from fp8ref.torch.local_part import local_part
 
 
 class GemmOperand(NamedTuple):
@@ -107,7 +108,7 @@ class _Reporter(TorchDispatchMode):
 
     def keep_input(self, name: str):
         def hook(module, args):
-            x = _local(args[0].detach())
+            x = local_part(args[0].detach())
             if isinstance(x, Float8TrainingTensor):
                 x = self._hp[name.rpartition(".")[0]]["input"]
             # setdefault: when a checkpointed block runs again, its grad_output is there already
@@ -127,7 +128,7 @@ class _Reporter(TorchDispatchMode):
             weight = module.weight.detach()
             if isinstance(weight, DTensor):
                 self._meshes[name] = weight.device_mesh
-            weight = _local(weight)
+            weight = local_part(weight)
             if isinstance(weight, Float8TrainingTensor):
                 weight = weight.to_original_precision()
             self._hp[name]["weight"] = weight
@@ -144,7 +145,7 @@ class _Reporter(TorchDispatchMode):
     def _on_grad_output(self, name: str, grad_output: torch.Tensor) -> None:
         self._backward = name
         self._called.discard(name)
-        self._hp.setdefault(name, {})["grad_output"] = _local(grad_output.detach())
+        self._hp.setdefault(name, {})["grad_output"] = local_part(grad_output.detach())
 
     def multiplied(self, which, a, b, out) -> None:
         """An observer of ``linear.Linear``, whose operands have their own layout already."""
@@ -228,7 +229,3 @@ def of_groups(which, tensors, operands, groups, out) -> Iterator[tuple[int, list
             parts.append(GemmOperand(whole, codes, part.scale, part.scale_inv, q.axis))
         of_out = out[e] if which == "grad_weight" else out[rows]
         yield e, parts, of_out if len(of_out) else out.new_zeros(1, out.shape[-1])
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -17,6 +17,7 @@ from fp8ref.grouped import GroupedRecipe
 from fp8ref.recipe import RECIPES, Recipe, Role
 from fp8ref.torch import delayed, delayed_checks, grouped, grouped_arguments, grouped_gemm
 from fp8ref.torch.grouped_operands import Groups
+from fp8ref.torch.local_part import local_part
 from fp8ref.torch.scaling import Quantized
 
 
@@ -48,7 +49,7 @@ class GroupedLinear(nn.Module):
         if self.states and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             delayed_checks.check(self)
         cut = isinstance(self.weight, DTensor)
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight = local_part(self.weight)
         how: dict = {"states": self.states, "observe": self.training, "shared": self.shared, "apart": cut, "name": self.fqn}
         return grouped.apply(rows, weight, ends, recipe=self._bound, input_codes=input_codes, grad_codes=grad_codes, **how)
 

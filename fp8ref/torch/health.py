@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.tensor import DTensor
 
 from fp8ref.health import FIELDS, clip_limit
 from fp8ref.states import Moment, Scalars
 from fp8ref.torch import cast, moments, states
 from fp8ref.torch.adamw_update import in_range
+from fp8ref.torch.local_part import local_part
 from fp8ref.torch.moments import MomentState, Part
 from fp8ref.torch.states import Stored
 
@@ -76,7 +76,7 @@ def of_ranks(found: Found) -> Tensor:
 def _measure(optimizer: states.AdamW, p: Tensor, old: Stored, new: Stored) -> Tensor:
     grad = p.grad
     assert grad is not None
-    g = in_range(cast.to_f32((grad.to_local() if isinstance(grad, DTensor) else grad).reshape(-1)))
+    g = in_range(cast.to_f32(local_part(grad, p).reshape(-1)))
     if not g.numel():
         return g.new_zeros(len(FIELDS), dtype=torch.float64)
     layout, part, at = new.layout, new.part, states.scalars_of(optimizer, p, new.step)

@@ -74,11 +74,6 @@ class Cut:
             linear.bias.register_hook(lambda g: g.redistribute(placements=[placements["bias"]]))
 
 
-def part(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def writable(y: torch.Tensor) -> torch.Tensor:
     """y, which may be changed in place: ``to_local`` returns a view, of which autograd refuses that."""
     return torch.ops.aten._unsafe_view(y, y.shape)

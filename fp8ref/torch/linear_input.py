@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.torch import cast
+from fp8ref.torch.local_part import local_part
 
 KINDS = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind))
 """Kinds of device for which torch.autocast is available."""
@@ -104,7 +105,7 @@ def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
 def _of_rank(linear: Named, x: torch.Tensor) -> torch.Tensor:
     """The weight as it is multiplied: of a plain x by this rank's part of it."""
     w = linear.weight
-    return w.to_local() if isinstance(w, DTensor) and not isinstance(x, DTensor) else w
+    return w if isinstance(x, DTensor) else local_part(w)
 
 
 def _name(linear: Named) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.torch.checkpointing import Checkpointing
+from fp8ref.torch.local_part import local_part
 
 
 def check_values(**given: tuple[object, Any]) -> None:
@@ -144,7 +145,7 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
     Averaging gradients would keep them different.
     """
     parts, own = mesh.size(1), mesh.get_local_rank(1)
-    shards = {name: p.to_local() if isinstance(p, DTensor) else _chunk(p, parts, own) for name, p in model.named_parameters()}
+    shards = {name: local_part(p) if isinstance(p, DTensor) else _chunk(p, parts, own) for name, p in model.named_parameters()}
     mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
     found: list = [None] * mesh.size(0)
     distributed.all_gather_object(found, mine, group=mesh.get_group("data"))

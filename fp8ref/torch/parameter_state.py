@@ -13,6 +13,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref.formats import BFLOAT16
 from fp8ref.states import Layout
 from fp8ref.torch import cast, moments, philox
+from fp8ref.torch.local_part import check_alike, local_part
 from fp8ref.torch.moments import MomentState, Part
 
 
@@ -46,7 +47,7 @@ def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
     reduce_amaxes([(ranks, [amax])])
     made = moments.master(x, amax, moment, part)
     codes = torch.zeros_like(p, dtype=made.codes.dtype, memory_format=torch.contiguous_format)
-    local(codes).view(-1).copy_(made.codes)
+    local_part(codes).view(-1).copy_(made.codes)
     return made._replace(codes=codes)
 
 
@@ -72,19 +73,14 @@ def keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key 
 def moment_state(state: dict[str, Tensor], key: str) -> MomentState:
     """This rank's part of m, v or the master in a parameter's state, flat. key: "m", "v" or "master"."""
     found = [state.get(f"{key}_{field}") for field in MomentState._fields]
-    codes, *rest = (None if x is None else local(x) for x in found)
+    codes, *rest = (None if x is None else local_part(x) for x in found)
     assert codes is not None
     return MomentState(codes.view(-1), *rest)
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def flat(x: Tensor) -> Tensor:
-    """This rank's elements in C order."""
-    return local(x.detach()).reshape(-1)
+def flat(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """This rank's elements in C order; like as ``local_part`` has it."""
+    return local_part(x.detach(), like).reshape(-1)
 
 
 def place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
@@ -101,6 +97,17 @@ def place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
 
 def check(p: Tensor, layout: Layout) -> None:
     """ValueError for a parameter that a layout does not take."""
+    if getattr(p, "_fsdp_flattened", False):  # torch marks FSDP1's flat parameter and all that it replaces
+        raise ValueError(
+            f"a scale is that of a whole tensor (O-11), which FullyShardedDataParallel cuts into flat "
+            f"pieces of several; got {tuple(p.shape)} of one. Shard the model with fully_shard, before "
+            "the optimizer is built."
+        )
+    if isinstance(p, DTensor) and any(x.is_partial() for x in p.placements):
+        raise ValueError(
+            f"a parameter is whole or cut on each rank; got {p.placements} of {tuple(p.shape)}, terms of "
+            "a sum. Redistribute it to Replicate() or Shard()."
+        )
     if p.dtype not in (taken := dtypes(layout)) or p.numel() == 0:
         raise ValueError(
             f"fp8ref.torch.states takes {' or '.join(str(d).removeprefix('torch.') for d in taken)} parameters with at least one "
@@ -109,14 +116,18 @@ def check(p: Tensor, layout: Layout) -> None:
 
 
 def check_cut(p: Tensor, layout: Layout) -> None:
-    """ValueError unless a rank's part is a range of flat indices where the layout has blocks."""
+    """ValueError unless a rank's part is a range of flat indices where the layout has blocks, or
+    random numbers that are those of the flat index (O-8)."""
     if not isinstance(p, DTensor):
         return
     blocks = any(moment.block is not None for moment in (layout.m, layout.v))
-    if blocks and not all(isinstance(x, Replicate) or _by_rows(p, i) for i, x in enumerate(p.placements)):
+    if not blocks and not layout.stochastic:
+        return
+    if not all(isinstance(x, Replicate) or _by_rows(p, i) for i, x in enumerate(p.placements)):
+        reason = "has blocks of consecutive elements" if blocks else "rounds by the index of an element"
         raise ValueError(
-            f"layout {layout.name!r} has blocks of consecutive elements, so a parameter is cut by rows (O-11); got "
-            f"{p.placements} of {tuple(p.shape)}. Use a layout with one scale a tensor, such as 'sqrt_e5m2'."
+            f"layout {layout.name!r} {reason}, so a parameter is cut by rows (O-11); got {p.placements} of "
+            f"{tuple(p.shape)}. Use a layout with one scale a tensor that rounds to nearest, such as 'sqrt_e5m2'."
         )
 
 
@@ -153,6 +164,7 @@ def check_step(p: Tensor, state: dict[str, Any], layout: Layout) -> None:
         raise ValueError(
             f"a gradient is float32, float16 or bfloat16; got {p.grad.dtype} of a parameter {tuple(p.shape)}. Cast it before the step."
         )
+    check_alike(p.grad, p)
 
 
 def reduce_amaxes(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:

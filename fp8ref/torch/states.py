@@ -29,8 +29,9 @@ from fp8ref import layout_decisions, states
 from fp8ref.states import Layout, Scalars
 from fp8ref.torch import adamw_update, moments, parameter_groups, parameter_state
 from fp8ref.torch.adamw_update import Update, Work
+from fp8ref.torch.local_part import local_part
 from fp8ref.torch.moments import MomentState, Part
-from fp8ref.torch.parameter_state import keeps_apart, local, moment_state, place, reduce_amaxes
+from fp8ref.torch.parameter_state import keeps_apart, moment_state, place, reduce_amaxes
 
 
 class AdamW(torch.optim.Optimizer):
@@ -170,11 +171,11 @@ class AdamW(torch.optim.Optimizer):
                 start, ranks = place(p)
                 in_fp8 = isinstance(p, Float8TrainingTensor)  # ``copies`` makes it from the master
                 flat = moment_state(state, "master").codes if in_fp8 else parameter_state.flat(p)
-                if not in_fp8 and flat.data_ptr() != local(p).data_ptr():  # not contiguous
-                    apart.append((local(p), flat))
+                if not in_fp8 and flat.data_ptr() != local_part(p).data_ptr():  # not contiguous
+                    apart.append((local_part(p), flat))
                 keys = parameter_state.keys(group["seed"], step, number, layout)
                 kept = parameter_state.kept(state, flat, layout)
-                work = Work(flat, parameter_state.flat(p.grad), kept, at, layout, Part(p.numel(), start), keys)
+                work = Work(flat, parameter_state.flat(p.grad, p), kept, at, layout, Part(p.numel(), start), keys)
                 if ranks:
                     cut.append((work, ranks))
                 elif p.numel() <= adamw_update.PIECE // 4 and not any(keys):
@@ -205,7 +206,7 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             layout = self._layout(p)
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for key, moment in (("m", layout.m), ("v", layout.v)):
                 state.update({f"{key}_{field}": x for field, x in moments.zeros(p, moment)._asdict().items() if x is not None})
             if keeps_apart(layout):
@@ -235,7 +236,7 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), place(p)[0])
     both = (("m", layout.m), ("v", layout.v))
     m, v = (moments.read(moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
-    return m.view(local(p).shape), v.view(local(p).shape)
+    return m.view(local_part(p).shape), v.view(local_part(p).shape)
 
 
 class Stored(NamedTuple):
@@ -278,9 +279,9 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
         )
     if optimizer.state.get(p):
         raise ValueError("a weight is set before the first step; the parameter has a state. Set it on a new optimizer.")
-    if w.dtype != torch.float32 or w.shape != local(p).shape:
+    if w.dtype != torch.float32 or w.shape != local_part(p).shape:
         raise ValueError(
-            f"w is float32 of the parameter's shape here, {tuple(local(p).shape)}; got {w.dtype} {tuple(w.shape)}. Cast or cut it."
+            f"w is float32 of the parameter's shape here, {tuple(local_part(p).shape)}; got {w.dtype} {tuple(w.shape)}. Cast or cut it."
         )
     optimizer._state(p, w)
     write(optimizer, p)
@@ -289,7 +290,7 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
 @torch.no_grad()
 def write(optimizer: AdamW, p: Tensor) -> None:
     """Write a parameter anew from its master in the state, as each step does: after masters were loaded without their parameters."""
-    local(p).copy_(weight(optimizer, p))
+    local_part(p).copy_(weight(optimizer, p))
 
 
 @torch.no_grad()
@@ -310,7 +311,7 @@ def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Ten
         )
     stored, moment = moment_state(optimizer.state[p], "master"), optimizer.layout.master
     part = Part(p.numel(), place(p)[0])
-    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(local(p).shape)
+    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(local_part(p).shape)
 
 
 def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:

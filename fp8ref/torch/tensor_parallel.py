@@ -29,6 +29,7 @@ from fp8ref.recipe import Style
 from fp8ref.torch import tensor_parallel_checks
 from fp8ref.torch.linear import Linear
 from fp8ref.torch.linear_cut import Cut, writable
+from fp8ref.torch.local_part import local_part
 from fp8ref.torch.tensor_parallel_checks import check_linear
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -256,7 +257,7 @@ def _lay_out(module: nn.Module, mesh: DeviceMesh, before: Placement, after: Plac
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    return writable(x.to_local()) if isinstance(x, DTensor) else x
+    return writable(local_part(x)) if isinstance(x, DTensor) else x
 
 
 @functools.cache

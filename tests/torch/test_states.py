@@ -16,8 +16,9 @@ from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch_states import EVERY, HYPER, SEED, count, gradients_of, parameters, simulated, start, trained
 
 from fp8ref.sim import states as sim
@@ -479,3 +480,56 @@ def test_a_parameter_without_a_master_has_no_weight_of_one():  # O-14
     q = nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match="after its first step"):
         states.weight(states.AdamW([q], layout="msamp_o2"), q)
+
+
+def train_a_norm(kind: str) -> tuple[list[float], list[float], str]:
+    """Five steps of a norm whose tokens two ranks share: this rank's weights, those of whole gradients, and how gradients are placed."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), distributed.get_rank()
+    norms = [nn.LayerNorm(32), nn.LayerNorm(32)]
+    parallelize_module(norms[0], mesh, SequenceParallel())
+    optimizers = [
+        torch.optim.AdamW(norm.parameters(), lr=1e-2) if kind == "torch" else states.AdamW(norm.parameters(), lr=1e-2, layout=kind)
+        for norm in norms
+    ]
+    for t in range(5):
+        x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(t))
+        mine = DTensor.from_local(x[:, 4 * rank :][:, :4].contiguous(), mesh, [Shard(1)])
+        for norm, optimizer, tokens in zip(norms, optimizers, (mine, x), strict=True):
+            optimizer.zero_grad()
+            (norm(tokens) ** 3).sum().backward()
+            if norm is norms[1]:  # one rank's sum has another order: the terms are those of the ranks
+                for p, q in zip(norm.parameters(), norms[0].parameters(), strict=True):
+                    p.grad.copy_(q.grad.full_tensor())
+            optimizer.step()
+    return norms[0].weight.to_local().tolist(), norms[1].weight.tolist(), str(norms[0].weight.grad.placements)
+
+
+@pytest.mark.parametrize("kind", ["float32", "sqrt_e4m3", "torch"])
+def test_gradients_that_ranks_have_terms_of_are_summed(kind):  # O-11
+    """As torch's AdamW: copies stay equal, and have the bits of the whole gradient."""
+    ranks = run(2, train_a_norm, kind)
+    for copied, whole, placed in ranks:
+        assert placed == "(Partial(sum),)"
+        assert copied == whole == ranks[0][0]
+
+
+def shard_flat(original: bool) -> list[str]:
+    """What an optimizer says to the parameters of FSDP1, built before and after."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    early = states.AdamW(model.parameters())
+    sharded = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+    said = []
+    sharded(torch.ones(2, 8)).sum().backward()
+    for use in (lambda: states.AdamW(sharded.parameters(), layout="sqrt_e5m2"), early.step if original else early.zero_grad):
+        try:
+            use()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_flat_shards_of_fsdp1_are_refused(original):  # O-11; axolotl#2744, bitsandbytes#2080
+    for said in run(2, shard_flat, original):
+        assert len(said) == 1 + original
+        assert all("FullyShardedDataParallel cuts into flat pieces" in one and "with fully_shard" in one for one in said)

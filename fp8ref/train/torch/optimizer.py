@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8ref.torch import health, states
+from fp8ref.torch.local_part import local_part
 from fp8ref.train.sections import OptimizerConfig
-from fp8ref.train.torch.rank_parts import local, of_ranks
+from fp8ref.train.torch.rank_parts import of_ranks
 from fp8ref.train.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in_fp8
 
 
@@ -96,7 +97,7 @@ def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
     for p in _parameters(optimizer):
         state = optimizer.state[p]
         if not state:
-            state["step"] = torch.zeros((), device=p.device if fused else None)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
             state |= {key: _zeros_in_fp8(p) if _takes_fp8(optimizer, p) else torch.zeros_like(p, requires_grad=False) for key in MOMENTS}
         if step is not None:
             state["step"].fill_(step)
@@ -135,7 +136,7 @@ def values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str
     that exist."""
     if not isinstance(optimizer, states.AdamW):
         for p, key, x in moments(optimizer):
-            piece = local(x)
+            piece = local_part(x)
             yield p, key, _whole_of(piece.dequantize(), p) if in_fp8(piece) else x
         return
     for p in _parameters(optimizer):
@@ -151,7 +152,7 @@ def stored(moment: torch.Tensor) -> dict[str, torch.Tensor]:
     A moment in FP8 has codes and scales for blocks of each rank's own piece, so that their names
     hold the rank.
     """
-    piece = local(moment)
+    piece = local_part(moment)
     if not in_fp8(piece):
         return {"": moment}
     rank = distributed.get_rank() if distributed.is_initialized() else 0
@@ -173,13 +174,13 @@ def _takes_fp8(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> bool:
     """Whether the optimizer keeps moments of this rank's piece of p in FP8 (T-6)."""
     from torchao.optim import AdamWFp8
 
-    return isinstance(optimizer, AdamWFp8) and moments_in_fp8(local(p).numel())
+    return isinstance(optimizer, AdamWFp8) and moments_in_fp8(local_part(p).numel())
 
 
 def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
-    piece = local(p)
+    piece = local_part(p)
     # on the local piece, as torchao's own first step does: blocks never cross ranks
     made = OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device)
     return _whole_of(made, p)
@@ -208,8 +209,8 @@ class GradientNorm:
         Squares are summed in float64, so that another sharding changes at most the last bit of the
         result.
         """
-        held = [g for g in grads if local(g).numel()]
-        squares = torch.stack(torch._foreach_norm([local(g) for g in held], 2, torch.float64)).square()
+        held = [g for g in grads if local_part(g).numel()]
+        squares = torch.stack(torch._foreach_norm([local_part(g) for g in held], 2, torch.float64)).square()
         # ranks that hold the same piece, whose squares are counted once
         copies = self._on_device(squares.device, tuple(self._copies(g) for g in held))
         return of_ranks((squares / copies).sum(), self._mesh).sum().sqrt().float()
@@ -237,7 +238,7 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
     Raises:   ValueError: a moment of another shape or format.
     """
     for p, key, found in moments(optimizer):
-        piece, moment, expected = local(p), local(found), _takes_fp8(optimizer, p)
+        piece, moment, expected = local_part(p), local_part(found), _takes_fp8(optimizer, p)
         if moment.shape != piece.shape or in_fp8(moment) != expected:
             formats = {True: "FP8", False: "float32"}
             raise ValueError(

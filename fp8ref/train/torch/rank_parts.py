@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8ref import llama
+from fp8ref.torch.local_part import local_part
 from fp8ref.train.config import Config
 
 
@@ -55,7 +56,7 @@ def of_ranks(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 @torch.no_grad()
 def fill(parameter: torch.Tensor, weight: llama.Weight) -> None:
     """Copy a weight's values into a parameter, of a DTensor this rank's shard alone."""
-    local(parameter).copy_(shard(parameter, weight))
+    local_part(parameter).copy_(shard(parameter, weight))
 
 
 def shard(parameter: torch.Tensor, weight: llama.Weight) -> torch.Tensor:
@@ -66,8 +67,3 @@ def shard(parameter: torch.Tensor, weight: llama.Weight) -> torch.Tensor:
     if 0 in shape:
         return torch.empty(shape, dtype=torch.float32)
     return torch.from_numpy(weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
-
-
-def local(x: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -25,6 +25,7 @@ from fp8ref.torch import copies, delayed, hardware, health, states
 from fp8ref.torch.convert import convert
 from fp8ref.torch.fsdp import keep_reduced_dtype
 from fp8ref.torch.gradient_factors import Factors
+from fp8ref.torch.local_part import local_part
 from fp8ref.torch.parallel import amax_group, check_copies, parallelize, share_groups
 from fp8ref.torch.switch import Switch
 from fp8ref.train import device_shapes, train_state
@@ -119,7 +120,7 @@ class Step:
                 loss.backward()  # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
                 losses.append(loss.detach())
         if len(parts) > 1:
-            grads = [optimizer.local(p.grad) for p in self.params.values() if p.grad is not None]
+            grads = [local_part(p.grad) for p in self.params.values() if p.grad is not None]
             # the product with a float32 reciprocal, as in JAX, and not a quotient (T-7)
             torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
         return torch.stack(losses)
@@ -143,7 +144,7 @@ class Step:
         read = None if skips else found.tolist()
         if read is None or all(map(math.isfinite, read)):
             # on local shards: every rank scales its own by the same factor, without communication
-            torch._foreach_mul_([optimizer.local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
+            torch._foreach_mul_([local_part(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             optimizer.step(self.optimizer, finite, lr, measured)
             if skips:
                 delayed.forget_unless(self.model, finite)

@@ -8,6 +8,7 @@ import torch
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from fp8ref.errors import ConfigError
+from fp8ref.torch.local_part import local_part
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 from fp8ref.train.sections import OptimizerConfig
@@ -36,7 +37,7 @@ def moments(trainer):
     """(name, this rank's piece, this rank's first and second moment) of every parameter."""
     for name, p in trainer._params.items():
         state = trainer._optimizer.state[p]
-        yield name, optimizer.local(p), [optimizer.local(state[key]) for key in ("exp_avg", "exp_avg_sq")]
+        yield name, local_part(p), [optimizer.local(state[key]) for key in ("exp_avg", "exp_avg_sq")]
 
 
 def check_kinds(config):
