@@ -249,7 +249,7 @@ def in_blocks(piece: Work) -> Work:
 
 @functools.lru_cache(maxsize=8)
 def _tensors(at: Scalars, device: torch.device) -> Scalars:
-    numbers = torch.tensor(at, dtype=torch.float32)
+    numbers = torch.tensor(at, dtype=torch.float32, device="cpu")
     if device.type == "cuda":  # from pinned memory the host does not wait
         numbers = numbers.pin_memory()
     return Scalars(*numbers.to(device, non_blocking=True).unbind())  # type: ignore[arg-type]

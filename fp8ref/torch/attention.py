@@ -257,7 +257,7 @@ def _real(q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: 
     """The variant ``exact``."""
     real = attention_real.forward(q, k, v, spec, shape, documents, sinks)
     o, lse = operands.by_head(real.o, shape).float(), operands.by_head(real.lse[..., None], shape)[..., 0].float()
-    one = torch.ones((), device=q.device)
+    one = torch.ones((), device=q.device, dtype=torch.float32)
     found = operands.share([x.detach().abs().amax().float() for x in (q, k, v, o)], spec)
     amaxes = dict(zip(("q", "k", "v", "o"), found, strict=True)) | {"s": one}
     return Result(o, lse, {}, amaxes, torch.zeros((), dtype=torch.int64, device=q.device), None, one, one)
@@ -266,6 +266,6 @@ def _real(q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: 
 def _real_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents, sinks) -> Gradients:
     dq, dk, dv, largest, dsinks = attention_real.backward(do, q, k, v, spec, shape, documents, sinks)
     amaxes = operands.share([largest, *(x.abs().amax().float() for x in (do, dq, dk, dv))], spec)
-    one = torch.ones((), device=q.device)
+    one = torch.ones((), device=q.device, dtype=torch.float32)
     by_role = dict(zip(("ds", "do", "dq", "dk", "dv"), amaxes, strict=True))
     return Gradients(dq, dk, dv, {}, by_role, torch.zeros((), dtype=torch.int64, device=q.device), Scales(one, one), dsinks=dsinks)

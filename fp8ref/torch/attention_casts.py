@@ -90,7 +90,7 @@ def _cast(x: Tensor, role: str, casts: Casts) -> Tensor:
 
 def _probabilities(p: Tensor, casts: Casts) -> Tensor:
     """Probabilities after the cast by the scale of the amax 1 (A-8), if they have one."""
-    return _by(torch.ones((), device=p.device), p, casts.variant.fmt, casts) if "p" in casts.roles else p
+    return _by(torch.ones((), device=p.device, dtype=torch.float32), p, casts.variant.fmt, casts) if "p" in casts.roles else p
 
 
 def _by(amax: Tensor, x: Tensor, fmt: Format, casts: Casts) -> Tensor:

@@ -46,9 +46,12 @@ def run(
     device, fmt, low = layout.q.device, variant.fmt, variant.fmt.bits == 8
     scale_p, scale_inv_p = operands.probability_scale(variant, given, device)
     n, rows, width = len(layout.q), layout.q.shape[1], layout.v.shape[-1]
-    maximum, sums = torch.full((n, rows), -torch.inf, device=device), torch.zeros(n, rows, device=device)
-    o = torch.zeros(n, rows, width, device=device)
-    largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    maximum, sums = (
+        torch.full((n, rows), -torch.inf, device=device, dtype=torch.float32),
+        torch.zeros(n, rows, device=device, dtype=torch.float32),
+    )
+    o = torch.zeros(n, rows, width, device=device, dtype=torch.float32)
+    largest, saturated = torch.zeros((), device=device, dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=device)
     lost = torch.zeros_like(saturated)
     kept = Kept(keep, (n, rows, layout.k.shape[1]), device)
     # GEMMs of codes take them along the tokens.

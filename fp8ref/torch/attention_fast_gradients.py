@@ -50,7 +50,7 @@ def gradients(
     do8 = attention_gradients.quantized_do(do, spec, given, shape, report=report)
     of_pass = Pass(do8, saved, spec, shape, documents, report=report, keep=keep)
     low = spec.variant.fmt.bits == 8
-    one = torch.ones((), device=do.device)
+    one = torch.ones((), device=do.device, dtype=torch.float32)
     scales = Scales(one, one)
     if "ds" in given:
         scales = Scales(given["ds"], head_scaling.inverse(given["ds"]))
@@ -91,9 +91,15 @@ class Pass:
             x.transpose(1, 2).contiguous() if layout.codes else x.transpose(1, 2) for x in (self.do, layout.q, layout.k)
         )
         device = layout.q.device
-        self.dq = torch.zeros(layout.q.shape, device=device)
-        self.dk, self.dv = torch.zeros(layout.k.shape, device=device), torch.zeros(layout.v.shape, device=device)
-        self.largest, self.saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+        self.dq = torch.zeros(layout.q.shape, device=device, dtype=torch.float32)
+        self.dk, self.dv = (
+            torch.zeros(layout.k.shape, device=device, dtype=torch.float32),
+            torch.zeros(layout.v.shape, device=device, dtype=torch.float32),
+        )
+        self.largest, self.saturated = (
+            torch.zeros((), device=device, dtype=torch.float32),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
         self.lost, self.saturated_ds = torch.zeros_like(self.saturated), torch.zeros_like(self.saturated)
         self._has_dv = False
         self.kept = Kept(keep, (*layout.q.shape[:-1], layout.k.shape[1]), device)

@@ -96,7 +96,7 @@ class Layout:
         size = part.stop - part.start, (tile.last - tile.first) * self.shape.group, tile.width
         elements = size[0] * size[1] * size[2]
         if which not in self._scratch or self._scratch[which].numel() < elements:
-            self._scratch[which] = torch.empty(elements, device=self.q.device)
+            self._scratch[which] = torch.empty(elements, device=self.q.device, dtype=torch.float32)
         return self._scratch[which][:elements].view(size)
 
     def of_heads(self, scale: Tensor) -> Tensor:

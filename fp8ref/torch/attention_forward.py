@@ -102,8 +102,8 @@ def run(
         of_p, of_v = None, scale_inv_p
     rows = (shape.batch, shape.key_heads, shape.queries, shape.group)
     state = online_softmax.start(rows, variant.sum_order, device)
-    o = torch.zeros(*rows, v.shape[2], device=device)
-    largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    o = torch.zeros(*rows, v.shape[2], device=device, dtype=torch.float32)
+    largest, saturated = torch.zeros((), device=device, dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=device)
     lost = torch.zeros_like(saturated)
     kept = Kept(keep, (*rows, k.shape[2]), device)
     of_pass = shifted_softmax.parts(tensors, spec, shape) if variant.int8 else None

@@ -162,7 +162,7 @@ def _forward(
             "p/scale": result.scale_p,
             "p/codes": result.p_codes,
             "o/value": o,
-            "softcap/value": None if spec.softcap is None else torch.tensor(spec.softcap),
+            "softcap/value": None if spec.softcap is None else torch.tensor(spec.softcap, dtype=torch.float32, device="cpu"),
             "sinks/value": sinks,
             "p/amax": None if found is None else result.amaxes["s"],
             "p/counts": found,
@@ -251,14 +251,14 @@ def _gradients(
     saved     what ``_forward`` saved after sinks, documents and scales.
     """
     o, o_scale_inv, lse = next(saved), next(saved), next(saved)
-    one, how = torch.ones((), device=do.device), {"report": report, "keep": keep, "sinks": sinks}
+    one, how = torch.ones((), device=do.device, dtype=torch.float32), {"report": report, "keep": keep, "sinks": sinks}
     if spec.variant.backward == "bf16":
         q, k, v = saved
         return attention_gradients_bf16.gradients(do, (q, k, v), o, lse, spec, shape, at, **how), one
     if spec.variant.granularity == "mx_1x32":
         q, k, v = saved
         kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, one, one)
-        of_p = torch.full((), attention_gradients_mx.P_SCALE)
+        of_p = torch.full((), attention_gradients_mx.P_SCALE, dtype=torch.float32, device="cpu")
         return attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, **how), of_p
     scale_p, scale_inv_p = next(saved), next(saved)
     tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}

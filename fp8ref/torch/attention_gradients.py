@@ -110,7 +110,7 @@ class Pass:
         self.lse = rows_of(saved.lse, shape, step)
         self.tiles = operands.tiles(spec, shape, step)
         device = do.device
-        self.largest = torch.zeros((), device=device)
+        self.largest = torch.zeros((), device=device, dtype=torch.float32)
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
         self.lost, self.saturated_ds = torch.zeros_like(self.saturated), torch.zeros_like(self.saturated)
         self.kept = Kept(keep, (*self.q.shape[:-1], self.k.shape[2]), device)
@@ -157,9 +157,9 @@ class Pass:
         shape, low = self.shape, self.variant.fmt.bits == 8
         rows = (shape.batch, shape.key_heads)
         width = self.k.shape[-1]
-        dk = torch.zeros(*rows, self.k.shape[2], width, device=self.k.device)
-        dv, dq = torch.zeros_like(dk), torch.zeros(*self.q.shape, device=self.k.device)
-        one = torch.ones((), device=dk.device)
+        dk = torch.zeros(*rows, self.k.shape[2], width, device=self.k.device, dtype=torch.float32)
+        dv, dq = torch.zeros_like(dk), torch.zeros(*self.q.shape, device=self.k.device, dtype=torch.float32)
+        one = torch.ones((), device=dk.device, dtype=torch.float32)
         scales = Scales(one, one)
         early = low and "ds" not in self.given
         do_tokens, q_tokens, k_tokens = tokens_of(self.do_rows), tokens_of(self.q), operands.along_tokens(self.saved.tensors["k"].codes)
@@ -273,7 +273,7 @@ def rounded(
 ) -> Gradients:
     """The gradients in the output's format, with their amaxes."""
     variant = spec.variant
-    none = torch.zeros((), device=largest.device)
+    none = torch.zeros((), device=largest.device, dtype=torch.float32)
     found: dict[str, Any] = {}
     amaxes, coded = {"do": do.amax, "ds": largest}, {"do": do}
     tensors = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
@@ -295,7 +295,7 @@ def quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape,
     variant = spec.variant
     fmt = variant.gradient_fmt or variant.fmt
     if report == "nothing" and (variant.granularity is None or "do" in given):
-        amax = torch.zeros((), device=do.device)
+        amax = torch.zeros((), device=do.device, dtype=torch.float32)
     else:
         amax = head_scaling.amax(do, variant.granularity, heads=shape.key_heads)
         if variant.granularity in ("tensor", None):

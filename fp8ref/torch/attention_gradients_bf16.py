@@ -42,7 +42,7 @@ def gradients(
     o, lse    of the forward pass.
     """
     wide = dataclasses.replace(spec, variant=VARIANTS["bf16"], seed=0)
-    one = torch.ones((), device=do.device)
+    one = torch.ones((), device=do.device, dtype=torch.float32)
     of_inputs = attention_context.gathered(operands.quantize(*tensors, wide, {}, report="nothing"), wide)
     saved = Saved(of_inputs, rounded(o), None, lse, one, one)
     of_pass = attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients

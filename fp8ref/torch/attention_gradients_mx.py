@@ -73,9 +73,9 @@ def gradients(
     lse = rows_of(saved.lse, shape, MX)
     short = head_scaling.rounded(do, variant.out)
     d = sums_of_rows(operands.grouped(short, shape, MX), operands.grouped(saved.o, shape, MX), shape.features, spec.arithmetic)
-    dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device)
+    dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device, dtype=torch.float32)
     dk, dv = torch.zeros_like(k8), torch.zeros_like(k8)
-    largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    largest, saturated = torch.zeros((), device=device, dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=device)
     lost = torch.zeros_like(saturated)
     kept = Kept(keep, (*q8.shape[:-1], k8.shape[2]), device)
     for tile in operands.tiles(spec, shape, MX):
@@ -102,7 +102,7 @@ def gradients(
         add_heads(dk, products_of_heads("grad_k", _quantize(ds, 2, variant), q_tokens, tile, variant), tile)
     if report != "nothing":
         (largest,) = operands.share([largest], spec)
-    one = torch.ones((), device=device)
+    one = torch.ones((), device=device, dtype=torch.float32)
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
     raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
     of_pass = rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)

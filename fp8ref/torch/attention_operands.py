@@ -114,7 +114,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tenso
         return int8_heads.quantize(q, k, v, variant.fmt)
     q, k, v = rotated(q, k, v, spec)
     tensors = {"q": q, "k": k, "v": v}
-    amaxes = {role: torch.zeros((), device=q.device) for role in tensors}
+    amaxes = {role: torch.zeros((), device=q.device, dtype=torch.float32) for role in tensors}
     needed = [role for role in tensors if report != "nothing" or (variant.granularity is not None and role not in given)]
     found = [head_scaling.amax(tensors[role], variant.granularity, heads=heads, along_tokens=role == "v") for role in needed]
     if variant.granularity in ("tensor", None) and found:
@@ -139,8 +139,8 @@ def probability_scale(variant: Variant, given: dict[str, Tensor], device: torch.
     if "s" in given:
         return given["s"], head_scaling.inverse(given["s"])
     if variant.p_scale == "state":
-        return head_scaling.scales_of(torch.ones((), device=device), variant.fmt, variant.policy)
-    scale = torch.full((), variant.p_scale, device=device)
+        return head_scaling.scales_of(torch.ones((), device=device, dtype=torch.float32), variant.fmt, variant.policy)
+    scale = torch.full((), variant.p_scale, device=device, dtype=torch.float32)
     return scale, head_scaling.inverse(scale)
 
 
@@ -240,7 +240,7 @@ def products(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
               higher precision: one batched GEMM, in float32, or float64.
     """
     if a.dtype in _FORMATS:
-        one = torch.ones((), device=a.device)
+        one = torch.ones((), device=a.device, dtype=torch.float32)
         accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
         pairs = zip(a.flatten(0, -3).unbind(), b.flatten(0, -3).unbind(), strict=True)
         out = [gemm.matmul(_quantized(x, one), _quantized(y, one), accumulate=accumulate) for x, y in pairs]

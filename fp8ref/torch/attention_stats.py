@@ -85,4 +85,4 @@ def counts_of(spec: Spec, shape: Shape, documents: Documents, saturated: torch.T
         seen = operands.seen(tile, spec, shape, documents, device)
         whole = shape.batch * (tile.last - tile.first) * tile.width
         total = total + (whole if seen is None else seen.expand(shape.batch, *seen.shape[1:]).sum())
-    return torch.stack([total * shape.heads, torch.as_tensor(saturated), torch.as_tensor(lost)]).long()
+    return torch.stack([total * shape.heads, torch.as_tensor(saturated, device=device), torch.as_tensor(lost, device=device)]).long()

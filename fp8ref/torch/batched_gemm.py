@@ -39,7 +39,7 @@ def products(a: Tensor, b: Tensor, *, fast: bool, factor: Tensor | None = None, 
 def loop(a: Tensor, b: Tensor, factor: Tensor | None, fast: bool) -> Tensor:
     """A GEMM of FP8 codes for each of n."""
     accumulate = "fast" if fast else "slow"
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), device=a.device, dtype=torch.float32)
     factor = one if factor is None else factor
     of_each = factor.unbind() if factor.ndim else [factor] * len(a)
     found = [

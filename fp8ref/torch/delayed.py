@@ -55,7 +55,7 @@ def observe(x: torch.Tensor) -> torch.Tensor:
     """
     amax = scaling.amax(x)
     finite = amax.isfinite()
-    return torch.stack([torch.where(finite, amax, 0.0), torch.where(finite, 0.0, 1.0), torch.ones_like(amax)])
+    return torch.stack([torch.where(finite, amax, 0.0), torch.where(finite, 0.0, 1.0).to(amax.dtype), torch.ones_like(amax)])
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ class FP8Gather:
         self.scale: torch.Tensor | None = None
         self.version, self.in_pass, self.keeps_codes = -1, False, False
         self.moved: torch.dtype | None = None
-        self.master = self.shard = torch.empty(0)
+        self.master = self.shard = torch.empty(0, dtype=torch.float32, device="cpu")
         self.made: torch.Tensor | None = None
 
     @property

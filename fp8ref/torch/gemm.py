@@ -184,7 +184,8 @@ def check_cpu(recipe: Recipe) -> None:
 @functools.cache
 def _cpu_multiplies_rows() -> bool:
     """Whether _scaled_mm takes rowwise scales on this CPU."""
-    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1, dtype=torch.float32)
+    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+    scale = torch.ones(16, 1, dtype=torch.float32, device="cpu")
     try:
         torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
     except RuntimeError:

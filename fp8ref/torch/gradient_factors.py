@@ -38,7 +38,7 @@ class Factors:
         self.auto, self.names = auto, [names[param._module_info.module] for _, param in found]
         allowed = [auto.allowed(param.sharded_param.numel()) for _, param in found]
         self._allowed = torch.tensor(allowed, dtype=torch.int64, device=device)
-        self.mu = torch.ones(len(found), device=device)
+        self.mu = torch.ones(len(found), device=device, dtype=torch.float32)
         self.saturated, self._counts = torch.zeros_like(self._allowed), torch.zeros_like(self._allowed)
         self._cut: dict[tuple[distributed.ProcessGroup, ...], list[int]] = {}
         of_each: dict[FP8ReduceScatter, list[int]] = {}

@@ -147,7 +147,7 @@ def quantize(
     Raises:   ValueError: as ``scales_of``.
     """
     if granularity is None:
-        one = torch.ones((), device=x.device)
+        one = torch.ones((), device=x.device, dtype=torch.float32)
         return Heads(rounded(x, fmt), amax_of_groups, one, one)
     multiplier, scale_inv = scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
     scaled = x.detach().to(torch.float32, copy=True).mul_(spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens))

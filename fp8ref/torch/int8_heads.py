@@ -47,7 +47,7 @@ def mean(k: Tensor) -> Tensor:
     while total.shape[2] > 1:
         half = total.shape[2] // 2
         total = total[:, :, :half] + total[:, :, half:]
-    inverse = torch.full((), float(k.shape[2]), device=k.device).double().reciprocal().float()
+    inverse = torch.full((), float(k.shape[2]), device=k.device, dtype=torch.float32).double().reciprocal().float()
     return _bfloat16(times(total, inverse))
 
 
@@ -69,7 +69,7 @@ def _int8(x: Tensor, amax: Tensor) -> Heads:
     """INT8 codes of x: RN32(x / scale_inv), half of one added away from zero, rounded, and cut off."""
     scale_inv = divide(amax, torch.full_like(amax, LARGEST)) + SMALLEST
     quotient = divide(x, head_scaling.spread(scale_inv, tuple(x.shape), "int8_thread"))
-    codes = (quotient + torch.where(quotient >= 0, 0.5, -0.5)).to(torch.int8)
+    codes = (quotient + torch.where(quotient >= 0, 0.5, -0.5).to(quotient.dtype)).to(torch.int8)
     return Heads(codes, amax, head_scaling.inverse(scale_inv), scale_inv)
 
 

@@ -26,7 +26,10 @@ class Rows(NamedTuple):
 
 def start(shape: tuple[int, ...], order: SumOrder, device: torch.device) -> Rows:
     """The state before the first tile."""
-    return Rows(torch.full(shape, -torch.inf, device=device), torch.zeros(*shape, LANES[order], device=device))
+    return Rows(
+        torch.full(shape, -torch.inf, device=device, dtype=torch.float32),
+        torch.zeros(*shape, LANES[order], device=device, dtype=torch.float32),
+    )
 
 
 def total(sums: Tensor, order: SumOrder) -> Tensor:

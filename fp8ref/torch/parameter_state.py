@@ -189,7 +189,7 @@ def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
     """ValueError unless a saved state of a parameter, if there is one, has its layout and shape, and is cut as it is."""
     if not saved:
         return
-    like = torch.empty(p.shape, device="meta")
+    like = torch.empty(p.shape, device="meta", dtype=torch.float32)
     wanted = {"step": ((), torch.float32, False)}
     kept = [("m", layout.m), ("v", layout.v), *([("master", layout.master)] if in_state(layout, p) else [])]
     for key, moment in kept:

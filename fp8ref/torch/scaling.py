@@ -98,7 +98,7 @@ def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
 
 def _flagged(amax: torch.Tensor) -> torch.Tensor:
     """[2, ...]: amaxes, 0 unless finite, and flags: 1 for Inf, 2 for NaN, else 0."""
-    flag = torch.where(amax.isnan(), 2.0, torch.where(amax.isinf(), 1.0, 0.0))
+    flag = torch.where(amax.isnan(), 2.0, torch.where(amax.isinf(), 1.0, 0.0)).to(amax.dtype)
     return torch.stack([torch.where(flag > 0, 0.0, amax), flag])
 
 

@@ -83,7 +83,7 @@ def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tenso
     scaled = value * _spread(q.scale, q)
     least, greatest = scaled.aminmax()
     # Decode by a table: torch's own conversion of e4m3 on a CPU takes one element at a time.
-    table = cast.decode(torch.arange(256, dtype=torch.uint8), q.fmt)
+    table = cast.decode(torch.arange(256, dtype=torch.uint8, device="cpu"), q.fmt)
     error = table.index_select(0, codes.reshape(-1).int()).view(x.shape).mul_(_spread(q.scale_inv, q)).sub_(value)
     beyond = max(-least, greatest) >= q.fmt.max
     return underflows, saturated, _overflows(scaled.abs_(), q.fmt) if beyond else torch.zeros_like(saturated), _squares(error)
@@ -185,6 +185,6 @@ def _overflows(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
     """How many magnitudes round beyond max (C-4)."""
     # Those above the tie of max and the number that would follow. The tie itself rounds to even:
     # away from an odd max.
-    step = fmt.max - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8), fmt).item()
+    step = fmt.max - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device="cpu"), fmt).item()
     bound = fmt.max + step / 2
     return (scaled >= bound if fmt.max_code % 2 else scaled > bound).count_nonzero()

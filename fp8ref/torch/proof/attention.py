@@ -14,7 +14,7 @@ def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.dev
     """Whether products take FP8 codes: not of MX blocks, nor in the fast form on a CPU."""
     if variant.fmt.bits != 8 or variant.granularity == "mx_1x32":
         return False
-    return arithmetic == "stated" or attention_fast_operands.takes_codes(torch.empty(0, device=device), variant)
+    return arithmetic == "stated" or attention_fast_operands.takes_codes(torch.empty(0, device=device, dtype=torch.float32), variant)
 
 
 def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool, plan: str | None = None) -> list[str]:
