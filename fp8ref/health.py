@@ -38,11 +38,11 @@ class Health:
 
     count         all of them
     v_lost        v is stored as 0 beside an m that is not
-    bounded       ratios of moments that the bound clipped
+    bounded       ratios of moments that the bound clipped; 0 unless the layout is bounded
     clipped_m, clipped_v
                   values above the range of their scale
     stalled_m, stalled_v
-                  stored values that are not 0 and stay the same under a gradient of 0
+                  stored codes that are not 0 and stay the same under a gradient of 0, by the scale_inv that is kept
     root_bias     sum of sqrt(stored v) / sum of sqrt(v) - 1
     update_error  rms of the change of the next ratio that storing makes / rms of the ratio
     largest_ratio largest magnitude of the ratio of stored moments

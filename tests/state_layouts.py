@@ -84,6 +84,19 @@ def gradients_of(step: int) -> dict[str, np.ndarray]:
     return {name: g * np.float32(step % 7 != 5) for name, g in found.items()}
 
 
+def idle_and_stalling() -> dict[str, tuple[Layout, np.ndarray, dict[str, int]]]:
+    """{case: (layout, gradients [steps, elements], counts of the last step)}: those of the health of states that other readings of O-12
+    have otherwise. Ratios above the bound of a layout that is not bounded; a code 5, of which 0.9 is beside a tie by the scale."""
+    idle = np.zeros((2, 64), np.float32)
+    idle[0], idle[0, 0] = 1, 1000  # beside 1000 the others' v is stored as 0, and their m is not
+    bounded = dataclasses.replace(LAYOUTS["te"], name="te_bounded", bounded=True)
+    return {
+        "not bounded": (LAYOUTS["te"], idle, {"bounded": 0}),
+        "bounded": (bounded, idle, {"bounded": 63}),
+        "stalled": (LAYOUTS["sqrt_e4m3"], gradients(27, 128, 2, widest=9), {"stalled_m": 1, "stalled_v": 120}),
+    }
+
+
 def differing(found, wanted) -> int:
     """How many elements of two arrays differ in a bit; float8 arrays are compared with uint8 codes."""
     found, wanted = np.asarray(found), np.asarray(wanted)

@@ -1,6 +1,7 @@
 """What a layout of optimizer states stores, and which decisions are refused (spec O-1, O-14)."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +104,21 @@ HALF = Moment(fmt=FLOAT16, scaling="power_of_two")
 def test_layouts_that_contradict_themselves_are_refused(decisions, message):  # O-1, O-9, O-14, O-15
     with pytest.raises(ValueError, match=message):
         Layout(name="mine", **decisions)
+
+
+def test_what_is_not_said_has_the_defaults_of_the_specification():  # O-1
+    """The table of O-1, row by row."""
+    page = (Path(__file__).parents[1] / "docs/spec/o.md").read_text()
+    _, _, rest = page.partition("Where a layout says nothing, its fields are these.")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.split("\n\n")[1].splitlines()[2:]]
+    words = {"none": None, "no": False, "yes": True, "2^-90": 2.0**-90, "0": 0, "a moment of these defaults": Moment()}
+    seen = {}
+    for kind, cells in ((Moment, [row[:2] for row in rows]), (Layout, [row[2:] for row in rows])):
+        for names, value in cells:
+            for name in filter(None, (one.strip(" `") for one in names.split(","))):
+                seen[kind, name] = words.get(value, value.strip("`"))
+    own = {
+        (kind, one.name): one.default for kind in (Moment, Layout) for one in dataclasses.fields(kind) if one.name not in ("name", "source")
+    }
+    own[Moment, "fmt"] = own[Moment, "fmt"].name
+    assert seen == own

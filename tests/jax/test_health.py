@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from state_layouts import ALL, SHAPES, gradients_of, start
+from state_layouts import ALL, SHAPES, gradients_of, idle_and_stalling, start
 
 from fp8ref.health import COUNTS
 from fp8ref.jax import health, states
@@ -47,6 +47,17 @@ def measured(layout, place=lambda x: x) -> int:
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "stochastic", "coat", "previous", "float16", "torchao"])
 def test_counts_are_the_simulators(name):  # O-12
     assert measured(ALL[name]) == 0
+
+
+@pytest.mark.parametrize("case", idle_and_stalling())
+def test_bounded_and_stalled_have_one_reading(case):  # O-6, O-12
+    layout, gradients, counts = idle_and_stalling()[case]
+    optimizer, p = states.adamw(1e-3, layout=layout), jnp.ones(gradients.shape[1])
+    state = optimizer.init(p)
+    for g in gradients:
+        before, (_, state) = state, optimizer.update(jnp.asarray(g), state, p)
+    (row,) = health.numbers(health.measure(jnp.asarray(g), before, state, layout=layout))
+    assert {key: int(row[COUNTS.index(key)]) for key in counts} == counts
 
 
 @pytest.mark.slow

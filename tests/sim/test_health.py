@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from state_layouts import ALL, BLOCKS, gradients
+from state_layouts import ALL, BLOCKS, gradients, idle_and_stalling
 
 from fp8ref import states as data
 from fp8ref.sim import health, moments, states
@@ -90,6 +90,24 @@ def test_counts_by_a_second_implementation(name):  # O-12
             counted[f"stalled_{which}"] += bool(same and stored.codes[i] & 0x7F)
     assert {key: getattr(found, key) for key in counted} == counted
     assert (counted["clipped_m"] > 0) == (name == "previous")
+
+
+@pytest.mark.parametrize("case", idle_and_stalling())
+def test_bounded_and_stalled_have_one_reading(case):  # O-6, O-12
+    layout, g, counts = idle_and_stalling()[case]
+    state, before = run(g, layout)
+    found = health.measure(g[-1], before, state, layout=layout)
+    assert {key: getattr(found, key) for key in counts} == counts
+    at = data.scalars(2, learning_rate=0.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
+    m, v = moments.averages(states.in_range(g[-1]), *states.decode(before, layout), at, layout)
+    if case == "stalled":  # the scale of O-7, of which the kept one is the reciprocal, has two codes more
+        scale, inverse = moments.scales(np.abs(m).max(), layout.m)
+        assert inverse == state.m.scale_inv[0]
+        codes = state.m.codes
+        by_scale = moments.round_codes(F32(at.b1) * states.decode(state, layout)[0] * scale, layout.m, 0, None)
+        assert ((codes & 0x7F != 0) & (by_scale == codes)).sum() == counts["stalled_m"] + 2
+    else:
+        assert (np.abs(moments.ratio(m, v, at)) > F32(at.bound)).sum() == 63
 
 
 def test_it_is_of_one_step():  # O-12

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run
-from state_layouts import ALL, NEAREST, SHAPES, gradients_of, start
+from state_layouts import ALL, NEAREST, SHAPES, gradients_of, idle_and_stalling, start
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,6 +52,19 @@ def test_counts_are_the_simulators(name):  # O-12
             optimizer.step()
         total += differing(health.of_ranks(found), list(p), wanted)
     assert total == 0
+
+
+@pytest.mark.parametrize("case", idle_and_stalling())
+def test_bounded_and_stalled_have_one_reading(case):  # O-6, O-12
+    layout, gradients, counts = idle_and_stalling()[case]
+    p = nn.Parameter(torch.ones(gradients.shape[1]))
+    optimizer = states.AdamW([p], layout=layout)
+    for g in gradients:
+        p.grad = torch.tensor(g)
+        with health.measuring(optimizer) as found:
+            optimizer.step()
+    (row,) = health.of_ranks(found)
+    assert {key: int(row[COUNTS.index(key)]) for key in counts} == counts
 
 
 def on_ranks(names: list[str]) -> dict[str, int]:
