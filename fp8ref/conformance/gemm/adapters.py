@@ -11,6 +11,7 @@ import numpy as np
 from fp8ref.conformance import arrays, subject
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm, operand
 from fp8ref.formats import E4M3FN, Format
+from fp8ref.sim import cast, packing
 from fp8ref.sim.scaling import Quantized
 
 
@@ -22,13 +23,15 @@ def wrap(
     device: str = "cpu",
     granularity: str = "tensorwise",
     granularity_b: str = "",
+    formats: tuple[Format, Format] = (E4M3FN, E4M3FN),
 ) -> ScaledGemm:
     """A function as a ScaledGemm; a ScaledGemm is itself.
 
     A function of two arguments is called with a and b as a ScaledGemm's is. A function of four is called
-    with arrays of a framework: codes of a [M, K] and of b [N, K] in float8, then scale_inv of a and of b,
-    which multiply the sum. An argument called ``bias`` gets [N] of float32.
+    with arrays of a framework: codes of a [M, K] and of b [N, K] in float8 or float4 (``native_array``),
+    then scale_inv of a and of b, which multiply the sum. An argument called ``bias`` gets [N] of float32.
 
+    formats    of a and b, with which frameworks are tried.
     framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; by default the first imported one
                that it takes.
     Raises:    ValueError: another count of arguments, an unknown framework. RefusedError: it takes no arrays.
@@ -49,7 +52,10 @@ def wrap(
     refused = []
     for tried in (framework,) if framework else [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]:
         found = ScaledGemm(function=_of_arrays(function, tried, device, bias), about={tried: version(tried), "device": device}, **how)  # type: ignore[arg-type]
-        a, b = (operand(np.full((128, 128), 0x38, np.uint8), E4M3FN, one) for one in found.granularities)
+        a, b = (
+            operand(cast.encode(np.ones((128, 128), np.float32), fmt), fmt, one)
+            for fmt, one in zip(formats, found.granularities, strict=True)
+        )
         try:
             found.multiply(a, b)
         except RefusedError as error:
@@ -81,7 +87,7 @@ def _of_arrays(function: Callable[..., Any], framework: str, device: str, takes_
     made = subject.Subject(name="", function=function, framework=framework, device=device)
 
     def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
-        given = [float8_array(made, q.codes, q.fmt) for q in (a, b)] + [made.make_array(q.scale_inv, "float32") for q in (a, b)]
+        given = [native_array(made, q.codes, q.fmt) for q in (a, b)] + [made.make_array(q.scale_inv, "float32") for q in (a, b)]
         added = {"bias": made.make_array(np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32")} if takes_bias else {}
         before = [arrays.written(x) for x in (*given, *added.values())]
         found = function(*given, **added)
@@ -92,13 +98,18 @@ def _of_arrays(function: Callable[..., Any], framework: str, device: str, takes_
     return multiply
 
 
-def float8_array(made: subject.Subject, codes: np.ndarray, fmt: Format) -> Any:
-    """Codes as an array of float8."""
+def native_array(made: subject.Subject, codes: np.ndarray, fmt: Format) -> Any:
+    """Codes as an array of the framework's own dtype, of their shape.
+
+    PyTorch's float4_e2m1fn_x2 holds two codes of 4 bits, so that its last axis is half as long.
+    """
     if made.framework == "torch":
         import torch
 
+        if fmt.bits == 4:
+            return arrays.as_torch(packing.pack(codes), made.device).view(torch.float4_e2m1fn_x2)
         return arrays.as_torch(codes, made.device).view(getattr(torch, f"float8_{fmt}"))
     import ml_dtypes
 
-    array = codes.view(getattr(ml_dtypes, f"float8_{fmt}"))
+    array = codes.view(getattr(ml_dtypes, f"float{fmt.bits}_{fmt}"))
     return array if made.framework == "numpy" else arrays.as_jax(array)

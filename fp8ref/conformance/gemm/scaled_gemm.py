@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.formats import BFLOAT16, E4M3FN, E8M0FNU, FLOAT16, FLOAT32, Format
 from fp8ref.granularity import scale_shape
-from fp8ref.sim import scaling
+from fp8ref.sim import cast, scaling
 from fp8ref.sim.scaling import Quantized
 
 OUT_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -84,7 +84,7 @@ class ScaledGemm:
                 f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on such operands alone to find the cause."
             ) from error
         now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
-        if not all(np.array_equal(before, after) for before, after in zip(given, now, strict=True)):
+        if not all(np.array_equal(before, after, equal_nan=True) for before, after in zip(given, now, strict=True)):
             raise ProbeError(f"{self.name} changed its operands, {_of(a, b)}. Let it work on copies.")
         if values.shape != (len(a.codes), len(b.codes)):
             raise ProbeError(f"{self.name} gives [M, N] = {[len(a.codes), len(b.codes)]} for {_of(a, b)}; got shape {list(values.shape)}.")
@@ -92,9 +92,27 @@ class ScaledGemm:
 
 
 def operand(codes: np.ndarray, fmt: Format, granularity: str, scale: np.ndarray | float = 1.0) -> Quantized:
-    """An operand from codes [M, K], reduced along K; scale: one number, or rowwise [M, 1]."""
+    """An operand from codes [M, K], reduced along K.
+
+    scale    one number, or an array of the granularity's shape. The operand has the nearest one that
+             ``hardware_scales`` allows.
+    """
     scale = np.broadcast_to(np.asarray(scale, np.float32), scale_shape(granularity, codes.shape, -1)).copy()
-    return Quantized(codes, scale, np.asarray(scaling.scale_inv_from_scale(scale)), fmt, granularity, -1)
+    scale_inv = np.asarray(scaling.scale_inv_from_scale(scale))
+    held = hardware_scales(granularity, scale_inv)
+    if held is not scale_inv:
+        scale, scale_inv = np.asarray(scaling.scale_inv_from_scale(held)), held
+    return Quantized(codes, scale, scale_inv, fmt, granularity, -1)
+
+
+def hardware_scales(granularity: str, scale_inv: np.ndarray) -> np.ndarray:
+    """The nearest scales that a GEMM of this granularity reads, float32 of the same shape.
+
+    MX blocks have a power of two (e8m0fnu), NVFP4 blocks a number of e4m3fn; others any float32, and
+    are returned as they are. Ties of e8m0 go up.
+    """
+    fmt = {"mx": E8M0FNU, "nvfp4": E4M3FN}.get(granularity.partition("_")[0])
+    return scale_inv if fmt is None else np.asarray(cast.round_to(scale_inv, fmt, saturate=True))
 
 
 def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:

@@ -10,6 +10,7 @@ from fp8ref import epilogue as epilogues
 from fp8ref import granularity as granularities
 from fp8ref.conformance import explain
 from fp8ref.conformance.gemm import bound as bounds
+from fp8ref.conformance.gemm.scaled_gemm import hardware_scales
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
@@ -227,7 +228,8 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
         codes = np.where(finite | (np.arange(shape[1]) == seed // 2 % shape[1]), codes, np.uint8(1))
     groups = granularities.scale_shape(granularity, shape, -1)
     of_groups = dtypes.random(seed ^ 1 << 63, math.prod(groups)).reshape(groups)
-    # scale_inv between 2^-8 and 1, of random mantissas
+    # scale_inv between 2^-8 and 1, of random mantissas where the granularity's scales have any
     field = np.uint64(119) + (of_groups >> np.uint64(61))
-    inverses = (field << np.uint64(23) | of_groups & np.uint64(0x7FFFFF)).astype(np.uint32).view(np.float32)
+    drawn = (field << np.uint64(23) | of_groups & np.uint64(0x7FFFFF)).astype(np.uint32).view(np.float32)
+    inverses = hardware_scales(granularity, drawn)
     return Quantized(codes, inverses, inverses, fmt, granularity, -1)

@@ -10,12 +10,9 @@ from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.formats import FLOAT16, FP8_FORMATS, Format
 from fp8ref.sim import cast
 
-CODES = np.arange(256, dtype=np.uint8)
-"""All codes."""
-
 
 class Reading(NamedTuple):
-    """What codes are taken for: in words, and the numbers of all 256 codes."""
+    """What codes are taken for: in words, and the numbers of all codes, in their order."""
 
     name: str
     table: np.ndarray
@@ -23,17 +20,18 @@ class Reading(NamedTuple):
 
 def readings(fmt: Format) -> Iterator[Reading]:
     """Readings of a format's codes that are tried, first the right one."""
-    right = cast.decode(CODES, fmt)
+    codes = np.arange(1 << fmt.bits, dtype=np.uint8)
+    right = cast.decode(codes, fmt)
     yield Reading("", right)
     small = (np.abs(right) < fmt.smallest_normal) & np.isfinite(right)
     yield Reading("subnormal codes of {} are taken for 0", np.where(small, np.float32(0), right))
-    counted = _numbers(fmt)
+    counted = _numbers(fmt, codes)
     yield Reading("NaN and infinities of {} are taken for numbers", counted)
     yield Reading("NaN of {} is taken for 0", np.where(np.isnan(right), np.float32(0), right))
     yield Reading("the sign of {} is ignored", np.abs(right))
     for other in FP8_FORMATS.values():
         if other != fmt:
-            yield Reading(f"codes of {{}} are read as {other}", cast.decode(CODES, other))
+            yield Reading(f"codes of {{}} are read as {other}", cast.decode(codes, other))
 
 
 RANGE = "products outside of float16's range are lost"
@@ -79,12 +77,13 @@ def _out_of_range(found: np.ndarray, given: np.ndarray) -> bool:
     return bool((np.isfinite(size) & ((size > FLOAT16.max) | (size < FLOAT16.smallest_normal))).all())
 
 
-def _numbers(fmt: Format) -> np.ndarray:
-    """All codes as numbers, as if no code were special."""
-    field, mantissa = (CODES & 0x7F) >> fmt.mantissa_bits, CODES & ((1 << fmt.mantissa_bits) - 1)
+def _numbers(fmt: Format, codes: np.ndarray) -> np.ndarray:
+    """Codes as numbers, as if none were special."""
+    field = (codes & (fmt.sign_bit - 1)) >> fmt.mantissa_bits
+    mantissa = codes & ((1 << fmt.mantissa_bits) - 1)
     normal = (1 + mantissa / 2.0**fmt.mantissa_bits) * 2.0 ** (field.astype(np.float64) - fmt.bias)
     value = np.where(field == 0, mantissa * fmt.smallest_subnormal, normal)
-    return np.where(CODES >= 128, -value, value).astype(np.float32)
+    return np.where(codes & fmt.sign_bit, -value, value).astype(np.float32)
 
 
 def _seen(s: Stimulus, differ: np.ndarray) -> str:

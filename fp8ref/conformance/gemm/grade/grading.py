@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8ref import epilogue as epilogues
 from fp8ref.conformance.gemm import adapters, bound
-from fp8ref.conformance.gemm.grade import codes, edges, imprecision, stimuli, structure
+from fp8ref.conformance.gemm.grade import codes, edges, imprecision, row_bits, scale_ends, stimuli, structure
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, Tile
 from fp8ref.conformance.gemm.grade.verdict import Grade, Measured, Shape
@@ -28,10 +28,11 @@ from fp8ref.sim import accumulate as plans
 from fp8ref.sim import gemm
 from fp8ref.sim.accumulate import Accumulation
 
-SHAPES: tuple[Shape, ...] = ((96, 96, 96), (64, 80, 1056), (128, 128, 4096))
-"""The shapes that are asked: a cube, in which transposed operands fit; a ragged K; a long one."""
+SHAPES: tuple[Shape, ...] = ((96, 96, 96), (64, 80, 1056), (128, 128, 4096), (272, 272, 96))
+"""The shapes that are asked: a cube, in which transposed operands fit; a ragged K; a long one; and
+results of several tiles, of 128 and of 256, whose last rows and columns fill none."""
 
-SHAPES_OF_BLOCKS: tuple[Shape, ...] = ((128, 128, 128), (64, 80, 1152), (128, 128, 4096))
+SHAPES_OF_BLOCKS: tuple[Shape, ...] = ((128, 128, 128), (64, 80, 1152), (128, 128, 4096), (272, 272, 128))
 """The same for scales of blocks, which divide K."""
 
 SHORT = 1024
@@ -97,10 +98,18 @@ def grade_gemm(
     >>> grade.verdict, grade.plan
     ('right', 'f32')
     """
-    scaled = adapters.wrap(function, name=name, framework=framework, device=device, granularity=granularity, granularity_b=granularity_b)
-    blocks = any(by_name(one).reduced for one in scaled.granularities)
-    usual = SHAPES_OF_BLOCKS if blocks else SHAPES
-    at_edges = edges.shapes(*usual[0], blocks=blocks) if shapes is None else {}
+    scaled = adapters.wrap(
+        function,
+        name=name,
+        framework=framework,
+        device=device,
+        granularity=granularity,
+        granularity_b=granularity_b,
+        formats=formats,
+    )
+    block = by_name(scaled.granularity).reduced
+    usual = SHAPES_OF_BLOCKS if block else SHAPES
+    at_edges = edges.shapes(*usual[0], block=block) if shapes is None else {}
     shapes = usual if shapes is None else tuple(shapes)
     if not shapes or any(min(shape) < 1 or shape[2] < 2 for shape in shapes):
         raise ValueError(f"a grade takes shapes M, N, K of at least 1, 1, 2; got {[list(shape) for shape in shapes]}.")
@@ -109,6 +118,10 @@ def grade_gemm(
     causes, taken, refused, unasked = _structures(asked, shapes)
     ends = edges.examine(scaled, asked.run, formats, {} if causes else at_edges)
     causes += ends.causes
+    if not causes:
+        found, refusals = scale_ends.examine(asked, asked.short(taken))
+        causes += found
+        unasked += refusals
     unasked += [f"{', '.join(ends.refused)}, for which it raised"] if ends.refused else []
     wrong = bool(causes)
     of_range = [cause for cause in causes if cause.name == codes.RANGE]
@@ -118,6 +131,9 @@ def grade_gemm(
         one, more, same, count = _measured(asked, shape, out, named, unasked)
         measured[shape], equal, compared = one, equal + same, compared + count
         samples += more
+    rows = row_bits.NOT_ASKED if wrong else row_bits.compare(asked, *max(samples, key=lambda one: one[0].shape[2]))
+    if not rows.asked:
+        unasked.append("whether a row's bits depend on the number of rows")
     out = next(iter(taken.values()))
     severe = any(one.bounds > 1 for one in measured.values())
     plan, epilogue_name = None, None
@@ -140,6 +156,7 @@ def grade_gemm(
         verdict=verdict,
         measured=measured,
         causes=causes,
+        rows=rows,
         plan=plan,
         epilogue=epilogue_name,
         expected=None if named is None else named if isinstance(named, str) else named.name,

@@ -19,7 +19,7 @@ from fp8ref.conformance.gemm import plans
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.formats import FLOAT16, Format
-from fp8ref.granularity import scale_shape
+from fp8ref.granularity import by_name, scale_shape
 from fp8ref.sim import cast
 from fp8ref.sim.scaling import Quantized
 
@@ -62,16 +62,18 @@ class Stimulus(NamedTuple):
 def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, bias: bool = False) -> Stimulus:
     """Few small integers in each row of a, small integers everywhere in b; of a long K, half of them at its ends.
 
-    Scales of a and b are other powers of two, so that a scale in the place of another one shows.
+    Scales of a and b are other powers of two, so that a scale in the place of another one shows. Where
+    blocks do not divide K, zeros follow up to the next block: ``cut`` takes them away.
     """
     m, n, k = shape
     rng = np.random.default_rng([m, n, k])
-    blocks = any(one not in ("tensorwise", "rowwise") for one in scaled.granularities)
-    count = min(4 if bias else TERMS_OF_BLOCKS if blocks else TERMS, k)
-    a = np.zeros((m, k), np.float32)
+    block = by_name(scaled.granularity).reduced
+    count = min(4 if bias else TERMS_OF_BLOCKS if block else TERMS, k)
+    padded = -(-k // block) * block if block else k
+    a, b = np.zeros((m, padded), np.float32), np.zeros((n, padded), np.float32)
     for row in a:
         row[_places(rng, k, count)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
-    b = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
+    b[:, :k] = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
     scales = [
         _powers(rng, one, x.shape, centre)
         for one, x, centre in zip(scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True)
@@ -84,6 +86,12 @@ def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[For
     if bias:  # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
         made = [operand(q.codes, q.fmt, q.granularity, scale) for q, scale in zip(made, (0.125, 2.0), strict=True)]
     return Stimulus("integers", made[0], made[1], added)
+
+
+def cut(stimulus: Stimulus, k: int) -> Stimulus:
+    """The first k of K, with the scales of all blocks: the last one may be shorter (spec S-6)."""
+    a, b = (q._replace(codes=np.ascontiguousarray(q.codes[:, :k])) for q in (stimulus.a, stimulus.b))
+    return stimulus._replace(a=a, b=b)
 
 
 def _places(rng: np.random.Generator, k: int, count: int) -> np.ndarray:
@@ -124,17 +132,17 @@ def single(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Forma
 
 
 def codes(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]) -> Iterator[Stimulus]:
-    """All 256 codes of a times all of b, each the only product of its result."""
+    """All codes of a times all of b, each the only product of its result."""
     m, n, k = shape
-    for first_a in range(0, 256, m):
-        for first_b in range(0, 256, n):
+    for first_a in range(0, 1 << formats[0].bits, m):
+        for first_b in range(0, 1 << formats[1].bits, n):
             made = []
             for count, first, fmt, one in (
                 (m, first_a, formats[0], scaled.granularities[0]),
                 (n, first_b, formats[1], scaled.granularities[1]),
             ):
                 drawn = np.zeros((count, k), np.uint8)
-                drawn[:, 0] = (first + np.arange(count)) % 256
+                drawn[:, 0] = (first + np.arange(count)) % (1 << fmt.bits)
                 made.append(operand(drawn, fmt, one))
             yield Stimulus("all codes", made[0], made[1])
 
@@ -152,8 +160,12 @@ def pairs(
         made = []
         for count, fmt, one in zip((m, n), formats, scaled.granularities, strict=True):
             values = np.zeros((count, k), np.float32)
-            values[:, 0] = rng.integers(8, 16, count)
-            values[:, 1] = rng.integers(8, 16, count) / 64 * (terms > 1)  # 2^-12 of the first product
+            if fmt.bits == 8:
+                values[:, 0] = rng.integers(8, 16, count)
+                values[:, 1] = rng.integers(8, 16, count) / 64 * (terms > 1)  # 2^-12 of the first product
+            else:
+                values[:, 0] = rng.choice([3, 4, 6], count)
+                values[:, 1] = rng.choice([0.5, 1, 1.5], count) * (terms > 1)
             scales = 2.0 ** (rng.uniform(-1, 1, (scale_shape(one, values.shape, -1))) - exponent / 2)
             made.append(operand(cast.encode(values, fmt), fmt, one, scales))
         yield Stimulus(f"{'single products' if terms == 1 else 'sums of two products'} under random scales", made[0], made[1])

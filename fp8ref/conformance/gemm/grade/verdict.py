@@ -8,6 +8,7 @@ import numpy as np
 
 from fp8ref.conformance.finding import Counterexample, Finding, table
 from fp8ref.conformance.gemm.grade import codes
+from fp8ref.conformance.gemm.grade.row_bits import RowBits
 from fp8ref.conformance.gemm.grade.structure import Cause
 from fp8ref.formats import Format
 from fp8ref.result import Result
@@ -58,6 +59,7 @@ class Grade(Result):
 
     measured   of random operands, for each shape that was asked.
     causes     why it is not right, the gravest first; of a right one, what rounds twice.
+    rows       whether a row has the same bits in calls of fewer rows, as a right GEMM need not.
     plan       the simulator's accumulation that has the bits of random results, if one has; epilogue likewise.
     edges      shapes at which sums of integers alone were asked, in words.
     expected   the plan that it should have, if any, and how many of compared results have its bits.
@@ -73,6 +75,7 @@ class Grade(Result):
     verdict: str
     measured: Mapping[Shape, Measured]
     causes: Sequence[Cause]
+    rows: RowBits
     plan: str | None
     epilogue: str | None
     expected: str | None
@@ -107,6 +110,8 @@ class Grade(Result):
                 lines.append(f"    {cause.first}")
         if not self.causes and self.verdict != "right" and self.worst.worst is not None:
             lines.append(f"  no cause has a name; {self.worst.worst}")
+        if self.rows.said:
+            lines.append(f"  {self.rows.said}")
         if self.plan is not None:
             lines.append(f"  random results have the bits of {self.plan!r}{f' under {self.epilogue!r}' if self.epilogue else ''}")
         return "\n".join([*lines, f"  asked: {self.asked}", f"  not asked: {'; '.join(self.unasked)}"])
@@ -131,6 +136,7 @@ class Grade(Result):
                 {"name": cause.name, "evidence": cause.evidence, "severity": cause.severity, "first": cause.first and cause.first.to_dict()}
                 for cause in self.causes
             ],
+            "batch_invariant": self.rows.alike,
             "plan": self.plan,
             "epilogue": self.epilogue,
             "expected": self.expected,

@@ -70,8 +70,32 @@ def test_shapes_that_are_asked_for_are_all():
     assert grade_gemm(of_no_row, shapes=[(32, 32, 32)]).verdict == "right"
 
 
-def test_blocks_divide_k():
-    assert edges.shapes(128, 128, 128, blocks=True) == {"M = 1": (1, 128, 128), "N = 1": (128, 1, 128)}
+def of_blocks(a, b, size):
+    """Block after block of K, of which the last may be shorter; by float32, which has all sums here."""
+    total = np.zeros((len(a.codes), len(b.codes)), np.float32)
+    for i in range(a.scale_inv.shape[1]):
+        x, y = (cast.decode(q.codes[:, i * size : (i + 1) * size], q.fmt) for q in (a, b))
+        total += x @ y.T * a.scale_inv[:, i, None] * b.scale_inv[:, i]
+    return total
+
+
+def without_the_last_block(a, b):
+    """Whole blocks alone, as a loop to K // 128."""
+    size, k = 128, a.codes.shape[1] // 128 * 128
+    whole = (q._replace(codes=q.codes[:, :k], scale_inv=q.scale_inv[:, : k // size]) for q in (a, b))
+    return of_blocks(*whole, size)
+
+
+def test_the_last_block_of_k_may_be_shorter(monkeypatch):  # FBGEMM#6159
+    assert edges.shapes(128, 128, 128, block=128)["K = 192"] == (128, 128, 192)
+    monkeypatch.setattr(grading, "SHAPES_OF_BLOCKS", ((32, 32, 128),))
+    how = {"granularity": "blockwise_1x128"}
+    right = grade_gemm(lambda a, b: of_blocks(a, b, 128), **how)
+    assert (right.verdict, right.edges) == ("right", ["M = 1", "N = 1", "K = 192"])
+    wrong = grade_gemm(without_the_last_block, **how)
+    assert [cause.name.partition(":")[0] for cause in wrong.causes] == ["at K = 192"]
+    mx = grade_gemm(lambda a, b: of_blocks(a, b, 32), granularity="mx_1x32")
+    assert (mx.verdict, mx.edges[-1]) == ("right", "K = 144")
 
 
 def test_a_plan_does_not_excuse_wrong_products():  # B-14, G-6

@@ -43,11 +43,19 @@ def grad_weight(a, b, scale_a, scale_b, offs, *, rows_of=lambda rows, last: rows
     return out
 
 
+def output_of_whole_tiles(a, b, scale_a, scale_b, offs):
+    """The output, in which a group's rows after its last multiple of 16 stay zeros."""
+    out = output(a, b, scale_a, scale_b, offs)
+    for _, rows in spans(offs):
+        out[rows.start + (rows.stop - rows.start) // 16 * 16 : rows.stop] = 0
+    return out
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("which", "function"), [("output", output), ("grad_weight", grad_weight)])
 def test_right(which, function, dtype):
     grade = require_offsets(lambda *given: function(*given).astype(dtype), which=which, name="mine")
-    assert grade.message == f"mine, {which} of groups of 48, 0, 16, 32 rows, and 16 of no group, is right"
+    assert grade.message == f"mine, {which} of groups of 59, 0, 16, 29 rows, and 16 of no group, is right"
     assert json.loads(json.dumps(grade.to_dict()))["faults"] == []
     assert grade.exit_code == 0
 
@@ -80,7 +88,17 @@ PLANTED = {
     "rows that are dropped": (
         "grad_weight",
         lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, rows.start + (rows.stop - rows.start) // 32 * 32)),
-        ["group 0: drops its rows after a multiple of 32 (X-2)", "group 2: drops its rows after a multiple of 32 (X-2)"],
+        [f"group {e}: drops its rows after a multiple of 32 (X-2)" for e in (0, 2, 3)],
+    ),
+    "rows after a multiple of 16": (  # torchtitan#2262
+        "grad_weight",
+        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, rows.start + (rows.stop - rows.start) // 16 * 16)),
+        [f"group {e}: drops its rows after a multiple of 16 (X-2)" for e in (0, 3)],
+    ),
+    "outputs after a multiple of 16": (
+        "output",
+        lambda *g: output_of_whole_tiles(*g),
+        [f"group {e}: drops its rows after a multiple of 16 (X-2)" for e in (0, 3)],
     ),
     "rows of no group": (
         "grad_weight",
@@ -116,6 +134,19 @@ PLANTED = {
         ],
     ),
 }
+
+
+def test_a_kernel_that_refuses_groups_which_are_not_aligned_is_asked_aligned_ones():
+    def aligned(a, b, scale_a, scale_b, offs):
+        if (offs % 16).any():
+            raise ValueError("groups are multiples of 16")
+        return output(a, b, scale_a, scale_b, offs)
+
+    grade = require_offsets(aligned, name="mine")
+    assert (grade.ok, grade.sizes) == (True, (48, 0, 16, 32))
+    assert "not asked: groups of 59, 0, 16, 29 rows, for which it raised (mine raised ValueError" in grade.message
+    with pytest.raises(RefusedError, match="multiples of 16"):
+        grade_offsets(aligned, sizes=(59, 0, 16, 29))
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -179,11 +210,11 @@ def test_fp8refs_in_jax():  # X-5
         ({"sizes": [0, 0]}, ValueError, "groups have sizes of 0 or more rows"),
         ({"rest": -1}, ValueError, "groups have sizes of 0 or more rows"),
         ({"function": lambda *_: 1 / 0}, RefusedError, "mine raised ZeroDivisionError"),
-        ({"function": lambda *_: np.zeros(3, np.float32)}, ProbeError, r"mine gives \[112, 48\]; got shape \[3\]"),
+        ({"function": lambda *_: np.zeros(3, np.float32)}, ProbeError, r"mine gives \[120, 48\]; got shape \[3\]"),
         ({"function": lambda *_: None}, ProbeError, "mine gives one array"),
     ],
 )
 def test_what_is_refused(options, error, message):
-    assert sum(SIZES) + 16 == 112
+    assert sum(SIZES) + 16 == 120
     with pytest.raises(error, match=message):
         grade_offsets(**({"function": output, "name": "mine"} | options))

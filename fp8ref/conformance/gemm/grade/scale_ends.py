@@ -1,0 +1,93 @@
+"""Scales at the ends of what they can be: tiny, huge, NaN (spec B-14).
+
+Kernels decode e8m0 with shifts, and multiply float32 scales as they come. So byte 0 may be read as 0,
+byte 255 as a number, and a small scale may be flushed. The other operand's scale brings each result
+back to the middle of the range, so that every output dtype holds it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.structure import Cause, first_of
+from fp8ref.conformance.gemm.scaled_gemm import RefusedError, hardware_scales, operand
+from fp8ref.sim import cast
+
+EXPONENTS = (-127, -126, -100, -76, -22, -9, 8, 12, 76, 100, 126, 127)
+"""log2 of the scale_inv that are asked: the ends of e8m0 and of e4m3fn, and of float32 some that no
+usual tensor has, such as 2^-76 = 1.3e-23."""
+
+
+class End(NamedTuple):
+    """A scale_inv at an end, the other operand's, and the product of codes that they multiply."""
+
+    value: np.float32
+    opposite: np.float32
+    product: float
+
+    def __str__(self) -> str:
+        return f"2^{int(np.log2(self.value))}" if np.isfinite(self.value) else "NaN"
+
+
+def ends(granularity: str, other: str) -> Iterator[End]:
+    """Those that an operand of this granularity can have; other: that of the other operand.
+
+    Neither the product nor any order of its products with the scales leaves the normal numbers.
+    """
+    most = int(np.log2(hardware_scales(other, np.asarray(np.float32(2.0**120)))))
+    for exponent in EXPONENTS:
+        value = np.asarray(np.float32(2.0**exponent))
+        if hardware_scales(granularity, value) != value:
+            continue
+        if value < 2.0**-126 and not granularity.startswith("mx"):
+            continue  # a subnormal float32, which a device may flush
+        opposite = np.float32(2.0 ** -np.clip(exponent, -most, most))
+        yield End(np.float32(value), opposite, 4.0 if exponent < 0 else 0.5)
+    yield End(np.float32(np.nan), np.float32(1), 1.0)
+
+
+def examine(asked: Any, shape: tuple[int, int, int]) -> tuple[list[Cause], list[str]]:
+    """(causes of wrong results under scales at their ends, what the GEMM raised for), in words.
+
+    A scale that the granularity's hardware does not have is not asked.
+    """
+    causes, refused = [], []
+    for which, who in enumerate("ab"):
+        own, other = asked.scaled.granularities[:: 1 if which == 0 else -1]
+        for end in ends(own, other):
+            try:
+                cause = _judge(asked, shape, which, who, end)
+            except RefusedError:
+                refused.append(f"scale_inv {end} of {who}, for which it raised")
+                continue
+            causes += [cause] if cause else []
+    return causes, refused
+
+
+def _judge(asked: Any, shape: tuple[int, int, int], which: int, who: str, end: End) -> Cause | None:
+    """The cause if results under this scale are not exact: all are one power of two, or NaN."""
+    made = []
+    for i, (rows, fmt, granularity) in enumerate(zip(shape[:2], asked.formats, asked.scaled.granularities, strict=True)):
+        values = np.zeros((rows, shape[2]), np.float32)
+        values[:, 0] = end.product if i == which else 1.0
+        q = operand(cast.encode(values, fmt), fmt, granularity)
+        scale_inv = np.full_like(q.scale_inv, end.value if i == which else end.opposite)
+        with np.errstate(all="ignore"):
+            made.append(q._replace(scale=np.asarray(np.float32(1) / scale_inv), scale_inv=scale_inv))
+    stimulus = Stimulus(f"one product under scale_inv {end} of {who}", made[0], made[1])
+    found, out = asked.run(stimulus)
+    value = end.product * float(end.value) * float(end.opposite)
+    expected = np.full(found.shape, cast.round_to(np.float64(value), out))
+    differ = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
+    if not differ.any():
+        return None
+    got = found[differ]
+    known = {"is read as 0": got == 0, "gives NaN": np.isnan(got), "gives infinity": np.isinf(got)}
+    what = next((words for words, at in known.items() if at.all()), "is read as another number")
+    if np.isnan(end.value):
+        what = "is ignored" if np.isfinite(got).all() else what
+    name = f"scale_inv {end} of {who} {what}"
+    evidence = f"{int(differ.sum())} of {differ.size} results under it differ"
+    return Cause(name, evidence, "wrong", first_of(stimulus, found, expected, differ, "G-4"))
