@@ -84,12 +84,15 @@ def lengths(name: str, ndim: int, axis: int) -> tuple[int | None, ...]:
     return tuple(sizes.get(i, 1) for i in range(ndim))
 
 
-def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+def blocks(name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False) -> tuple[int, ...]:
     """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for
     tensorwise.
 
+    ragged    the last block along the reduced axis may be shorter too, as along a linear's rows
+              (L-5).
+
     Raises:   ValueError: an empty tensor (spec S-7); unless tensorwise, an axis that x lacks
-              or a block that does not divide K.
+              or, unless ragged, a block that does not divide K.
     """
     sizes = lengths(name, len(shape), axis)
     if math.prod(shape) == 0:
@@ -98,16 +101,16 @@ def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     if name == "tensorwise":
         return result
     axis = normalize_axis(axis, len(shape))
-    if shape[axis] % result[axis]:
+    if shape[axis] % result[axis] and not ragged:
         raise ValueError(
             f"{name} needs K, the reduced axis, divisible by {result[axis]}; got x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."
         )
     return result
 
 
-def scale_shape(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+def scale_shape(name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False) -> tuple[int, ...]:
     """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis.
-    Raises as ``blocks``.
+    ragged, and raises, as ``blocks``.
 
     >>> scale_shape("rowwise", (64, 256), -1), scale_shape("rowwise", (64, 256), 0)
     ((64, 1), (1, 256))
@@ -116,5 +119,5 @@ def scale_shape(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]
     >>> scale_shape("blockwise_128x128", (300, 256), -1)
     (3, 2)
     """
-    sizes = blocks(name, shape, axis)
+    sizes = blocks(name, shape, axis, ragged=ragged)
     return () if name == "tensorwise" else tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))

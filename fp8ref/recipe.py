@@ -125,7 +125,8 @@ class Recipe:
 
     @property
     def rows(self) -> int:
-        """What M is a multiple of: the blocks along M in which grad_weight scales its operands (spec L-5)."""
+        """The length of the blocks along M in which grad_weight scales its operands, of which the last
+        may be shorter; 1 without blocks (spec L-5)."""
         casts = [cast for cast in (self.grad_weight.a, self.grad_weight.b) if cast is not None]
         return math.lcm(*(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))
 

@@ -287,8 +287,8 @@ def _check(config: Config, n: int, steps: int) -> None:
     rows, multiple = config.data.batch_size * config.data.sequence_length // n, RECIPES[config.numerics.recipe].rows
     if rows % multiple:
         raise ConfigError(
-            f"under recipe {config.numerics.recipe!r} each rank has a multiple of {multiple} tokens (L-5); got {rows}. Give --data.sequence_length or "
-            "--data.batch_size a multiple."
+            f"--sharded compares with one process, whose blocks of {multiple} tokens are those of ranks if each rank has a multiple of {multiple} under "
+            f"recipe {config.numerics.recipe!r} (P-5); got {rows}. Give --data.sequence_length or --data.batch_size a multiple."
         )
     if not 1 <= steps <= config.run.steps:
         raise ConfigError(f"--steps must be between 1 and run.steps = {config.run.steps}; got {steps}.")

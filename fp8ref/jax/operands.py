@@ -78,6 +78,11 @@ class Use:
         axis = REDUCED_AXES[which][OPERANDS[which].index(role)] - 2
         return -3 - axis if self.turned and role == "weight" else axis
 
+    def ragged(self, role: Role, axis: int) -> bool:
+        """True if a device's last block of rows may be shorter (L-5). Rows that are gathered hold whole
+        blocks: else those of one device would lie elsewhere."""
+        return role != "weight" and axis == -2 and not (self.mode == "shard_map" and self.placement.gathered(role))
+
     def serves_backward(self, role: Role) -> bool:
         """True if the output GEMM's operand of this role serves the backward GEMM too, quantized
         once."""
@@ -119,8 +124,16 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, known: Known, 
         # Reducing M means reducing all leading dims.
         axes = tuple(range(x.ndim - 1)) if axis == -2 and not use.batched else axis
         axes = axes if cast.granularity == "rowwise" else axis
-        how: dict = {"policy": cast.policy, "over": over, "with_producer": role == "grad_output"}
-        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, axis=axes, **how)
+        largest = scaling.amax(
+            x,
+            cast.granularity,
+            axis=axes,
+            over=over,
+            with_producer=role == "grad_output",
+            ragged=use.ragged(role, axis),
+        )
+        by = scales.scales_from_amax(largest, cast.fmt, scales.implemented(cast.policy))
+        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, by=by)
     except ValueError as error:
         raise ValueError(f"{use.name}: {role} of recipe {use.recipe.name!r}: {error}") from error
 
@@ -203,10 +216,11 @@ def _check_whole_blocks(x: jax.Array, role: Role, granularity: str, axis: int, u
     """ValueError where the devices' pieces of x [rows, columns] cut a block (P-5)."""
     if use.mode != "shard_map":
         return
-    cutting, sizes = use.placement.at_rest(role), granularities.blocks(granularity, x.shape, axis)
+    ragged = use.ragged(role, axis)
+    cutting, sizes = use.placement.at_rest(role), granularities.blocks(granularity, x.shape, axis, ragged=ragged)
     run = x.shape[0] // (use.outer if use.placement.gathered(role) and role != "weight" else 1)  # of rows that follow each other
     for what, length, size, axes in zip(("rows", "columns"), (run, x.shape[1]), sizes, cutting, strict=True):
-        if axes and length % size:
+        if axes and length % size and not (ragged and what == "rows"):
             raise ValueError(
                 f"no layout cuts a block (P-5), so pieces along {', '.join(axes)} hold a multiple of {size} {what}; they hold {length}. "
                 "Use fewer devices along it, or recipe 'rowwise'."

@@ -54,8 +54,11 @@ def amax(
     axis: int | tuple[int, ...] = -1,
     over: tuple[str, ...] = (),
     with_producer: bool = False,
+    ragged: bool = False,
 ) -> jax.Array:
     """The largest magnitude of every group that shares a scale (spec S-2).
+
+    ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
               reduced one, or under rowwise several.
@@ -72,7 +75,7 @@ def amax(
               reduced axis.
     """
     axes = axis if isinstance(axis, tuple) else (axis,)
-    sizes = [granularities.blocks(granularity, x.shape, each) for each in axes]  # refuses empty tensors and absent axes
+    sizes = [granularities.blocks(granularity, x.shape, each, ragged=ragged) for each in axes]  # refuses empty tensors and absent axes
     bits = cast.bits(x)
     if granularity == "tensorwise":
         bits = _largest(bits, x.dtype)
@@ -113,7 +116,8 @@ def quantize(
               e8m0 policy.
     with_producer
               as in amax.
-    by        the scales of this policy, if they are made already: no amax is taken.
+    by        the scales of this policy, if they are made already: no amax is taken, and the last
+              block along axis may be shorter.
     Specials: as the simulator's quantize.
     Gradient: none through the scale; through the codes that of XLA's conversions. ``linear.apply``
               defines its own.
@@ -229,6 +233,6 @@ def spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int
     if granularity in ("tensorwise", "rowwise"):
         return scale
     assert isinstance(axis, int)
-    for i, size in enumerate(granularities.blocks(granularity, shape, axis)):
+    for i, size in enumerate(granularities.blocks(granularity, shape, axis, ragged=True)):
         scale = lax.slice_in_dim(jnp.repeat(scale, size, axis=i), 0, shape[i], axis=i)
     return scale

@@ -48,7 +48,9 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = jnp.isfinite(value)
     kept = jnp.where(finite, value, 0.0)
-    of_groups = scaling.amax(x, q.granularity, axis=q.axis)  # which the quantizer may have taken too: XLA then computes it once
+    of_groups = scaling.amax(
+        x, q.granularity, axis=q.axis, ragged=True
+    )  # which the quantizer may have taken too: XLA then computes it once
     amax = scaling.amax(of_groups)
     field, unit = _unit(amax)
     error = jnp.where(finite, decoded * scaling.spread(q.scale_inv, shape, q.granularity, q.axis) - kept, 0.0)

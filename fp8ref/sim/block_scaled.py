@@ -41,6 +41,8 @@ def matmul(a: Quantized, b: Quantized, *, unit: str | TensorCore = "blackwell_mx
     if a.codes.shape[1] != b.codes.shape[1]:
         raise ValueError(f"a [M, K] and b [N, K] have one K; got {a.codes.shape} and {b.codes.shape}.")
     of_a, of_b = (_of_rows(q, unit.fused_width) for q in (a, b))  # [M, K / 32], [N, K / 32]
+    if missing := -a.codes.shape[1] % unit.fused_width:  # zeros fill a last block
+        a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
     nan = np.isnan(of_a).any(axis=1)[:, None] | np.isnan(of_b).any(axis=1)[None, :]
     exponents = [np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1 for scale in (of_a, of_b)]
     values = [cast.decode(q.codes, q.fmt) for q in (a, b)]

@@ -101,8 +101,8 @@ def matmul(
     Units:    out ~ dequantize(a) @ dequantize(b).T + bias
     Order:    accumulate over K: ``exact`` (G-2), ``f32`` (G-3), or a tensor core's plan (G-12) of
               ``accumulate.ACCUMULATIONS`` or a custom one; then the epilogue. Block scales: each
-              block of K is accumulated by itself, scaled, and added in float32 (G-13); the sum is
-              multiplied by the RN32 product of the tensors' scales, if any (S-22).
+              block of K is accumulated by itself, the last one filled with zeros, scaled, and added in
+              float32 (G-13); the sum is multiplied by the RN32 product of the tensors' scales, if any (S-22).
     Specials: Inf and NaN as in IEEE 754; an exact zero sum is +0; overflow to infinity.
     Raises:   ValueError: operands that are not a Quantized, empty (S-7), or of shapes that do not
               fit; not reduced along their last axis, or of granularities that do not go together;
@@ -289,6 +289,8 @@ def _by_blocks(a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) 
     in one rounding, as a fused multiply-add.
     """
     left, right = (scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block] for q in (a, b))  # [M, K / block]
+    if missing := -a.codes.shape[1] % block:  # zeros fill a last block: they change no bit
+        a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
     for i in range(left.shape[1]):
         part = slice(i * block, (i + 1) * block)

@@ -66,8 +66,8 @@ def backward(
     """(grad_input [M, K], grad_weight [E, N, K]) from grad_output g [M, N], x [M, K], w [E, N, K].
 
     Shapes:   as forward's; both results float32, holding values of out_dtype.
-    Order:    for each group as ``linear.backward``; where grad_weight scales in blocks, each group's
-              rows are padded with zeros to whole blocks (X-7).
+    Order:    for each group as ``linear.backward``; where grad_weight scales in blocks, they begin with
+              the group's first row (X-7).
     Specials: a row of no group is not read, and its grad_input is +0; grad_weight of a group without
               rows is +0 (X-4, X-5).
     Raises:   ValueError: as forward, and g whose shape is not the output's.
@@ -109,9 +109,6 @@ def quantize_operands(
             found.append(None)
             continue
         own: dict[Role, np.ndarray] = {role: v[e] if role == "weight" else v[begin:end] for role, v in tensors.items()}
-        if which == "grad_weight":
-            # Whole blocks: zeros change neither an amax nor a sum (X-7).
-            own = {role: np.pad(v, ((0, -len(v) % recipe.recipe.rows), (0, 0))) for role, v in own.items() if role != "weight"}
         given = {role: _of_group(s, role, which, begin, end, e) for role, s in shared.items() if role in own}
         found.append(linear.quantize_operands(which, own, recipe.recipe, given))
     return found

@@ -144,15 +144,16 @@ def quantize_operands(
     Raises:   ValueError: as ``scaling.quantize``; a role with delayed scaling that has no scales.
     """
     own = None if seed is None else seed_of(seed, which)
+    ragged = which == "grad_weight"  # the last block of rows may be shorter (L-5)
     spec, roles, axes = recipe.gemms[which], OPERANDS[which], recipes.REDUCED_AXES[which]
     a, b = (tensors[role] if axis == 1 else tensors[role].T for role, axis in zip(roles, axes, strict=True))  # reduced axis last
     if spec.a is None or spec.b is None:
         a, b = (
-            v if cast_spec is None else _dequantized(_quantize(v, cast_spec, role, scales, own), v)
+            v if cast_spec is None else _dequantized(_quantize(v, cast_spec, role, scales, own, ragged), v)
             for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1]))
         )
         return a, b
-    return _quantize(a, spec.a, roles[0], scales, own), _quantize(b, spec.b, roles[1], scales, own)
+    return _quantize(a, spec.a, roles[0], scales, own, ragged), _quantize(b, spec.b, roles[1], scales, own, ragged)
 
 
 def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> None:
@@ -203,14 +204,14 @@ def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumula
     return sums.by_name(accumulate)
 
 
-def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None, seed: int | None) -> Quantized:
+def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None, seed: int | None, ragged: bool) -> Quantized:
     """An operand by its cast: dynamically, or by the scales of its role."""
     if spec.rotation is not None:
         x = hadamard.rotate_blocks(x, spec.rotation)
     how: dict[str, Any] = {"granularity": spec.granularity, "policy": spec.policy, "axis": -1, "rounding": spec.rounding}
     how["seed"] = seed if spec.rounding == "stochastic" else None
     if spec.delayed is None and role not in (scales or ()):
-        return scaling.quantize(x, spec.fmt, **how)
+        return scaling.quantize(x, spec.fmt, ragged=ragged, **how)
     if scales is None or role not in scales:
         raise ValueError(
             f"delayed scaling takes the scales of {role} from its state; got {'none' if scales is None else ', '.join(scales)}. "

@@ -19,8 +19,11 @@ class Grid(NamedTuple):
 
 
 def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
-    """The grid of a tensor of this shape. Raises as ``granularity.blocks``."""
-    sizes = granularities.blocks(granularity, shape, axis)
+    """The grid of a tensor of this shape; last blocks may be shorter.
+
+    Raises as ``granularity.blocks``.
+    """
+    sizes = granularities.blocks(granularity, shape, axis, ragged=True)
     size = int(np.prod(shape, dtype=np.int64))
     if granularity == "tensorwise":
         # One scale, so that rows may be cut anywhere: long ones, for the kernel's lanes.

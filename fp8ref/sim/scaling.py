@@ -50,8 +50,10 @@ class Quantized(NamedTuple):
     tensor_scale_inv: np.ndarray | None = None
 
 
-def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
+def amax(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> np.ndarray:
     """The largest magnitude of every group that shares a scale (spec S-2).
+
+    ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
 
     Shapes:   x float32, float16 or bfloat16, any rank; float32 of ``scale_shape(granularity,
               x.shape, axis)``; axis is the reduced one.
@@ -60,17 +62,18 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
               blocks do not divide; float64, whose amax need not be a float32.
     """
     x = tensor(x)
+    granularities.blocks(granularity, x.shape, axis, ragged=ragged)
     if not worth(_amax_kernel(x.shape, granularity, axis), x.size, ELEMENTS):
-        return amax_plain(x, granularity, axis=axis)
+        return amax_plain(x, granularity, axis=axis, ragged=ragged)
     return _compiled_amax(x, granularity, axis)
 
 
-def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
+def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> np.ndarray:
     """The definition of ``amax``, in NumPy alone. Raises as amax."""
     with np.errstate(invalid="ignore"):  # a signalling NaN is an input like others
         value = np.abs(tensor(x).astype(np.float32))
     value = np.where(np.isnan(value), np.float32(np.nan), value)
-    sizes = granularities.blocks(granularity, value.shape, axis)
+    sizes = granularities.blocks(granularity, value.shape, axis, ragged=ragged)
     if granularity == "tensorwise":
         return value.max()[()]
     missing = [-n % size for n, size in zip(value.shape, sizes, strict=True)]
@@ -89,9 +92,11 @@ def quantize(
     axis: int = -1,
     rounding: Rounding = "nearest_even",
     seed: int | None = None,
+    ragged: bool = False,
 ) -> Quantized:
     """Scale x into fmt's range and round, saturating.
 
+    ragged    as in ``amax``.
     rounding  as in ``cast.encode``; stochastic, by a seed and the flat index of x.
     Shapes:   x float32, float16 or bfloat16 [..., K] (axis is the reduced one); codes uint8 of x's
               shape; scales of ``scale_shape``.
@@ -110,8 +115,14 @@ def quantize(
     policy = policies.by_name(policy)
     check_target(fmt)
     x = _in_compute_dtype(tensor(x), policy)
-    of_blocks = amax(x, granularity, axis=axis)
-    given: dict[str, Any] = {"granularity": granularity, "policy": policy, "axis": axis, "rounding": rounding, "seed": seed}
+    of_blocks = amax(x, granularity, axis=axis, ragged=ragged)
+    given: dict[str, Any] = {
+        "granularity": granularity,
+        "policy": policy,
+        "axis": axis,
+        "rounding": rounding,
+        "seed": seed,
+    }
     if policy.two_level is None:
         return quantize_with(x, scales_from_amax(of_blocks, fmt, policy), fmt, **given)
     found = two_level.scales_from_amaxes(of_blocks, amax(x), fmt, policy)
@@ -131,7 +142,7 @@ def quantize_with(
     seed: int | None = None,
 ) -> Quantized:
     """Quantize by given scales, such as a delayed state's. Units, order, rounding and specials as
-    quantize.
+    quantize; the last block along axis may be shorter.
 
     Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of the policy only S-13
               counts: whether tensors are divided by scale_inv, and in which dtype.
@@ -146,7 +157,7 @@ def quantize_with(
         raise ValueError(f"scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got {type(scales).__name__}.")
     for name, given in scales._asdict().items():
         magnitudes(given, name)
-    shape = granularities.scale_shape(granularity, value.shape, axis)
+    shape = granularities.scale_shape(granularity, value.shape, axis, ragged=True)
     if np.shape(scales.scale) != shape or np.shape(scales.scale_inv) != shape:
         raise ValueError(
             f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
@@ -214,7 +225,7 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
     dtype = getattr(q.scale_inv, "dtype", type(q.scale_inv).__name__)
     if dtype != np.float32:
         raise ValueError(f"scales are float32 arrays; got {dtype} in {name}. Convert them with np.float32 or .astype(np.float32).")
-    shape = granularities.scale_shape(q.granularity, q.codes.shape, q.axis)
+    shape = granularities.scale_shape(q.granularity, q.codes.shape, q.axis, ragged=True)
     if q.scale_inv.shape != shape:
         raise ValueError(
             f"{q.granularity} scales of codes {q.codes.shape} have shape {shape}; got {q.scale_inv.shape} in {name}. Use scaling.quantize."
@@ -236,11 +247,11 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
-    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape.
-    Raises as ``granularity.blocks``."""
+    """Repeat scales over their blocks, of which the last may be shorter, so that they broadcast against
+    a tensor of this shape. Raises as ``granularity.blocks``."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
-    for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis), strict=True)):
+    for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis, ragged=True), strict=True)):
         scale = np.repeat(scale, size, axis=i).take(range(n), axis=i) if n % size else np.repeat(scale, size, axis=i)
     return scale
 
@@ -290,7 +301,7 @@ def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
     # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right
     # maximum.
-    result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis))
+    result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis, ragged=True))
     return np.where(np.isnan(result), np.float32(np.nan), result)[()]
 
 

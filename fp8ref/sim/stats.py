@@ -317,4 +317,4 @@ def _check(x, q: Quantized) -> None:
     if x.shape != q.codes.shape:
         raise ValueError(f"statistics take x and its own q; got x.shape={x.shape} and codes of shape {q.codes.shape}.")
     cast.exact(x.ravel()[:0])  # refuses dtypes that are not floating point
-    granularities.scale_shape(q.granularity, x.shape, q.axis)  # refuses empty tensors
+    granularities.scale_shape(q.granularity, x.shape, q.axis, ragged=True)  # refuses empty tensors

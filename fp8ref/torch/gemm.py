@@ -54,9 +54,8 @@ def matmul(
         return hardware.multiply(*codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name)
     if block is not None:
         if (chosen := block_gemm.kernel(a, b)) != "dequantized":
-            codes_a, codes_b, scale_a, scale_b = (
-                _lines(x, q.axis) for x, q in ((a.codes, a), (b.codes, b), (a.scale_inv, a), (b.scale_inv, b))
-            )
+            codes_a, codes_b = (_padded(_lines(q.codes, q.axis), block_gemm.BLOCK) for q in (a, b))
+            scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
             return block_gemm.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, chosen)
         hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in (a, b))
         return torch.mm(hp_a, hp_b.t()).to(out_dtype)  # [M, K] @ [K, N] -> [M, N]
@@ -129,12 +128,12 @@ def is_kept_unit(scale: torch.Tensor) -> bool:
     return scale is _kept_unit(scale.device)
 
 
-def _padded(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [M, K] with K padded to a multiple of 16, which the kernels require."""
+def _padded(codes: torch.Tensor, multiple: int = 16) -> torch.Tensor:
+    """Codes [M, K] with K padded to a multiple, which the kernels require."""
     k = codes.shape[1]
-    if k % 16 == 0:
+    if k % multiple == 0:
         return codes
-    return functional.pad(codes.view(torch.uint8), (0, -k % 16)).view(codes.dtype)  # code 0 is zero
+    return functional.pad(codes.view(torch.uint8), (0, -k % multiple)).view(codes.dtype)  # code 0 is zero
 
 
 def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,8 +62,7 @@ class Linear(nn.Linear):
     Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
               NaN of every output that its scale reaches.
     Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass an input of
-              another K, dtype or device than the weight's, or without rows, or, before a backward
-              pass, with rows that blocks of grad_weight do not divide (L-5).
+              another K, dtype or device than the weight's, or without rows.
     """
 
     fqn: str = ""
@@ -84,7 +83,6 @@ class Linear(nn.Linear):
         self.cut: Cut | None = None
         self.groups = Groups(batch=group, every=group)
         self._bind()
-        self.multiple = self.recipe.rows
         self.states = nn.ModuleDict(
             {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
@@ -107,8 +105,6 @@ class Linear(nn.Linear):
         """output [..., N] of input [..., K]. ValueError as in linear_input."""
         x = linear_input.taken(input if self.cut is None else self.cut.enter(input), self)
         w = linear_input.weight(self, x)
-        if torch.is_grad_enabled() and w.requires_grad:
-            linear_input.check_rows(x, self, self.multiple)
         observes = torch.is_grad_enabled() and self.training
         states = [self.state(role) for role in ROLES]
         if self.states and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -292,7 +288,8 @@ def _operand(spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: S
     if scale is not None:
         return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)
     group = spec.groups.sharing(role, cast.granularity, axis)
-    return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, group=group)
+    ragged = which == "grad_weight"  # the last block of rows may be shorter (L-5)
+    return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, group=group, ragged=ragged)
 
 
 def _gemm(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:

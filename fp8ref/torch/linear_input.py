@@ -1,7 +1,6 @@
 """Check the input of an FP8 linear, and cast it under torch.autocast as F.linear does (L-7)."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -75,16 +74,6 @@ def check_transforms(name: str, *tensors: torch.Tensor, otherwise: str = "keep i
         f"{name} has a backward pass of its own, which torch.autograd alone takes (L-8); got {what}. Use loss.backward() or torch.autograd.grad, "
         f"also of torch.func.functional_call, or {otherwise}."
     )
-
-
-def check_rows(x: torch.Tensor, linear: Named, multiple: int) -> None:
-    """ValueError unless M of an input [..., K] is a multiple, which blocks of M in grad_weight
-    need (L-5)."""
-    if multiple > 1 and (rows := math.prod(x.shape[:-1])) % multiple:
-        raise ValueError(
-            f"{_name(linear)} takes a multiple of {multiple} rows in training: grad_weight has a scale for each {multiple} of them (S-6); got "
-            f"{rows}, of x of shape {tuple(x.shape)}. Pad the tokens, or keep the linear in high precision by filter_fqns."
-        )
 
 
 def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,10 @@ class Quantized(NamedTuple):
     axis: int
 
 
-def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) -> torch.Tensor:
+def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> torch.Tensor:
     """The largest magnitude of every group that shares a scale, on this rank (spec S-2).
+
+    ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
               reduced one.
@@ -60,13 +62,13 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the
               reduced axis.
     """
-    return _largest(x, granularity, axis).float()
+    return _largest(x, granularity, axis, ragged).float()
 
 
-def _largest(x: torch.Tensor, granularity: str, axis: int) -> torch.Tensor:
+def _largest(x: torch.Tensor, granularity: str, axis: int, ragged: bool) -> torch.Tensor:
     """As ``amax``, in x's dtype, which holds every amax exactly."""
     # refuses empty tensors and absent axes
-    sizes = granularities.blocks(granularity, tuple(x.shape), axis)
+    sizes = granularities.blocks(granularity, tuple(x.shape), axis, ragged=ragged)
     magnitudes = cast.checked(x.detach()).abs()
     if granularity == "tensorwise":
         return magnitudes.amax()
@@ -147,8 +149,11 @@ def quantize(
     policy: str | ScalePolicy = "torchao",
     axis: int = -1,
     group: str | None = None,
+    ragged: bool = False,
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
+
+    ragged    as in ``amax``.
 
     group     name of a process group whose ranks hold parts of the groups that share a scale: their
               amaxes merge (P-2).
@@ -165,7 +170,7 @@ def quantize(
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
         raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
-    largest = _largest(x, granularity, axis)
+    largest = _largest(x, granularity, axis, ragged)
     if group is not None:
         largest = merge_amax(largest.float(), group)
     elif policy.makes_scale_inv:
@@ -216,6 +221,6 @@ def spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: 
     """Scales expanded to a shape that broadcasts to the tensor's."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
-    for i, size in enumerate(granularities.blocks(granularity, shape, axis)):
+    for i, size in enumerate(granularities.blocks(granularity, shape, axis, ragged=True)):
         scale = scale.repeat_interleave(size, dim=i).narrow(i, 0, shape[i])
     return scale

@@ -124,13 +124,31 @@ def test_any_number_of_rows_and_odd_multiples_of_16(recipe, accumulate, rng):  #
         np.testing.assert_array_equal(got[which], value[:rows, :columns])
 
 
-def test_a_block_that_does_not_divide_what_a_gemm_reduces_is_refused(rng):  # S-6
+def test_a_block_that_does_not_divide_n_is_refused(rng):  # S-6
     x, w, g = tensors(rng, 48, 64, 128)
     assert linear.forward(x, w, "blockwise").shape == g.shape  # 64 of N are half a block
     with pytest.raises(ValueError, match=r"divisible by 128; got x.shape=\(48, 64\).*Pad it with zeros or use 'rowwise'"):
         linear.backward(g, x, w, "blockwise")
-    with pytest.raises(ValueError, match=r"mx_1x32 needs K.*divisible by 32; got x.shape=\(64, 48\)"):
-        linear.backward(g, x, w, "mxfp8")
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "f32", "hopper"])
+@pytest.mark.parametrize("m", [1, 31, 96, 130])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_a_last_block_of_rows_may_be_shorter(recipe, m, accumulate, rng):  # L-5, G-13; ms-swift#9723
+    """Zeros that fill it change no bit of either gradient; its scale is that of its rows."""
+    x, w, g = tensors(rng, m + 2, 128, 128)
+    x, g = (v.reshape(-1, 128)[:m] for v in (x, g))
+    found = linear.backward(g, x, w, recipe, accumulate=accumulate)
+    filled = [np.pad(v, ((0, -m % 128), (0, 0))) for v in (g, x)]
+    grad_input, grad_weight = linear.backward(*filled, w, recipe, accumulate=accumulate)
+    np.testing.assert_array_equal(found[0], grad_input[:m])
+    np.testing.assert_array_equal(found[1], grad_weight)
+    a, _ = linear.quantize_operands("grad_weight", {"grad_output": g, "input": x}, RECIPES[recipe])
+    block = RECIPES[recipe].rows
+    assert a.codes.shape == (128, m)
+    np.testing.assert_array_equal(
+        scaling.amax(g[-(m % block or block) :].T, "rowwise"), scaling.amax(g.T, a.granularity, ragged=True)[:, -1:]
+    )
 
 
 def test_delayed_scaling_by_hand(operands):  # L-6, R-1, H-1

@@ -168,6 +168,24 @@ def test_deepgemm_multiplies_where_it_can_and_torchao_the_rest(deepgemm, monkeyp
     assert block_gemm.kernel(line, line) == "dequantized"
 
 
+@pytest.mark.parametrize("kernels", ["faked", "deepgemm"])
+def test_zeros_fill_a_last_block_of_rows(kernels, request):  # L-5, G-17
+    """A kernel takes whole blocks of K, here 200 rows of grad_weight's operands: those of 256 rows, of
+    which the last are zeros."""
+    request.getfixturevalue(kernels)
+    generator = torch.Generator().manual_seed(0)
+    g, x = (torch.randint(-7, 8, (200, columns), generator=generator).float() for columns in (128, 256))
+
+    def multiplied(*tensors):
+        a, b = (scaling.quantize(v, E4M3FN, granularity="blockwise_1x128", axis=-2, ragged=True) for v in tensors)
+        return gemm.matmul(a, b, accumulate="slow", out_dtype=torch.bfloat16)
+
+    found = multiplied(g, x)
+    assert torch.equal(found, multiplied(*(nn.functional.pad(v, (0, 0, 0, 56)) for v in (g, x))))
+    assert torch.equal(found.isfinite(), torch.ones_like(found, dtype=torch.bool))
+    assert found.any()
+
+
 def test_a_step_by_deepgemm_is_named_in_the_proof_and_the_report(deepgemm):  # B-8, R-7
     module = model()
     with proof.trace_eager(module) as trace:

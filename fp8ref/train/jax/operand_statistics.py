@@ -25,7 +25,9 @@ def measured(planned: Mapping[str, Operand], layer: str, gemm: Gemm, a, b) -> It
         # Flax keeps a weight as [K, N], so that the reduced axis may be the other one: its scales show it.
         axes = [axis % 2, 1 - axis % 2] if codes.ndim == 2 else [axis % codes.ndim]
         fits = [
-            one for one in (reversed(axes) if role == "weight" else axes) if granularity.scale_shape(kind, codes.shape, one) == scale.shape
+            one
+            for one in (reversed(axes) if role == "weight" else axes)
+            if granularity.scale_shape(kind, codes.shape, one, ragged=True) == scale.shape
         ]
         of = scaling.Quantized(codes, scale.astype(np.float32), _inverse(scale), operand.cast.fmt, kind, fits[0])
         found = stats.statistics(hp, of)
