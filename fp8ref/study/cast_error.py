@@ -1,16 +1,17 @@
 """Cast recorded operands as recipes would, and measure what each cast loses (spec Q)."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from fp8ref import console, granularity
 from fp8ref import recipe as recipes_of
 from fp8ref.formats import FLOAT32
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role, trained_recipes
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role, trained_recipes
 from fp8ref.result import Result
 from fp8ref.sim import cast, scaling, stats
 from fp8ref.sim.scales import scales_from_amax
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 class Row:
     """One operand of one GEMM of a layer, under one recipe.
 
-    sqnr      10 log10(signal / noise) in dB (Q-1).
+    sqnr      10 log10(signal / noise) in dB (Q-1), of all rows together: a few large elements may own it.
+    median, low
+              the median and the 5th percentile over rows, which are tokens of an input or a gradient,
+              of a row's own SQNR; rows of zeros are left out, and one that is not a number counts as
+              -inf.
     lost      the share of all elements that are other than zero and become zero (Q-3).
     clipped   the share that rounds beyond the format's range (C-4).
     """
@@ -35,6 +40,22 @@ class Row:
     gemm: Gemm
     role: Role
     sqnr: float
+    median: float
+    low: float
+    lost: float
+    clipped: float
+
+
+class Summary(NamedTuple):
+    """All operands of a role under a recipe: median and lowest SQNR, where that is, the lowest 5th
+    percentile of rows, and the largest shares lost and clipped."""
+
+    recipe: str
+    role: Role
+    median: float
+    lowest: float
+    at: str
+    low: float
     lost: float
     clipped: float
 
@@ -61,25 +82,55 @@ class Judged(Result):
         """The layers, in the order in which they ran."""
         return list(dict.fromkeys(row.layer for row in self.rows))
 
-    def sqnr(self, role: Role) -> np.ndarray:
-        """dB, float64 [layers, recipes]: of a role's two GEMMs the lower; NaN where neither casts it."""
+    def sqnr(self, role: Role, of: Literal["sqnr", "median", "low"] = "sqnr") -> np.ndarray:
+        """dB, float64 [layers, recipes]: that number of a Row, of a role's two GEMMs the lower; NaN where
+        neither casts it, -inf where it is not a number."""
         found = np.full((len(self.layers), len(self.recipes)), np.nan)
         layers, recipes = ({name: i for i, name in enumerate(names)} for names in (self.layers, self.recipes))
         for row in self.rows:
             if row.role == role:
                 at = layers[row.layer], recipes[row.recipe]
-                found[at] = np.fmin(found[at], row.sqnr)
+                number = getattr(row, of)
+                found[at] = np.fmin(found[at], -math.inf if math.isnan(number) else number)
         return found
 
     def worst(self, count: int = 10, recipe: str | None = None) -> list[Row]:
-        """The operands with the lowest SQNR, of one recipe or all; an operand that two GEMMs cast alike once."""
+        """The worst operands by any measure, of one recipe or all: in turn the lowest SQNR, the lowest 5th
+        percentile of rows, the most lost and the most clipped elements, then the second of each. An
+        operand that two GEMMs cast alike is one."""
         rows = [row for row in self.rows if recipe in (None, row.recipe)]
-        once = {(row.recipe, row.layer, row.role, row.sqnr): row for row in reversed(rows)}
-        return sorted(once.values(), key=lambda row: (not math.isnan(row.sqnr), row.sqnr))[:count]
+        once = list({(row.recipe, row.layer, row.role, row.sqnr, row.low, row.lost): row for row in reversed(rows)}.values())
+        orders = [
+            sorted(once, key=lambda row: (not math.isnan(row.sqnr), row.sqnr)),
+            sorted(once, key=lambda row: row.low),
+            sorted((row for row in once if row.lost), key=lambda row: -row.lost),
+            sorted((row for row in once if row.clipped), key=lambda row: -row.clipped),
+        ]
+        in_turn = [row for of_rank in itertools.zip_longest(*orders) for row in of_rank if row is not None]
+        return list(dict.fromkeys(in_turn))[:count]
+
+    def sentence(self) -> str:
+        """The operand that loses or clips the largest share of its elements."""
+        row = max(self.rows, key=lambda row: row.lost + row.clipped, default=None)
+        if row is None or not row.lost + row.clipped:
+            return "No cast makes an element zero, or clips one."
+        what = f"Under {row.recipe} the {row.role} of {row.layer} loses most elements"
+        return f"{what}: {row.lost:.2%} become zero, and {row.clipped:.2%} are clipped."
+
+    def by_role(self) -> list[Summary]:
+        """For each recipe and role, in order, the median over operands and the worst of each number."""
+        found = []
+        for recipe, role in itertools.product(self.recipes, ROLES):
+            rows = [row for row in self.rows if (row.recipe, row.role) == (recipe, role)]
+            if rows:
+                low = min(rows, key=lambda row: (not math.isnan(row.sqnr), row.sqnr))
+                numbers = float(np.median([row.sqnr for row in rows])), low.sqnr, f"{low.layer}/{low.gemm}", min(row.low for row in rows)
+                found.append(Summary(recipe, role, *numbers, max(row.lost for row in rows), max(row.clipped for row in rows)))
+        return found
 
     def to_dict(self) -> dict:
         """Rows as lists under their columns; None where a number is not finite."""
-        columns = ("recipe", "layer", "gemm", "role", "sqnr", "lost", "clipped")
+        columns = ("recipe", "layer", "gemm", "role", "sqnr", "median", "low", "lost", "clipped")
         rows = [[_json(getattr(row, key)) for key in columns] for row in self.rows]
         return {"columns": list(columns), "rows": rows, "absent": list(self.absent)}
 
@@ -87,16 +138,13 @@ class Judged(Result):
         """For each recipe and role the median over layers and GEMMs, and the worst."""
         from rich.table import Table
 
-        table = Table("recipe", "role", "median SQNR, dB", "lowest", "at", "lost at most", "clipped at most")
-        for recipe in self.recipes:
-            for role in ("input", "weight", "grad_output"):
-                rows = [row for row in self.rows if (row.recipe, row.role) == (recipe, role)]
-                if not rows:
-                    continue
-                low = min(rows, key=lambda row: (not math.isnan(row.sqnr), row.sqnr))
-                lost, clipped = (max(getattr(row, key) for row in rows) for key in ("lost", "clipped"))
-                median = float(np.median([row.sqnr for row in rows]))
-                table.add_row(recipe, role, f"{median:.1f}", f"{low.sqnr:.1f}", f"{low.layer}/{low.gemm}", f"{lost:.3%}", f"{clipped:.3%}")
+        console.print(self.sentence(), markup=False, soft_wrap=True)
+        table = Table(
+            "recipe", "role", "median SQNR, dB", "lowest", "at", "5th percentile of rows, lowest", "lost at most", "clipped at most"
+        )
+        for one in self.by_role():
+            decibels = f"{one.median:.1f}", f"{one.lowest:.1f}", one.at, f"{one.low:.1f}"
+            table.add_row(one.recipe, one.role, *decibels, f"{one.lost:.3%}", f"{one.clipped:.3%}")
         console.print(table)
         if self.absent:
             console.print(f"not recorded: {', '.join(self.absent)}", markup=False, soft_wrap=True)
@@ -176,7 +224,24 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
     q = scaling.quantize_with(x, scales, spec.fmt, granularity=kind, policy=spec.policy, axis=axis)
     found = stats.statistics(x, q)
     count = operand.kept.size
-    return {"sqnr": float(found.sqnr), "lost": float(found.underflows) / count, "clipped": float(found.overflows) / count}
+    median, low = _of_rows(operand.kept, scaling.dequantize(q)[: operand.kept.shape[0], : operand.kept.shape[1]])
+    shares = {"lost": float(found.underflows) / count, "clipped": float(found.overflows) / count}
+    return {"sqnr": float(found.sqnr), "median": median, "low": low, **shares}
+
+
+def _of_rows(x: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
+    """The median and the 5th percentile of each row's SQNR in dB, of its finite elements (Q-1); the
+    lower of two neighbors."""
+    finite = np.isfinite(x)
+    value = np.where(finite, x, 0.0).astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        noise = (np.where(finite, decoded - value, 0.0) ** 2).sum(axis=1)
+        signal = (value**2).sum(axis=1)
+        decibels = 10 * np.log10(signal / noise)[signal > 0]
+    if not decibels.size:
+        return math.inf, math.inf
+    median, low = np.percentile(np.nan_to_num(decibels, nan=-np.inf, posinf=np.inf, neginf=-np.inf), [50, 5], method="lower")
+    return float(median), float(low)
 
 
 def _json(value):

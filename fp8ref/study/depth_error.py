@@ -47,7 +47,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Depth(Result):
-    """Outcomes by recipe, the best result first; ``refused``: why others could not run."""
+    """Outcomes by recipe, the smallest KL divergence first, one that is not a number last;
+    ``refused``: why others could not run.
+
+    The error of the result does not rank: a few outliers own its norm, and say little of the other entries.
+    """
 
     outcomes: dict[str, Outcome]
     refused: dict[str, str]
@@ -56,6 +60,17 @@ class Depth(Result):
     def ok(self) -> bool:
         """Whether a recipe ran."""
         return bool(self.outcomes)
+
+    def sentence(self) -> str:
+        """Which recipe changes the model's output least, and which most."""
+        if not self.outcomes:
+            return "No recipe ran."
+        numbers = [
+            f"{name} (KL {one.divergence:.2e} nats, same top entry in {one.agreement:.1%} of rows)" for name, one in self.outcomes.items()
+        ]
+        if len(numbers) == 1:
+            return f"One recipe ran: {numbers[0]}."
+        return f"{numbers[0]} changes the model's output least of {len(numbers)} recipes, {numbers[-1]} most."
 
     def to_dict(self) -> dict:
         """Outcomes and refusals; None where a number is not finite."""
@@ -70,15 +85,16 @@ class Depth(Result):
         """A row for each recipe, with the layer whose input is worst."""
         from rich.table import Table
 
-        table = Table("recipe", "linears in FP8", "error of the result", "KL, nats", "same top entry", "worst input of a linear")
+        console.print(self.sentence(), markup=False, soft_wrap=True)
+        table = Table("recipe", "linears in FP8", "KL, nats", "same top entry", "error of the result", "worst input of a linear")
         for name, one in self.outcomes.items():
             layer, worst = max(one.inputs.items(), key=lambda item: item[1], default=("-", 0.0))
             table.add_row(
                 name,
                 f"{one.in_fp8} of {len(one.inputs)}",
-                f"{one.output:.3%}",
                 f"{one.divergence:.2e}",
                 f"{one.agreement:.2%}",
+                f"{one.output:.3%}",
                 f"{layer} {worst:.3%}",
             )
         console.print(table)
@@ -119,7 +135,13 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
                 "outside. Write lambda model: model(...)."
             )
         outcomes[recipe.name] = _outcome(first, seen)
-    return Depth(outcomes=dict(sorted(outcomes.items(), key=lambda item: (np.isnan(item[1].output), item[1].output))), refused=refused)
+    return Depth(outcomes=dict(sorted(outcomes.items(), key=lambda item: _rank(item[1]))), refused=refused)
+
+
+def _rank(one: Outcome) -> tuple[float, ...]:
+    """By KL, then by agreement, then by the error of the result; what is not a number counts as
+    infinite."""
+    return tuple(np.nan_to_num([one.divergence, -one.agreement, one.output], nan=np.inf))
 
 
 def _outcome(first: Seen, seen: Seen) -> Outcome:

@@ -71,7 +71,7 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
             plots.depth_lines(ax, errors, colors=svg.RUNS, layers=max((list(one.inputs) for one in depth.outcomes.values()), key=len))
             ax.grid(color=svg.LINE)
             made["Error of the input of each linear"] = svg.inline(figure, "depth", "Error of each linear's input, by recipe")
-        maps = {role: judged.sqnr(role) for role in ROLES}
+        maps = {role: judged.sqnr(role, "low") for role in ROLES}
         numbers = np.concatenate([values[np.isfinite(values)] for values in maps.values()])
         low, high = (
             (float(numbers.min()), float(np.quantile(numbers, 0.95))) if numbers.size else (0.0, 1.0)
@@ -80,5 +80,6 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
             if np.isfinite(values).any():
                 figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(judged.layers)))
                 plots.sqnr_map(ax, values, [figures.short(layer) for layer in judged.layers], judged.recipes, low=low, high=high)
-                made[f"SQNR of {role}"] = svg.inline(figure, role, f"SQNR of {role} by layer and recipe")
+                title = f"SQNR of {role}, 5th percentile of {'rows' if role == 'weight' else 'tokens'}"
+                made[title] = svg.inline(figure, role, f"{title}, by layer and recipe")
     return made

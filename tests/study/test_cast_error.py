@@ -10,6 +10,7 @@ from fp8ref.policy import POLICIES
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, trained_recipes
 from fp8ref.sim import scaling, stats
 from fp8ref.study import recording
+from fp8ref.study.cast_error import Row
 from fp8ref.study.recording import Operand, Recording
 
 WHOLE = {"input": (640, 128), "weight": (256, 128), "grad_output": (640, 256)}
@@ -143,3 +144,52 @@ def test_a_recipe_without_fp8_is_refused():
 def test_a_cast_that_is_none():
     with pytest.raises(ValueError, match="a cast is a CastSpec; got int for 'mine'"):
         study.judge(Recording(framework="torch", chosen=(), operands={}), {"mine": 5})
+
+
+def row(layer, **numbers):
+    given = {"recipe": "rowwise", "gemm": "output", "role": "input", "sqnr": 30.0, "median": 30.0, "low": 30.0, "lost": 0.0, "clipped": 0.0}
+    return Row(layer=layer, **(given | numbers))
+
+
+def test_the_map_has_the_lower_number_of_a_roles_two_gemms():
+    rows = (
+        row("a", sqnr=20.0, low=5.0),
+        row("a", gemm="grad_weight", sqnr=10.0, low=9.0),
+        row("b"),
+        row("b", gemm="grad_weight", sqnr=math.nan),
+    )
+    found = study.Judged(rows=rows)
+    np.testing.assert_array_equal(found.sqnr("input"), [[10.0], [-np.inf]])
+    np.testing.assert_array_equal(found.sqnr("input", "low"), [[5.0], [30.0]])
+    assert np.isnan(found.sqnr("weight")).all()
+
+
+def test_an_operand_is_among_the_worst_by_any_number():
+    plain = [row(f"plain {i}", sqnr=20.0 + i, low=20.0 + i) for i in range(8)]
+    others = [
+        row("low sqnr", sqnr=9.0),
+        row("low tokens", low=-1.0),
+        row("zeros", sqnr=60.0, lost=0.15),
+        row("clips", sqnr=50.0, clipped=1e-6),
+    ]
+    found = study.Judged(rows=(*plain, *others))
+    assert [one.layer for one in found.worst(4)] == ["low sqnr", "low tokens", "zeros", "clips"]
+    assert [one.layer for one in found.worst(6)][4:] == ["plain 0", "plain 1"]
+    assert found.sentence() == "Under rowwise the input of zeros loses most elements: 15.00% become zero, and 0.00% are clipped."
+    (summary,) = found.by_role()
+    assert summary[2:] == (24.5, 9.0, "low sqnr/output", -1.0, 0.15, 1e-6)
+
+
+def test_tokens_that_an_outlier_costs_show_in_their_own_sqnr():
+    """One token of 2^20: all others become zero, which the SQNR of all of them together hides."""
+    x = np.ones((200, 16), np.float32)
+    x[0], x[1] = 2.0**20, 0.0
+    one = Recording(framework="torch")
+    one.operands["a/input"] = Operand(kept=x, amax=np.float32(2**20), columns=np.abs(x).max(axis=0), rows=200)
+    found = {r.recipe: r for r in study.judge(one, ["tensorwise", "rowwise"]).rows if r.gemm == "output"}
+    assert found["tensorwise"].sqnr > 90
+    assert found["tensorwise"].median == found["tensorwise"].low == 0.0  # noise is the signal
+    assert found["rowwise"].median == math.inf
+    x[5, 3] = np.nan  # under one scale every code is NaN
+    one.operands["a/input"] = Operand(kept=x, amax=np.float32(np.nan), columns=np.abs(x).max(axis=0), rows=200)
+    assert study.judge(one, ["tensorwise"]).rows[0].low == -math.inf

@@ -104,3 +104,24 @@ def test_a_name_in_the_place_of_names():
     once = seen({"a": X}, np.float32([[1, 0]]))
     with pytest.raises(ValueError, match="recipes are a list of names; got 'rowwise'"):
         depth_error.compare(once, once, lambda recipe: once, "rowwise")
+
+
+def test_recipes_rank_by_kl_and_not_by_the_norm_that_an_outlier_owns():
+    """One logit of 1000 hardly changes under the recipe that loses all small ones."""
+    logits = np.array([[1000.0, 1.0, 2.0, 4.0], [0.0, 1.0, 2.0, 4.0]], np.float32)
+    first = seen({"a": X}, logits)
+    changed = {"tensorwise": np.where(logits < 8, 0, logits), "rowwise": logits * np.float32(1.01)}
+    found = depth_error.compare(first, first, lambda recipe: seen({"a": X}, changed[recipe.name], 1), list(changed))
+    assert list(found.outcomes) == ["rowwise", "tensorwise"]
+    better, worse = found.outcomes.values()
+    assert better.output > worse.output
+    assert better.divergence < worse.divergence
+    assert found.sentence().startswith("rowwise (KL ")
+    assert ", tensorwise (KL " in found.sentence()
+
+
+def test_a_reference_of_zeros_has_no_finite_error():
+    zeros = seen({"a": 0 * X}, X)
+    found = depth_error.compare(zeros, zeros, lambda recipe: seen({"a": X}, X, 1), ["rowwise"]).outcomes["rowwise"]
+    assert found.inputs == {"a": np.inf}
+    assert depth_error.compare(zeros, zeros, lambda recipe: zeros, ["rowwise"]).outcomes["rowwise"].inputs == {"a": 0.0}

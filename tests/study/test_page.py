@@ -55,7 +55,12 @@ def test_the_page_shows_both(judged, depth, tmp_path):
     assert "Not recorded:</span> first/grad_output, &lt;last&gt;/grad_output" in page
     assert "1.000 %" in page
     worst = judged.worst(1)[0]
-    assert f'<td class="number">{worst.sqnr:.1f}</td>' in page
+    assert (
+        f'<td class="number">{worst.sqnr:.1f}</td><td class="number">{worst.median:.1f}</td><td class="number">{worst.low:.1f}</td>' in page
+    )
+    of_model, of_casts = (one.replace("'", "&#39;") for one in (depth.sentence(), judged.sentence()))
+    assert page.index(of_model) < page.index(of_casts) < page.index("<section>")
+    assert "SQNR of input, 5th percentile of tokens" in page
 
 
 def test_the_page_takes_casts_alone(judged, tmp_path):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -73,3 +74,12 @@ def test_gradients_as_tensors_of_pytorch():
 def test_gradients_that_are_no_floats():
     with pytest.raises(ValueError, match="gradients are of floats; got int64 for 'w'"):
         study.judge_states([{"w": np.ones((4, 4), np.int64)}], ["torchao"])
+
+
+def test_a_layout_whose_error_is_not_a_number_ranks_last():
+    found = study.judge_states(gradients(2), ["te", "float32"])
+    nan = {name: dataclasses.replace(one, update_error=float("nan")) for name, one in found.layouts["float32"].items()}
+    judged = study.JudgedStates(steps=2, layouts={"nan": nan, **found.layouts})
+    assert judged.ranked() == ["float32", "te", "nan"]
+    mixed = study.JudgedStates(steps=2, layouts={"te": {**found.layouts["te"], "w": nan["w"]}})
+    assert mixed.worst("te", 1)[0][0] == "w"
