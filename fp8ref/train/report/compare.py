@@ -132,8 +132,10 @@ def compare(
 
 
 def _identical(a: Run | Log, b: Run | Log) -> bool:
+    if bool(a.diverged) != bool(b.diverged):
+        return False
     if isinstance(a, Run) and isinstance(b, Run):
-        return all(a.curve(key) == b.curve(key) for key in METRICS) and bool(a.diverged) == bool(b.diverged)
+        return all(a.curve(key) == b.curve(key) for key in METRICS)
     return a.losses == b.losses
 
 

@@ -24,8 +24,8 @@ NO_BITS = ("statistics", "checkpoint", "log")
 """Sections of the config that change no bit of training, in which runs of an arm may differ."""
 
 
-ONE_PAIR = "; to judge FP8 by bf16, train both with a second seed, or more"
-"""What is added to the verdict on an arm that has one pair (E-4)."""
+ONE_PAIR = "; for this pair; one seed, so not yet for the recipe: train both with a second seed, or more"
+"""What is added to the verdict on one pair (E-4)."""
 
 TINY = 1e-6
 """Losses closer to 0 than this, in nats, count as this for the margin, which is not 0."""
@@ -108,6 +108,11 @@ class Verdict:
     confidence: float = CONFIDENCE
 
     @property
+    def of_pair(self) -> bool:
+        """Whether it is of two runs alone, and so not of their recipes (E-4)."""
+        return self.compared is not None and self.compared.gap.by == "steps"
+
+    @property
     def said(self) -> str:
         """The verdict as a sentence."""
         if self.compared is None or self.margin is None:
@@ -162,7 +167,8 @@ def judged(group: Sequence[Run]) -> list[Arm]:
 
 
 def verdict(arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, margin: float | None = None) -> Verdict:
-    """Judge an arm by the bf16 runs of its group (E-2 to E-4). An arm of one pair is not told.
+    """Judge an arm by the bf16 runs of its group (E-2 to E-4). The verdict on an arm of one pair is that
+    pair's.
 
     margin: in nats; None: ``gap.MARGIN`` of bf16's loss.
     """
@@ -180,8 +186,6 @@ def verdict(arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, m
     if not others:
         return Verdict(kind="cannot tell", reason=f"{reference.runs[0].name}, which it is judged by, ended by {reference.runs[0].diverged}")
     found = between(arm.runs, others, confidence=confidence, margin=margin)
-    if found.compared and found.compared.gap.by == "steps":
-        found = dataclasses.replace(found, kind="cannot tell", reason=ONE_PAIR + found.reason)
     backends = [side[0].manifest["backend"] for side in (arm.runs, others)]
     foreign = (
         f"; no bf16 run is of backend {backends[0]}, and those of {backends[1]} differ in more than FP8" if len(set(backends)) > 1 else ""
@@ -261,14 +265,14 @@ def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = 
     said += f"; margin {margin:.4f}"
     if gap.too_short:
         said += f"; neighboring steps correlate by {gap.phi:.2f}, too much for so few"
-    if kind != "cannot tell" or gaps.decide(gap, margin) != kind:
-        return said
+    if kind != "cannot tell":
+        return said + ONE_PAIR * (gap.by == "steps")
     if gap.by == "seeds":
         needed = gaps.seeds_needed(gap, margin, confidence=confidence)
         return f"{said}; at this spread {needed if needed else f'more than {gaps.MOST_SEEDS:,}'} matched seeds would settle it"
     if gap.by == "unmatched":
         return said
-    return f"{said}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle it for these two"
+    return f"{said}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle it for these two{ONE_PAIR}"
 
 
 def seeds_of(group: Sequence[Run]) -> Seeds:

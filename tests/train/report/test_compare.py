@@ -101,6 +101,15 @@ def test_a_run_that_is_not_finished_is_told(seeds, other):
     assert compare.compare(seeds[0], other(falling()[:30], status="running")).said.endswith("other is not finished, but running.")
 
 
+def test_a_run_that_diverged_after_equal_steps_is_not_identical(seeds, other):  # E-6
+    """Every number that both recorded is equal; one of them ended by a loss of NaN."""
+    ended = other(falling(wobble=0), recipe="bf16", status="failed", more={"error": "NonFiniteError: step 60: loss nan."})
+    assert all(seeds[0].curve(key) == ended.curve(key) for key in compare.METRICS)
+    assert compare.compare(seeds[0], ended).result == "worse"
+    assert compare.compare(ended, seeds[0]).result == "better"
+    assert compare.compare(ended, ended).result == "identical"
+
+
 @pytest.mark.parametrize("steps", [0, 2, 30])
 def test_a_run_that_diverged_is_worse_but_like_its_copy(seeds, other, steps, tmp_path):  # E-6
     died = other(falling(wobble=0)[:steps], status="failed", more={"error": "NonFiniteError: step 9: loss nan."})

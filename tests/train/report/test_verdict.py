@@ -5,6 +5,7 @@ from made_runs import falling
 
 from fp8ref.train.report import compare, page, verdict
 from fp8ref.train.report import gap as gaps
+from fp8ref.train.report.student import student
 
 
 @pytest.fixture
@@ -69,14 +70,47 @@ def test_the_interval_of_one_pair_is_of_its_steps(seeds, fp8):  # E-5
     assert "by the steps of one pair; another seed may differ" in found.said
 
 
-def test_one_pair_tells_which_of_two_runs_is_worse_but_nothing_of_fp8(seeds, tmp_path, small):  # E-4, E-6
-    noise = 0.1 + np.random.default_rng(0).normal(0, 1e-3, 60)
+@pytest.mark.parametrize(("above", "kind"), [(0.1, "worse"), (-0.1, "better"), (0.0, "equivalent")])
+def test_report_and_compare_say_the_same_of_one_pair(seeds, tmp_path, small, above, kind):  # E-4, E-6
+    """And both say that it is no verdict on the recipe."""
+    noise = above + np.random.default_rng(0).normal(0, 1e-3, 60)
     losses = np.array([seeds[0].losses[step] for step in range(60)]) + noise
     run = made_runs.make(tmp_path / "noisy", small, losses, recipe="tensorwise")
-    assert verdict.between([run], [seeds[0]]).kind == "worse"
-    found = judged([seeds[0], run])
-    assert found.kind == "cannot tell"
-    assert "to judge FP8 by bf16, train both with a second seed, or more" in found.said
+    compared, found = compare.compare(seeds[0], run), judged([seeds[0], run])
+    assert compared.result == found.kind == kind
+    assert compared.ok == (kind == "equivalent")
+    assert found.of_pair
+    assert compared.said == f"{kind}: the loss of {run.name} is {found.said.removeprefix(f'{kind}: ')}"
+    assert found.said.endswith("; for this pair; one seed, so not yet for the recipe: train both with a second seed, or more.")
+    page.write([seeds[0], run], tmp_path / "page.html")
+    assert (
+        f'<li class="pair"><strong>{run.name}</strong>\n<span class="kind">{kind} for this pair</span>'
+        in (tmp_path / "page.html").read_text()
+    )
+
+
+def test_one_pair_that_cannot_be_told_is_so_in_both(seeds, tmp_path, small):  # E-4, E-6
+    run = made_runs.make(tmp_path / "other", small, falling(wobble=9), recipe="tensorwise")
+    compared, found = compare.compare(seeds[0], run), judged([seeds[0], run])
+    assert compared.result == found.kind == "cannot tell"
+    assert all(one.said.endswith("a second seed, or more.") for one in (compared, found))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_confidence_is_that_of_the_interval(seeds, fp8, count):  # E-3, E-5
+    mine = [fp8(0.01 * (seed + 1), seed) for seed in range(count)]
+    widths = []
+    for confidence in (0.5, 0.95, 0.99):
+        gap = verdict.between(mine, seeds[:count], confidence=confidence).compared.gap.last
+        widths.append((gap.high - gap.low) / student(confidence, gaps.BATCHES - 1 if count == 1 else count - 1))
+    assert widths[0] > 0
+    assert widths == pytest.approx([widths[0]] * 3, rel=1e-9)
+
+
+def test_the_confidence_is_that_of_unmatched_runs(seeds, fp8):  # E-2
+    mine = [fp8(0.01, 7), fp8(0.03, 8)]
+    narrow, wide = (verdict.between(mine, seeds, confidence=confidence).compared.gap.last for confidence in (0.5, 0.99))
+    assert (wide.high - wide.low) / (narrow.high - narrow.low) == pytest.approx(student(0.99, 3) / student(0.5, 3), rel=1e-9)
 
 
 def test_runs_of_other_seeds_are_unmatched(seeds, fp8):  # E-2
