@@ -81,7 +81,7 @@ PLANTED = {
         "grad_weight",
         lambda *g: grad_weight(*g, rows_of=up(32)),
         [
-            "group 0: sums rows of the next group, up to a multiple of 32 (X-2)",
+            "group 0: sums rows of the next group, up to a multiple of 16 (X-2)",  # or of 32
             "group 2: sums rows of the next group, up to a multiple of 32 (X-2)",
         ],
     ),
