@@ -105,7 +105,7 @@ class Checkpoints:
         Raises:   OSError on every process: the previous checkpoint failed, or this one's directory
                   cannot be made.
         """
-        self.finish()
+        together(self._processes, self.finish)
         unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
         together(self._processes, lambda: self._prepare(unfinished) if self._processes.first else None)
         written = model.save(unfinished / "state")
@@ -120,10 +120,10 @@ class Checkpoints:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def check(self) -> None:
-        """Raise the last checkpoint's error, if its writing has ended by now. Does not wait."""
-        if self._pending is not None and self._pending.done():
-            self.finish()
+    def error(self) -> Exception | None:
+        """The last checkpoint's error on this process, if its writing has ended by now. Does not wait."""
+        ended = self._pending is not None and self._pending.done()
+        return self._pending.exception() if ended else None  # type: ignore[return-value, union-attr]
 
     def _complete(self, written: Callable[[], None], unfinished: Path, about: dict[str, Any]) -> None:
         final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))

@@ -296,11 +296,20 @@ class _Training:
             console.say(f"step {step}: {found[1]} has {has} that of the next phase")
 
     def stop(self) -> Callable[[str], BaseException] | None:
-        """The error that stops the run, given what was saved, if SIGTERM or Ctrl-C came to any process: the same on all."""
-        came = self.processes.gather((self.stop_requested(), self.interrupted()))
-        if any(sigterm for sigterm, _ in came):
+        """The error that stops the run, given what was saved, if SIGTERM or Ctrl-C came to any process: the same on all.
+
+        Raises:   the error of a checkpoint that could not be written, on the others a ConfigError that reports it.
+        """
+        error = self.checkpoints.error()
+        came = self.processes.gather((self.stop_requested(), self.interrupted(), error and str(error)))
+        if error is not None:
+            raise error
+        for index, (_, _, failed) in enumerate(came):
+            if failed is not None:
+                raise ConfigError(f"process {index}: {failed}")
+        if any(sigterm for sigterm, _, _ in came):
             return lambda saved: StoppedError(f"stopped by SIGTERM {saved}")
-        if any(ctrl_c for _, ctrl_c in came):
+        if any(ctrl_c for _, ctrl_c, _ in came):
             return lambda saved: KeyboardInterrupt(f"interrupted {saved}")
         return None
 
@@ -308,7 +317,6 @@ class _Training:
         """After ``done`` steps: save a checkpoint if one is due or the run stops, then raise what stops it."""
         last, every = done == self.config.run.steps, self.config.checkpoint.every
         with self.watch("checkpoint"):
-            self.checkpoints.check()
             if last or stop or (every and done % every == 0):
                 # metrics first: a checkpoint that is newer than the metrics would leave a gap in them
                 together(self.processes, self.run.sync)

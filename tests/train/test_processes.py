@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeTrainer
@@ -38,6 +39,19 @@ def test_one_fails_all_fail():
         together(Second(None), fail)
     with pytest.raises(ConfigError, match=r"^process 0: no disk$"):
         together(Second("no disk"), lambda: 3)
+
+
+def test_a_checkpoint_that_one_could_not_write_ends_all():
+    """After the next step: no process waits in a step for one that has ended."""
+    heard = {"stop_requested": lambda: False, "interrupted": lambda: False}
+    training = SimpleNamespace(**heard, checkpoints=SimpleNamespace(error=lambda: None), processes=Second([False, False, "no disk"]))
+    with pytest.raises(ConfigError, match=r"^process 0: no disk$"):
+        loop._Training.stop(training)
+    training.processes = Second()
+    assert loop._Training.stop(training) is None
+    training.checkpoints.error = lambda: OSError("no disk")
+    with pytest.raises(OSError, match=r"^no disk$"):
+        loop._Training.stop(training)
 
 
 def test_only_the_first_process_writes(small, tmp_path, monkeypatch):
