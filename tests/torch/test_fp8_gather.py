@@ -99,8 +99,7 @@ def gathered_outside_of_a_pass():
         model[0].unshard()
         scales.append((model[0][0].weight._scale.clone(), scaling.quantize(whole, E4M3FN).scale))
         model[0].reshard()
-    state = model[0][0].fp8_gather
-    state.in_pass = True  # as after an interrupt, which no hook reports
+    model[0][0].fp8_gather.in_pass = True  # as after an interrupt, which no hook reports
     with torch.no_grad():
         model[0][0].weight.mul_(8)
     whole = model[0][0].weight.full_tensor().bfloat16()

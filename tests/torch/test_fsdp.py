@@ -129,7 +129,8 @@ def refusals():
     with refusing() as found["offloaded"]:
         model = convert.convert(plain(), "tensorwise")
         fully_shard(model, mesh=world, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        model._get_fsdp_state()._fsdp_param_groups[0].device = torch.device("cuda")
+        state = model._get_fsdp_state()
+        (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])[0].device = torch.device("cuda")
         gather_in_fp8(model, dtype=torch.float32)
     found["hooks of offloaded shards"] = [str(hasattr(model[2].weight._local_tensor, "fsdp_pre_all_gather"))]
     with refusing() as found["other dim"]:

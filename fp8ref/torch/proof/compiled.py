@@ -103,6 +103,7 @@ class _Reader:
         places = [
             (region, module, key)
             for region, module in self._regions.items()
+            if self._region(region) is None  # dynamo would trace it inside of another
             for key in ("_compiled_call_impl", "forward")
             if module.__dict__.get(key) is not None
         ]
