@@ -16,6 +16,7 @@ from flax.core import Scope
 from jax import lax
 
 from fp8ref import grouped, linear_rules, linear_selection, routers
+from fp8ref import recipe as recipes
 from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
@@ -114,15 +115,17 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = _linears(model)
     selected = linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
-    selected = [_of_experts(decision, layers[decision.path]) for decision in selected]
+    selected = [_of_layer(decision, layers[decision.path]) for decision in selected]
     selected = routers.left_out(selected, {d.experts for d in selected if d.fp8 and d.experts}, options["fp8_fqns"])
     plan = linear_rules.apply(rules, selected)
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
+    _check_some(plan)
     for decision, layer in chosen:  # all of them, before the first one changes
         free = {nnx.Linear: lax.dot_general, nnx.LinearGeneral: None, nnx.Einsum: jnp.einsum, GroupedLinear: lax.ragged_dot}
         hooks = [getattr(layer, _attribute(layer)), getattr(layer, "dot_general_cls", None)]
         taken = [hook for hook in hooks if hook not in (next(v for k, v in free.items() if isinstance(layer, k)), None)]
         _check_free(decision.path, taken, getattr(layer, "precision", None))
+        _check_dtype(decision.path, layer)
     of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
     made = [_hook(decision, layer, of_hooks[decision.path]) for decision, layer in chosen]  # refuses what a hook does not take
     for (_, layer), hook in zip(chosen, made, strict=True):
@@ -141,12 +144,72 @@ def _hook(decision: linear_selection.Decision, layer, options: Mapping) -> nnx_h
     return hook
 
 
-def _of_experts(decision: linear_selection.Decision, layer) -> linear_selection.Decision:
-    """A decision with the number of its kernels and the recipe of grouped linears (X-8), if it is of experts."""
+def _of_layer(decision: linear_selection.Decision, layer) -> linear_selection.Decision:
+    """A decision with the number of its kernels and the recipe of grouped linears (X-8), if it is of experts; without FP8, if
+    the layer's call does not use its hook."""
+    if decision.fp8 and _ignores_hook(layer):
+        return _without_hook(decision)
     if not isinstance(layer, GroupedLinear):
         return decision
     recipe = grouped.of_linears(decision.recipe).recipe if decision.fp8 else decision.recipe
     return dataclasses.replace(decision, experts=layer.experts, recipe=recipe)
+
+
+def _without_hook(decision: linear_selection.Decision) -> linear_selection.Decision:
+    return dataclasses.replace(decision, recipe=recipes.RECIPES["bf16"], reason=reports.OWN_CALL)
+
+
+def _check_some(plan: Sequence[linear_selection.Decision]) -> None:
+    """ValueError if no layer is left in FP8, because their calls do not use their hooks."""
+    if not any(decision.fp8 for decision in plan) and (own := [d.path for d in plan if d.reason == reports.OWN_CALL]):
+        raise ValueError(
+            f"nothing to convert: {linear_selection.listed(own)} multiplies in a __call__ of its own without the layer's hook. "
+            "Call super().__call__, or self.dot_general (nnx.Einsum: self.einsum_op), in it."
+        )
+
+
+def _ignores_hook(layer) -> bool:
+    """True if the layer's class has a __call__ of its own that takes one input, as Flax's, and never runs the hook: it is
+    traced. A call that cannot be traced so may run it."""
+    of_flax = next(kind for kind in type(layer).__mro__ if kind in _OF_FLAX)
+    if isinstance(layer, GroupedLinear) or type(layer).__call__ is of_flax.__call__:
+        return False
+    graph, state = nnx.split(layer)
+    ran: list[bool] = []
+
+    def noted(function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            ran.append(True)
+            return function(*args, **kwargs)
+
+        return call
+
+    def call(state, x):
+        copy, attribute = nnx.merge(graph, state), _attribute(layer)
+        setattr(copy, attribute, nnx.static(noted(getattr(copy, attribute) or lax.dot_general)))
+        return jax.tree.leaves(copy(x))
+
+    dims = (layer.in_features,) if isinstance(layer, nnx.Linear) else layer.in_features if isinstance(layer, nnx.LinearGeneral) else ()
+    try:
+        jax.eval_shape(call, state, jax.ShapeDtypeStruct((16, *dims), jnp.float32))
+    except Exception:  # another signature or other shapes: whatever somebody's own call raises
+        return False
+    return not ran
+
+
+_OF_FLAX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, GroupedLinear)
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def _check_dtype(name: str, layer) -> None:
+    """ValueError if a layer multiplies in a dtype that no recipe casts from."""
+    dtype = layer.dtype or layer.kernel.get_value().dtype
+    if dtype not in _DTYPES:
+        which = "dtype" if layer.dtype else "param_dtype"
+        raise ValueError(
+            f"{name}: a recipe casts to FP8 from float32, bfloat16 or float16; got {which}={jnp.dtype(dtype).name}. Keep parameters in "
+            f"one of these: the recipe makes the FP8 copies."
+        )
 
 
 def _log(made: reports.Report, name: str) -> None:
@@ -274,9 +337,19 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
     hooks = {d.path: linen_hooks.linen_dot_general(d.recipe, **of_hooks[d.path]) if d.fp8 else None for d in plan}
     converted = _converted(model, hooks)
     # What a call refuses is refused here.
-    jaxpr, variables = jax.make_jaxpr(lambda: init(converted), return_shape=True)()
-    recipes = {decision.path: decision.recipe for decision in plan}
-    made = reports.of_linen(modules, variables.get("params", {}), {decision.path: decision for decision in plan}, recipes, jaxpr.jaxpr)
+    ran: set[str] = set()
+
+    def note(call, args, kwargs, context):
+        if isinstance(context.module, linen_hooks.Fp8DotGeneral):
+            ran.add(linen_hooks.layer_name(context.module.parent))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        jaxpr, variables = jax.make_jaxpr(lambda: init(converted), return_shape=True)()
+    plan = [_without_hook(decision) if decision.fp8 and decision.path not in ran else decision for decision in plan]
+    _check_some(plan)
+    of_layers = {decision.path: decision.recipe for decision in plan}
+    made = reports.of_linen(modules, variables.get("params", {}), {decision.path: decision for decision in plan}, of_layers, jaxpr.jaxpr)
     type(converted)._report = made
     _log(made, type(model).__name__)
     return converted

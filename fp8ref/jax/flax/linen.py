@@ -18,10 +18,14 @@ from fp8ref.recipe import Recipe, Role
 
 
 class LayerState(struct.PyTreeNode):
-    """One hook's state, and the recipe it belongs to."""
+    """One hook's state, and the recipe it belongs to.
+
+    model   in a loss of several models, the prefix of its keys: '0.' and so on.
+    """
 
     roles: dict[Role, delayed.DelayedState | delayed.FlaxState]
     recipe: Recipe = struct.field(pytree_node=False)
+    model: str = struct.field(pytree_node=False, default="")
 
 
 class Fp8DotGeneral(nn.Module):
@@ -155,13 +159,14 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
         raise ValueError(
             f"{name}: recipe {recipe.name!r} needs a state in collection {STATE!r}; got none. "
             f"Pass the variables of init or fj.flax.convert to apply, and name {STATE!r} and "
-            f"{SEEN!r} next to 'params' in nn.scan, nn.vmap and the like."
+            f"{SEEN!r} next to 'params' in nn.scan, nn.vmap and the like. An nn.RNN shares its cell's weights: "
+            f"nn.RNN(cell, variable_broadcast=('params', {STATE!r}), variable_carry={SEEN!r})."
         )
-    state = hook.variable(STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)).value
+    state: LayerState = hook.variable(STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)).value
     if state.recipe != recipe:
         raise ValueError(f"{name}: a state goes with the recipe it was made for, {state.recipe.name!r}; got recipe {recipe.name!r}.")
     # value_and_grad passes SEEN in; apply(mutable=[SEEN]) lets it out, or else the gradient by it.
-    observers, path = amax_observations.observers(), ".".join(hook.path)
+    observers, path = amax_observations.observers(), state.model + ".".join(hook.path)
     if hook.has_variable(SEEN, "seen") and hook.is_mutable_collection(SEEN):
         seen = hook.variable(SEEN, "seen")
         y, seen.value = use(state=state.roles, seen=seen.value)
@@ -175,8 +180,8 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
             observers.delivered.add(path)
         return amax_observations.by_gradient(*use(state=state.roles, seen=given), path)
     remedy = (
-        f"Call apply(..., mutable=[{SEEN!r}]), and name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
-        "nn.scan that shares weights."
+        f"Name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an nn.scan that shares weights, with apply(..., "
+        f"mutable=[{SEEN!r}]). Give a loss of several models the variables of all as its first argument: value_and_grad(loss_fn)((a, b), ...)."
     )
     y = use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]
     return amax_observations.warned(y, recipe, name)

@@ -68,7 +68,10 @@ class Hook(nnx.Module):
                 "nnx.Param alone. Name fj.flax.Fp8State next to it: nnx.StateAxes({(nnx.Param, fj.flax.Fp8State): 0, ...: None})."
             )
         if self.seen is None:
-            remedy = "Use models other than value_and_grad's first argument outside of its loss, and hooks as attributes of their layers."
+            remedy = (
+                "Give value_and_grad all models of the loss as its first argument, value_and_grad(loss_fn)((model, other), ...), and keep "
+                "hooks as attributes of their layers."
+            )
             y = use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
             return amax_observations.warned(y, self.recipe, self.name)
         y, after = use(state=state, seen=self.seen.get_value())

@@ -31,6 +31,9 @@ PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 LINEARS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, GroupedLinear, nn.Dense, nn.DenseGeneral, nn.Einsum)
 """The layers that ``convert`` chooses from."""
 
+OWN_CALL = "its own __call__ multiplies without the layer's hook"
+"""Why a subclass of a linear has no FP8."""
+
 RAGGED = "experts: a ragged product has no hook"
 """Why lax.ragged_dot has no FP8."""
 
@@ -47,7 +50,7 @@ class Report(fp8_report.Report):
     def surprising(self) -> bool:
         """True if something other than linears, lookups and convolutions has no FP8: experts, or
         parameters that no layer of Flax's multiplies."""
-        return any(row.recipe is None and row.reason in (RAGGED, _outside(row.shape)) for row in self.rows)
+        return any(row.recipe is None and row.reason in (RAGGED, OWN_CALL, _outside(row.shape)) for row in self.rows)
 
 
 def of_nnx(
@@ -272,6 +275,8 @@ def _why_not(layer: nnx.Module | nn.Module | None, kind: str, shape: tuple[int, 
         return "no hook: filtered, or not converted"
     if kind == "Embed":
         return "a table: lookups multiply nothing, and attend has no hook"
+    if isinstance(layer, nnx.LoRA):
+        return "an adapter of low rank: its products have no hook"
     if kind.startswith("Conv"):
         return "convolutions have no hook"
     return _outside(shape)

@@ -2,8 +2,8 @@
 state (spec H-9)."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from flax import nnx, traverse_util
@@ -11,11 +11,11 @@ from flax import nnx, traverse_util
 from fp8ref.jax import delayed
 from fp8ref.jax.flax import amax_observations
 from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed
-from fp8ref.jax.flax.linen import collection, linen_states
+from fp8ref.jax.flax.linen import LayerState, collection, linen_states
 from fp8ref.jax.flax.nnx import Fp8State, Hook, Seen, hooks, layer_name
 
-Model: TypeAlias = nnx.Module | Mapping
-"""An NNX model, or the variables of a linen model."""
+Model: TypeAlias = nnx.Module | Mapping | Sequence["Model"]
+"""An NNX model, the variables of a linen model, or a tuple or list of models of one kind."""
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, update: bool = False) -> Callable:
@@ -30,6 +30,10 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
               then (loss, updated), or (loss, (updated, aux)), where updated is what
               apply(..., mutable=[SEEN]) returned. A second apply in one loss takes
               {**variables, **updated} of the first.
+    Models:   a loss of several models, such as a GAN's, has a tuple or list of them as its first
+              argument; grads is a tuple or list too, and so is linen's updated. All observe, a
+              teacher too.
+    wrt       a filter of variables, or nnx.DiffState(0, filter), as the model is argument 0.
     Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes
               without a state observe nothing, and neither does a model without FP8, such as one
               converted to 'bf16'.
@@ -44,9 +48,11 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
               shared hook.
     """
 
+    variables = _checked_filter(wrt)
+
     def run(model: Model, *args, **kwargs):
-        if isinstance(model, nnx.Module):
-            value, grads, seen = _of_nnx(loss_fn, model, args, kwargs, has_aux, wrt)
+        if _is_nnx(model):
+            value, grads, seen = _of_nnx(loss_fn, model, args, kwargs, has_aux, variables)
             if not update:
                 return value, grads, seen
             _advance(model, seen)
@@ -56,34 +62,97 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
                 f"wrt filters the variables of an NNX model; got wrt={wrt!r} for linen, whose "
                 "gradient is of variables['params']. Leave it out."
             )
-        value, grads, seen = _of_linen(functools.partial(loss_fn, **kwargs), _variables(model), args, has_aux)
+        value, grads, seen = _of_linen(functools.partial(loss_fn, **kwargs), model, args, has_aux)
         return (value, grads, _of_variables(model, seen)) if update else (value, grads, seen)
 
     return run
+
+
+def _checked_filter(wrt):
+    """The filter of variables in ``wrt``; ValueError for what is none, or filters another argument."""
+    if isinstance(wrt, nnx.DiffState):
+        if wrt.argnum != 0:
+            raise ValueError(
+                f"value_and_grad differentiates its first argument, 0; got wrt={wrt!r}. Give a loss of several "
+                "models a tuple of them as its first argument."
+            )
+        wrt = wrt.filter
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError) as error:  # ValueError: Flax's message itself fails
+        raise ValueError(
+            f"wrt is a filter of variables, such as nnx.Param or nnx.LoRAParam, or nnx.DiffState(0, filter); got {wrt!r}."
+        ) from error
+    return wrt
+
+
+def _is_model(value) -> bool:
+    return isinstance(value, nnx.Module | Mapping)
+
+
+def _is_nnx(model: Model) -> bool:
+    """True for NNX, False for linen; ValueError for what is no model, or for models of both kinds."""
+    models = [_checked_model(one) for one in jax.tree.leaves(model, is_leaf=_is_model)]
+    kinds = {isinstance(one, nnx.Module) for one in models}
+    if len(kinds) != 1:
+        got = "none" if not kinds else "NNX models and linen variables together"
+        raise ValueError(f"models of one loss are all of NNX, or all variables of linen; got {got}. Bridge one with nnx.bridge.")
+    return kinds.pop()
+
+
+def _checked_model(model) -> nnx.Module | Mapping:
+    """model, if it is one; ValueError otherwise."""
+    if not (isinstance(model, nnx.Module) or (isinstance(model, Mapping) and "params" in model)):
+        got = f"collections {', '.join(map(str, model))}" if isinstance(model, Mapping) else type(model).__name__
+        raise ValueError(
+            f"the first argument is an NNX model, or a linen model's variables with 'params', or a tuple or list of such models; got {got}."
+        )
+    return model
+
+
+def _by_prefix(tree, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
+    """The leaves of what has the structure of models: by '' for one, by '0.' and so on for a tuple or list."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {f"{jax.tree_util.keystr(path, simple=True, separator='.')}.".removeprefix("."): leaf for path, leaf in leaves}
+
+
+def _like(model: Model, leaves: Sequence) -> Any:
+    """Leaves, one a model, in the structure of the models."""
+    return jax.tree.unflatten(jax.tree.structure(model, is_leaf=_is_model), leaves)
+
+
+def _states(model: Model) -> dict[str, LayerState]:
+    """The state of every hook of linen models, by the key of its observations."""
+    models = _by_prefix(model, _is_model)
+    return {prefix + _key(path): layer for prefix, one in models.items() for path, layer in linen_states(one).items()}
 
 
 def update(model: Model, seen: Observed):
     """The state after an optimizer step, from the step's observations: call it once a step, inside
     jit or not.
 
+    model     or the tuple or list that ``value_and_grad`` got.
     Returns:  linen: variables with a new 'fp8_state'; NNX: None, as the model itself changes.
     Specials: the state of a layer stays if it was not used, or its amax is not finite (H-5).
     Raises:   ValueError, at trace time: seen that is not of ``value_and_grad``; naming the layer,
               observations that are missing.
     """
     amax_observations.check(seen)
-    return _advance(model, seen) if isinstance(model, nnx.Module) else _of_variables(_variables(model), seen)
+    return _advance(model, seen) if _is_nnx(model) else _of_variables(model, seen)
 
 
-def _of_variables(model: Mapping, seen: Observed) -> dict:
-    """``update`` of a linen model's variables."""
-    layers = linen_states(model)
-    amax_observations.same_layers({_key(path): layer for path, layer in layers.items()}, seen.layers, "update")
-    after = {
-        path: layer.replace(roles=delayed.update(layer.roles, seen.layers[_key(path)], recipe=layer.recipe))
-        for path, layer in layers.items()
-    }
-    return {**model, STATE: collection(after, "state")} if after else dict(model)
+def _of_variables(model: Model, seen: Observed):
+    """``update`` of linen models' variables."""
+    amax_observations.same_layers(_states(model), seen.layers, "update")
+
+    def after(prefix: str, variables: Mapping) -> dict:
+        layers = {
+            path: layer.replace(roles=delayed.update(layer.roles, seen.layers[prefix + _key(path)], recipe=layer.recipe))
+            for path, layer in linen_states(variables).items()
+        }
+        return {**variables, STATE: collection(layers, "state")} if layers else dict(variables)
+
+    return _like(model, [after(prefix, one) for prefix, one in _by_prefix(model, _is_model).items()])
 
 
 def unseen(model: Model) -> Observed:
@@ -91,12 +160,12 @@ def unseen(model: Model) -> Observed:
 
     Raises:   ValueError: neither an NNX model nor a linen model's variables.
     """
-    if isinstance(model, nnx.Module):
+    if _is_nnx(model):
         return Observed(layers={path: _unseen_by(hook) for path, hook in hooks(model).items() if hook.state is not None})
-    return Observed(layers={_key(path): _unseen(layer.recipe, layer.roles) for path, layer in linen_states(_variables(model)).items()})
+    return Observed(layers={key: _unseen(layer.recipe, layer.roles) for key, layer in _states(model).items()})
 
 
-def _advance(model: nnx.Module, seen: Observed) -> None:
+def _advance(model: Model, seen: Observed) -> None:
     """``update`` of an NNX model."""
     of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
     amax_observations.same_layers(of_hooks, seen.layers, "update")
@@ -104,8 +173,8 @@ def _advance(model: nnx.Module, seen: Observed) -> None:
         hook.state.set_value(delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe))
 
 
-def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, kwargs: dict, has_aux: bool, wrt):
-    """(value, grads, seen) of an NNX model.
+def _of_nnx(loss_fn: Callable, model: Model, args: tuple, kwargs: dict, has_aux: bool, wrt):
+    """(value, grads, seen) of NNX models.
 
     Each hook with a state gets a ``Seen`` variable for the call. Its forward value holds
     observations of input and weight, its gradient those of grad_output.
@@ -129,9 +198,18 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, kwargs: dict, has
         for path, hook in every.items():
             hook.name, hook.seen = names[path], nnx.data(None)
     # The gradient by Seen variables carries the observations of grad_output.
-    backward, grads = nnx.split_state(both, Seen, ...)
-    of_path = {".".join(map(str, path[:-1])): variable.get_value() for path, variable in nnx.to_flat_state(backward)}
+    split = {prefix: nnx.split_state(state, Seen, ...) for prefix, state in _by_prefix(both, _is_state).items()}
+    of_path = {
+        prefix + ".".join(map(str, path[:-1])): variable.get_value()
+        for prefix, (backward, _) in split.items()
+        for path, variable in nnx.to_flat_state(backward)
+    }
+    grads = _like(model, [rest for _, rest in split.values()])
     return value, grads, Observed(layers={path: delayed.merge(forward[path], of_path[path]) for path in forward})
+
+
+def _is_state(value) -> bool:
+    return isinstance(value, nnx.State)
 
 
 def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
@@ -141,7 +219,7 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
     """
 
     @functools.wraps(loss_fn)  # nnx.value_and_grad reads from its signature where arguments by name go
-    def watched(model: nnx.Module, *args):
+    def watched(model: Model, *args):
         # A layer that ran but whose Seen is unchanged was a copy: its changes were dropped.
         before = {path: hook.seen.get_value() for path, hook in hooks(model).items() if hook.seen is not None}
         out = loss_fn(model, *args)
@@ -157,27 +235,32 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
     return watched
 
 
-def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool):
-    """(value, grads, seen) of a linen model; collection SEEN is an argument, as ``_of_nnx``'s Seen
+def _of_linen(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
+    """(value, grads, seen) of linen models; collection SEEN is an argument, as ``_of_nnx``'s Seen
     variables are."""
-    rest = {name: collection for name, collection in variables.items() if name not in ("params", SEEN)}
-    start, paths = unseen(variables).layers, linen_states(variables)
+    models, start = _by_prefix(model, _is_model), unseen(model).layers
+
+    def given(prefix: str, params, seen) -> dict:
+        """One model's variables in the loss. Its states say whose they are, for the keys of observations."""
+        states = {path: layer.replace(model=prefix) for path, layer in linen_states(models[prefix]).items()}
+        observed = {path: seen[prefix + _key(path)] for path in states}  # without a state empty: apply returns it if it is mutable
+        of_states = {STATE: collection(states, "state")} if states else {}
+        return {**models[prefix], **of_states, "params": params, SEEN: collection(observed, "seen")}
 
     def of(params, seen):
-        given = collection({path: seen[_key(path)] for path in paths}, "seen")  # without a state empty: apply returns it if it is mutable
-        loss, updated, aux = _parts(loss_fn({"params": params, **rest, SEEN: given}, *args), has_aux)
-        seen = _linen_seen(updated, start, observers.threaded)
-        if not has_aux and (others := [name for name in updated if name != SEEN]):
+        loss, updated, aux = _parts(loss_fn(_like(model, [given(key, params[key], seen) for key in models]), *args), has_aux, model)
+        if not has_aux and (others := [name for one in updated.values() for name in one if name != SEEN]):
             raise ValueError(
                 f"collections {', '.join(others)} would be lost. Return them as aux, under has_aux=True: (loss, "
-                f"{'(updated, updated)' if SEEN in updated else 'updated'})."
+                f"{'(updated, updated)' if any(SEEN in one for one in updated.values()) else 'updated'})."
             )
-        return loss, (seen, aux)
+        return loss, (_linen_seen(updated, start, observers.threaded), aux)
 
     with amax_observations.observing() as observers:
         try:
             differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
-            (loss, (forward, aux)), (grads, backward) = differentiated(variables["params"], dict(start))
+            of_params = {prefix: one["params"] for prefix, one in models.items()}
+            (loss, (forward, aux)), (grads, backward) = differentiated(of_params, dict(start))
         except ValueError as error:
             if "broadcasted variable has a data dependency" not in str(error):
                 raise
@@ -199,39 +282,42 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
         )
     # backward has all observations of a layer that leaves SEEN as it is
     seen = Observed(layers={path: delayed.merge(backward[path], *([forward[path]] if path in forward else [])) for path in start})
+    grads = _like(model, [grads[prefix] for prefix in models])
     return ((loss, aux) if has_aux else loss), grads, seen
 
 
-def _parts(out, has_aux: bool) -> tuple:
-    """(loss, updated, aux) of what a linen loss_fn returned; updated is {} where it returned none."""
+def _parts(out, has_aux: bool, model: Model) -> tuple:
+    """(loss, updated, aux) of what a linen loss_fn returned; updated is by prefix of the models, {} where it returned none."""
     if not has_aux:
-        return (*out, None) if isinstance(out, tuple) and len(out) == 2 else (out, {}, None)
+        pair = isinstance(out, tuple) and len(out) == 2
+        return (out[0], _collections(out[1], model), None) if pair else (out, {}, None)
     loss, aux = out
     # Another mapping in a pair is the caller's own.
-    with_updated = isinstance(aux, tuple) and len(aux) == 2 and isinstance(aux[0], Mapping) and SEEN in aux[0]
-    return (loss, *aux) if with_updated else (loss, {}, aux)
+    pair = isinstance(aux, tuple) and len(aux) == 2
+    if pair and any(isinstance(one, Mapping) and SEEN in one for one in jax.tree.leaves(aux[0], is_leaf=_is_model)):
+        return loss, _collections(aux[0], model), aux[1]
+    return loss, {}, aux
 
 
-def _variables(model) -> Mapping:
-    """model, if it is a linen model's variables; ValueError otherwise."""
-    if not isinstance(model, Mapping) or "params" not in model:
-        got = f"collections {', '.join(model)}" if isinstance(model, Mapping) else type(model).__name__
-        raise ValueError(f"the first argument is an NNX model, or a linen model's variables with 'params'; got {got}.")
-    return model
+def _collections(updated, model: Model) -> dict[str, Mapping]:
+    """What apply returned for each linen model, by prefix; ValueError for anything else."""
+    of_models = _by_prefix(updated, _is_model)
+    if of_models.keys() == _by_prefix(model, _is_model).keys() and all(isinstance(one, Mapping) for one in of_models.values()):
+        return of_models
+    raise ValueError(
+        f"{', '.join(unseen(model).layers) or 'value_and_grad'}: a linen loss_fn returns (loss, updated), where updated is what "
+        f"apply(..., mutable=[{SEEN!r}]) returned, a tuple of them for a tuple of models, or the loss alone of an apply without it; "
+        f"got {jax.tree.map(lambda one: type(one).__name__, updated, is_leaf=lambda one: one is None or _is_model(one))}."
+    )
 
 
-def _linen_seen(updated, expected: Mapping, threaded: set[str]) -> Mapping[str, delayed.Seen]:
-    """The observations in the collections that a linen loss returned, by path of the hook;
+def _linen_seen(updated: Mapping[str, Mapping], expected: Mapping, threaded: set[str]) -> Mapping[str, delayed.Seen]:
+    """The observations in the collections that a linen loss returned, by key of the hook;
     ValueError if those of a hook that changed them are missing."""
-    if not isinstance(updated, Mapping) or (threaded and SEEN not in updated):
-        got = f"collections {', '.join(updated)}" if isinstance(updated, Mapping) else type(updated).__name__
-        raise ValueError(
-            f"{', '.join(expected) or 'value_and_grad'}: a linen loss_fn returns (loss, updated), where updated is what apply(..., mutable="
-            f"[{SEEN!r}]) returned, or the loss alone of an apply without it; got {got}."
-        )
     seen: dict[str, dict] = {}
-    for path, value in traverse_util.flatten_dict(updated.get(SEEN, {})).items():
-        seen.setdefault(_key(path[:-2]), {})[path[-1]] = value
+    for prefix, of_model in updated.items():
+        for path, value in traverse_util.flatten_dict(of_model.get(SEEN, {})).items():
+            seen.setdefault(prefix + _key(path[:-2]), {})[path[-1]] = value
     amax_observations.same_layers({path: one for path, one in expected.items() if path in threaded or path in seen}, seen, "value_and_grad")
     return seen
 

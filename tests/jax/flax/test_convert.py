@@ -165,6 +165,76 @@ class Scanned(nn.Module):
         return block(nn.Dense(32, name="up"), x, None)[0]
 
 
+class OwnLinear(nnx.Linear):
+    """Reads its own kernel."""
+
+    def __call__(self, x):
+        return x @ self.kernel.get_value()
+
+
+class OtherLinear(nnx.Linear):
+    """Runs its hook, with an argument of its own."""
+
+    def __call__(self, x, scale):
+        return super().__call__(x) * scale
+
+
+class OwnDense(nn.Dense):
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", nn.initializers.ones, (x.shape[-1], self.features))
+
+
+class OwnPair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(32, name="hooked")(OwnDense(32, name="own")(x))
+
+
+def one_linear(**options):
+    return nnx.Sequential(nnx.Linear(32, 32, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0), **options))
+
+
+def test_a_subclass_that_does_not_run_its_hook_is_not_counted(caplog):  # R-6
+    linear, own, other, lora = (
+        kind(32, 32, rngs=nnx.Rngs(0), **options)
+        for kind, options in ((nnx.Linear, {}), (OwnLinear, {}), (OtherLinear, {}), (nnx.LoRALinear, {"lora_rank": 4}))
+    )
+    model = fj.flax.convert(nnx.Sequential(linear, own, other, lora), "rowwise")
+    assert [layer.dot_general is jax.lax.dot_general for layer in model.layers] == [False, True, False, False]
+    (record,) = caplog.records
+    assert "3 layers in FP8" in record.getMessage()
+    assert "layers.1 (OwnLinear: its own __call__ multiplies without the layer's hook)" in record.getMessage()
+    report = fj.flax.report(fj.flax.convert(OwnPair(), "rowwise", inputs=(X,)))
+    assert [(row.path, row.recipe) for row in report.rows if row.kind != "vectors"] == [("hooked", "rowwise"), ("own", None)]
+    assert report.multiplications == 0.5
+    assert report.surprising
+
+
+def test_an_adapter_of_low_rank_is_none_of_experts(caplog):
+    """nnx.LoRA's matrices multiply outside of FP8, which surprises nobody: no warning."""
+    base = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    fj.flax.convert(nnx.Sequential(nnx.LoRA(32, 4, 32, base_module=base, rngs=nnx.Rngs(0))), "rowwise")
+    assert not caplog.records
+    model = fj.flax.convert(nnx.Sequential(nnx.LoRALinear(32, 32, lora_rank=4, rngs=nnx.Rngs(0))), "rowwise")
+    assert {row.path: row.reason for row in fj.flax.report(model).rows}["layers.0.lora"].startswith("an adapter of low rank")
+
+
+def test_a_recurrent_linen_model_shares_its_cells_state():
+    """As the error says: the state is broadcast as the weights are, and observations are carried from step to step."""
+    model, x = nn.RNN(nn.GRUCell(32), variable_broadcast=("params", STATE), variable_carry=SEEN), jnp.ones((4, 3, 32))
+    converted = fj.flax.convert(model, "delayed", inputs=(x,))
+    variables = jax.jit(converted.init)(jax.random.key(0), x)
+
+    def loss(variables, x):
+        y, updated = converted.apply(variables, x, mutable=[SEEN])
+        return (y**2).mean(), updated
+
+    _, _, after = jax.jit(fj.flax.value_and_grad(loss, update=True))(variables, x)
+    states = jax.tree.leaves(after[STATE], is_leaf=lambda value: hasattr(value, "roles"))
+    assert [int(role.step) for layer in states for role in layer.roles.values()] == [1] * 18  # six linears, three roles each
+
+
 def shared():
     hook = fj.flax.nnx_dot_general("rowwise")
     return nnx.Sequential(*(nnx.Linear(32, 32, dot_general=hook, rngs=nnx.Rngs(0)) for _ in range(2)))
@@ -203,6 +273,14 @@ def shared():
             "^layers.0: an einsum names every dim of its kernel",
         ),
         (lambda: fj.flax.convert(len, "rowwise"), "a linen or an NNX module; got builtin"),
+        (lambda: fj.flax.convert(one_linear(param_dtype=jnp.float8_e4m3fn), "rowwise"), "^layers.0: .*got param_dtype=float8_e4m3fn"),
+        (lambda: fj.flax.convert(one_linear(dtype=jnp.float8_e5m2), "rowwise"), "^layers.0: .*got dtype=float8_e5m2"),
+        (lambda: fj.flax.convert(OwnLinear(32, 32, rngs=nnx.Rngs(0)), "rowwise"), r"nothing to convert: OwnLinear multiplies.*super\(\)"),
+        (lambda: fj.flax.convert(OwnDense(32), "rowwise", inputs=(X,)), "nothing to convert: OwnDense multiplies"),
+        (
+            lambda: fj.flax.convert(nn.RNN(nn.GRUCell(32)), "delayed", inputs=(X[None],)),
+            r"^cell.*nn.RNN\(cell, variable_broadcast=\('params'",
+        ),
     ],
 )
 def test_errors_name_requirement_layer_and_remedy(call, message):

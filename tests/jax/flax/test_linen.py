@@ -427,7 +427,7 @@ SHARED = {"variable_axes": {}, "split_rngs": {"params": False}}
         (lambda: value(nn.Dense(32, precision="highest", dot_general_cls=hook("tensorwise"))), "^Dense: .*precision='highest'"),
         (lambda: fj.flax.Einsum((32, 32), "ab,bc->ac", recipe="fp9").init(jax.random.key(0), X), "recipe is a Recipe or one of"),
         (lambda: fj.flax.Einsum((32, 32), "ab,bc->c", recipe="rowwise").init(jax.random.key(0), X), "^Einsum: .*'a' is summed"),
-        (lambda: fj.flax.value_and_grad(squares(Block()))({STATE: {}}, X), "with 'params'; got collections fp8_state"),
+        (lambda: fj.flax.value_and_grad(squares(Block()))({STATE: {}}, X), "with 'params', or a tuple.*; got collections fp8_state"),
         (lambda: fj.flax.merge(), "at least one"),
     ],
 )

@@ -156,3 +156,100 @@ def test_modules_as_trees(setting):
     states = [nnx.state(model, fp8.Fp8State) for model in models]
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *states))
     assert int(models[1].dot_general.state.get_value()["grad_output"].step) == 1
+
+
+def same(a, b):
+    return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), a, b))
+
+
+class Pair(nnx.Module):
+    """Two models in one, by which a tuple of them is judged."""
+
+    def __init__(self):
+        self.first, self.second = (nnx.Linear(16, 16, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+
+
+def gan(first, second, x):
+    return (second(first(x)) ** 2).mean() + (second(x * 3) ** 2).mean()
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_several_nnx_models_in_one_loss_are_those_of_one_model(kind):
+    """A GAN, an actor and its critic, a student and its teacher: each observes, under its own place in the tuple."""
+    x, whole, parts = jnp.ones((16, 16)), fp8.convert(Pair(), "delayed"), fp8.convert(Pair(), "delayed")
+    models = kind([parts.first, parts.second])
+    value, grads, seen = nnx.jit(fp8.value_and_grad(lambda models, x: gan(*models, x)))(models, x)
+    expected, of_whole, seen_of_whole = nnx.jit(fp8.value_and_grad(lambda whole, x: gan(whole.first, whole.second, x)))(whole, x)
+    assert value == expected
+    assert type(grads) is kind
+    assert same(list(grads), [of_whole["first"], of_whole["second"]])
+    fp8.update(models, fp8.merge(fp8.unseen(models), seen))
+    fp8.update(whole, seen_of_whole)
+    assert same(nnx.to_pure_dict(nnx.state(parts)), nnx.to_pure_dict(nnx.state(whole)))
+    assert float(whole.second.dot_general.state.get_value()["input"].amax_history[0]) >= 3
+
+
+def linen_pair(kind):
+    model, x = nn.Dense(16, dot_general_cls=fp8.linen_dot_general("delayed")), jnp.ones((16, 16))
+    return model, kind(model.init(jax.random.key(seed), x) for seed in (0, 1)), x
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("threaded", [False, True])
+def test_several_linen_models_in_one_loss_are_those_of_one_model(kind, threaded):
+    """Both have hooks of one path."""
+    model, variables, x = linen_pair(kind)
+    options = {"mutable": [fp8.SEEN]} if threaded else {}
+
+    def loss(models, x):
+        first = model.apply(models[0], x, **options)
+        second = model.apply(models[1], (first[0] if threaded else first) * 2, **options)
+        y = second[0] if threaded else second
+        return ((y**2).mean(), kind([first[1], second[1]])) if threaded else (y**2).mean()
+
+    value, grads, after = jax.jit(fp8.value_and_grad(loss, update=True))(variables, x)
+    assert type(grads) is type(after) is kind
+
+    class Pair(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            one = {"features": 16, "dot_general_cls": fp8.linen_dot_general("delayed")}
+            return nn.Dense(name="second", **one)(nn.Dense(name="first", **one)(x) * 2)
+
+    first, second = variables
+    whole = {key: {"first": first[key], "second": second[key]} for key in ("params", fp8.STATE)}
+    expected, of_whole, updated = jax.jit(fp8.value_and_grad(lambda v, x: (Pair().apply(v, x) ** 2).mean(), update=True))(whole, x)
+    assert value == expected
+    assert same(list(grads), [of_whole["first"], of_whole["second"]])
+    assert same([jax.tree.leaves(one[fp8.STATE]) for one in after], [jax.tree.leaves(updated[fp8.STATE][k]) for k in ("first", "second")])
+
+
+def test_lost_observations_name_their_model():
+    """One of two models of equal paths has no gradient: the other's observations do not stand for its."""
+    model, variables, x = linen_pair(tuple)
+
+    def loss(models, x):
+        return (model.apply(models[0], x) ** 2).mean() + jax.lax.stop_gradient(model.apply(models[1], x)).mean()
+
+    with pytest.raises(ValueError, match=r"^1\.Fp8DotGeneral_0: observations come out with the gradient"):
+        fp8.value_and_grad(loss)(variables, x)
+    with pytest.raises(ValueError, match=r"^0.Fp8DotGeneral_0, 1.Fp8DotGeneral_0: .*a tuple of them.*got \('dict', 'NoneType'\)"):
+        fp8.value_and_grad(lambda models, x: (x.sum(), ({}, None)))(variables, x)
+    with pytest.raises(ValueError, match=r"would be lost.*variables of all as its first argument"):
+        fp8.value_and_grad(lambda one, other, x: (model.apply(one, x) + model.apply(other, x)).sum())(*variables, x)
+
+
+def test_wrt_of_the_first_argument():
+    """As in nnx.grad, for the model; others are refused by a name that says what to do."""
+    model, x = fp8.convert(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), "delayed"), jnp.ones((16, 16))
+    bias = nnx.All(nnx.Param, nnx.PathContains("bias"))
+    plain, of_state = (fp8.value_and_grad(loss_fn, wrt=wrt)(model, x)[1] for wrt in (bias, nnx.DiffState(0, bias)))
+    assert same(plain, of_state)
+    assert [path for path, _ in nnx.to_flat_state(of_state)] == [("bias",)]
+    with pytest.raises(ValueError, match=r"first argument, 0; got wrt=DiffState\(argnum=1.* a tuple of them"):
+        fp8.value_and_grad(loss_fn, wrt=nnx.DiffState(1, nnx.Param))
+    for wrong in (0, (0, 1)):
+        with pytest.raises(ValueError, match=r"wrt is a filter of variables, such as nnx\.Param"):
+            fp8.value_and_grad(loss_fn, wrt=wrong)
+    with pytest.raises(ValueError, match="all of NNX, or all variables of linen; got NNX models and linen"):
+        fp8.value_and_grad(loss_fn)((model, linen_model()[1]), x)
