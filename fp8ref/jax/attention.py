@@ -308,7 +308,7 @@ def _gradients(use: Use, saved, cotangents):
     )
 
 
-_attention.defvjp(_saved, _gradients)
+derivatives.defvjp(_attention, _saved, _gradients)
 
 
 def _check_simulated(use: Use, given: Inputs) -> None:

@@ -156,7 +156,7 @@ def _gradients(kernel: Kernel, saved, cotangents):
     return *found, jax.tree.map(jnp.zeros_like, scales_), _merged(later, observed, seen)
 
 
-_attention.defvjp(_saved, _gradients)
+derivatives.defvjp(_attention, _saved, _gradients)
 
 
 def _forward(

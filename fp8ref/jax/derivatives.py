@@ -4,10 +4,12 @@ and keep codes for those that they have.
 Both have first derivatives in reverse mode. All functions here return their argument.
 ``reverse_only`` raises where a tangent is computed forward: by jax.jvp, jacfwd, linearize.
 ``not_again`` raises where what it returns is differentiated: inside a custom_vjp rule, that is a
-second derivative. ``warned`` warns there. ``saved`` is for what a custom_vjp rule saves.
+second derivative. ``warned`` warns there. ``saved`` is for what a custom_vjp rule saves, ``defvjp`` gives
+a function its rules.
 """
 
 import functools
+import inspect
 import warnings
 from typing import Any, Literal, NoReturn
 
@@ -15,6 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+# Under a vmap observations are one output of all examples, with a cotangent of later uses. jax 0.12 refuses
+# that unless the rules say that they merge what examples give back; an earlier one has no such argument.
+_SHARED = "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
+defvjp = functools.partial(jax.custom_vjp.defvjp, generic_batching=True) if _SHARED else jax.custom_vjp.defvjp
 
 Kind = Literal["linear", "attention"]
 """What kind of layer is named."""

@@ -135,7 +135,7 @@ def _backward(region: _Region, saved: "_Saved", cotangents: tuple) -> tuple:
     return of_x, of_w, None, jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
 
 
-_on_auto_axes.defvjp(_forward, _backward)
+derivatives.defvjp(_on_auto_axes, _forward, _backward)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["given", "others"], meta_fields=["places", "tree", "of_grads"])

@@ -242,7 +242,7 @@ def _backward(use: Use, residuals, cotangents):
     return grad_input, grad_weight, None, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap, None
 
 
-_grouped.defvjp(_forward, _backward)
+derivatives.defvjp(_grouped, _forward, _backward)
 
 
 def _gemm(

@@ -263,7 +263,7 @@ def _backward(use: Use, residuals, cotangents):
     return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, known), of_seen, tap, saturated
 
 
-_linear.defvjp(_forward, _backward)
+derivatives.defvjp(_linear, _forward, _backward)
 
 
 def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:

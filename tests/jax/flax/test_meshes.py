@@ -151,7 +151,10 @@ def saved_by_scan(recipe, mesh=None):
         variables, x = jax.tree.map(lambda v: put(v, None, "fsdp", mesh=mesh), variables), put(X, BATCH, mesh=mesh)
     grads = jax.grad(lambda v, x: (model.apply(v, x).astype(jnp.float32) ** 2).sum(), (0, 1))
     scan = next(eqn for eqn in jax.make_jaxpr(grads)(variables, x).jaxpr.eqns if eqn.primitive.name == "scan")
-    return collections.Counter((v.aval.shape, v.aval.dtype.name) for v in scan.outvars[scan.params["num_carry"] :])
+    body = scan.params["jaxpr"]
+    of_step = getattr(body, "jaxpr", body).outvars
+    stacked = [out for out, one in zip(scan.outvars, of_step, strict=True) if out.aval.shape != one.aval.shape]  # the others are carried
+    return collections.Counter((v.aval.shape, v.aval.dtype.name) for v in stacked)
 
 
 @pytest.mark.grid(2)
