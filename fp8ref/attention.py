@@ -7,8 +7,8 @@ or refuses.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from fp8ref import registry
 from fp8ref.attention_variant import ARITHMETIC as ARITHMETIC
@@ -149,6 +149,10 @@ VARIANTS = {
 """The variants by name (A-1)."""
 
 
+Layout = Literal["bhtd", "bthd"]
+"""The axes of q, k, v, o and their gradients: batch, heads, tokens and features, or tokens before heads."""
+
+
 def by_name(variant: "str | Variant") -> Variant:
     """The variant of that name; a Variant is itself; ValueError for anything else."""
     return registry.lookup("variant is a Variant or", VARIANTS, variant, Variant)
@@ -158,6 +162,48 @@ def differentiated(variant: "str | Variant", backward: Backward) -> Variant:
     """The variant with the gradients of a backward pass: its own, or ``bf16``'s (A-25)."""
     known = by_name(variant)
     return known if backward == "own" else dataclasses.replace(known, backward=backward)
+
+
+def heads_first(layout: Layout, q: Any, k: Any, v: Any, *others: Any) -> tuple:
+    """The tensors as [B, heads, T, D], with axes 1 and 2 swapped if they are of the layout bthd.
+
+    Raises:   ValueError: an unknown layout; shapes of q, k and v that only the other layout has.
+    """
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout is one of {', '.join(get_args(Layout))}; got {layout!r}.")
+    shapes = [tuple(getattr(x, "shape", ())) for x in (q, k, v)]
+    heads = 1 if layout == "bhtd" else 2
+    if not _fits(shapes, heads) and _fits(shapes, 3 - heads):
+        other = "bthd" if layout == "bhtd" else "bhtd"
+        raise ValueError(
+            f"layout {layout!r} has heads on axis {heads} and tokens on axis {3 - heads}, and the heads of k divide those of q; "
+            f"got q {shapes[0]}, k {shapes[1]}, which are of layout {other!r}. Pass layout={other!r}."
+        )
+    return tuple(in_layout(layout, x) for x in (q, k, v, *others))
+
+
+def in_layout(layout: Layout, x: Any) -> Any:
+    """x [B, heads, T, D] in the layout, or back."""
+    return x.swapaxes(1, 2) if layout == "bthd" and len(getattr(x, "shape", ())) == 4 else x
+
+
+def _fits(shapes: Sequence[tuple[int, ...]], heads: int) -> bool:
+    """Whether q, k and v may have heads on this axis."""
+    of_q, of_k, of_v = shapes
+    if not len(of_q) == len(of_k) == len(of_v) == 4 or 0 in of_k:
+        return False
+    return of_k == of_v and of_k[0] == of_q[0] and of_k[3] == of_q[3] and of_q[heads] % of_k[heads] == 0
+
+
+def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    """ValueError, with the remedy, for shapes [B, heads, T, D] that do not belong together."""
+    if k[:3] == v[:3] and k[3] == q[3] > v[3]:  # as in multi-head latent attention
+        raise ValueError(
+            f"attention takes v with as many features as q and k; got {q[3]} of q and k, {v[3]} of v. Pad v with zeros to {q[3]} features, "
+            f"and cut the output: o[..., :{v[3]}]."
+        )
+    if not _fits((q, k, v), 1):
+        raise ValueError(f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {q}, {k} and {v}.")
 
 
 def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:

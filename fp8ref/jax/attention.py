@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import attention as data
-from fp8ref.attention import FULL, Arithmetic, Mask, Variant
+from fp8ref.attention import FULL, Arithmetic, Layout, Mask, Variant
 from fp8ref.formats import BFLOAT16
 from fp8ref.hardware import Multiply
 from fp8ref.jax import (
@@ -63,6 +63,7 @@ def apply(
     tokens: str = "",
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    layout: Layout = "bhtd",
 ) -> jax.Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
 
@@ -70,7 +71,8 @@ def apply(
     and the log-sum-exp, and makes probabilities again, a tile at a time.
 
     scale        of scores, a number, rounded to float32; None: 1 / sqrt(D).
-    documents    integers [B, T], or a pair of them for queries and keys: a query sees its own document.
+    documents    integers [B, T], or a pair of them for queries and keys: a query sees its own document. A token
+                 whose document is negative is padding: it is not read, and its output and gradients are 0.
     scales       {role: scale} of roles q, k, v, s, o, do, ds, dq, dk, dv: float32 of the shapes of
                  ``head_scaling.Heads``: delayed scaling. The others come from the tensors themselves; that of s
                  from the amax 1.
@@ -85,6 +87,7 @@ def apply(
                  gathered (spec A-21).
     softcap      scores become softcap tanh(score / softcap), before the mask; a number, rounded to float32.
     sinks        [H] of float32, float16 or bfloat16: a logit of each query head, which joins the sum of a row and has no value.
+    layout       of q, k, v, o and their gradients: ``bhtd``, or ``bthd``, tokens before heads, as jax.nn.dot_product_attention.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
               bfloat16. The output has q's shape and dtype.
     Order:    as ``forward``; of gradients A-14 to A-16.
@@ -96,7 +99,7 @@ def apply(
     """
     how: dict = {"variant": variant, "mask": mask, "scale": scale, "documents": documents, "scales": scales, "seed": seed}
     how |= {"arithmetic": arithmetic, "over": over, "name": name, "multiply": multiply, "tokens": tokens, "softcap": softcap}
-    return apply_with_stats(q, k, v, **how, sinks=sinks, tap=None)[0]
+    return apply_with_stats(q, k, v, **how, sinks=sinks, tap=None, layout=layout)[0]
 
 
 def apply_with_stats(
@@ -119,6 +122,7 @@ def apply_with_stats(
     seen: delayed.Seen | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    layout: Layout = "bhtd",
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-13), with seen the amaxes that delayed
     scales come from (A-12). Raises as apply.
@@ -130,6 +134,7 @@ def apply_with_stats(
               of the backward pass (H-4). The tap holds measurements of this device's part of q, k and v; the gradient by it
               those of the backward pass. Equal codes of several products are measured once, in the first. P and dS are counted.
     """
+    q, k, v = data.heads_first(layout, q, k, v)
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over, softcap=softcap, sinks=sinks)
     if any(sign in name for sign in "/()"):
         raise ValueError(f"attention's name has no '/', '(' or ')', which part the names of scopes; got {name!r}. Write dots.")
@@ -148,7 +153,8 @@ def apply_with_stats(
     tensors = [None if x is None else derivatives.reverse_only(x, use.name, "attention") for x in (*given[:3], given.sinks)]
     if seen is not None:
         inputs.check_seen(seen, use.variant)
-    return _attention(*tensors, given.documents, known, None if seen is None else dict(seen), tap, use)
+    o, seen, tap = _attention(*tensors, given.documents, known, None if seen is None else dict(seen), tap, use)
+    return data.in_layout(layout, o), seen, tap
 
 
 def forward(
@@ -168,12 +174,14 @@ def forward(
     over: tuple[str, ...] = (),
     softcap: float | None = None,
     sinks=None,
+    layout: Layout = "bhtd",
 ) -> Result:
     """softmax(q k^T scale) v by a variant, with all that was quantized on the way. Not differentiable.
 
     keep_p       return the codes of the probabilities, which are not linear in the lengths. Other arguments
                  are those of ``apply``; scales of roles q, k, v, s, o.
     keep_s       return the scores, likewise.
+    layout       of q, k, v and o, as ``apply``; all else in the result has heads before tokens.
     Shapes:   as ``apply``; see ``Result``.
     Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11. fast: A-18.
     Specials: as ``apply``.
@@ -182,13 +190,15 @@ def forward(
               shard_map, a scale of a whole tensor without ``over``; a mesh of Explicit axes.
     Source:   spec A-1 to A-13, A-22, A-23.
     """
+    q, k, v = data.heads_first(layout, q, k, v)
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, arithmetic, over, softcap=softcap, sinks=sinks)
     known = inputs.check_scales(scales, use.variant, data.ROLES)
     if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. Leave it out.")
     if keep_s and use.variant.real:
         raise ValueError(f"keep_s keeps scores in float32; variant {use.variant.name!r} has real numbers. Leave it out.")
-    return attention_forward.run(given, known, use, keep_p=keep_p, keep_s=keep_s, observe=True)
+    found = attention_forward.run(given, known, use, keep_p=keep_p, keep_s=keep_s, observe=True)
+    return found._replace(o=data.in_layout(layout, found.o))
 
 
 def backward(
@@ -208,12 +218,14 @@ def backward(
     softcap: float | None = None,
     sinks=None,
     keep: bool = False,
+    layout: Layout = "bhtd",
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with all that was quantized on the way.
 
     result       of ``forward``, with the same other arguments.
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
     keep         return the matrices of the pass, which are not linear in the lengths (``Gradients.matrices``).
+    layout       of do, q, k, v, the result's o and the gradients.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
     Order:    stated: A-14 to A-16, A-25; a sum over keys or queries is one of float32 sums of tiles or blocks. fast: A-18.
     Specials: a row that sees no key has no gradient.
@@ -221,6 +233,8 @@ def backward(
               shape.
     Source:   spec A-14 to A-16.
     """
+    q, k, v, do = data.heads_first(layout, q, k, v, do)
+    result = result._replace(o=data.in_layout(layout, result.o)) if isinstance(result, Result) else result
     use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, arithmetic, over, softcap=softcap, sinks=sinks)
     _check_differentiable(use)
     if not isinstance(result, Result) or jnp.shape(result.o) != given.q.shape:
@@ -229,8 +243,10 @@ def backward(
     do = inputs.checked("do", do)
     if do.shape != given.q.shape:
         raise ValueError(f"do has the shape of o, {given.q.shape}; got {do.shape}.")
+    do = do if given.documents is None else inputs.without_padding(do, given.documents[0])
     known = inputs.check_scales(scales, use.variant, ("s", *use.variant.roles[len(data.ROLES) :]))
-    return _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
+    found = _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
+    return found._replace(**{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
@@ -292,6 +308,7 @@ def _gradients(use: Use, saved, cotangents):
     do = derivatives.not_again(do, use.name, "attention")
     known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
     given = Inputs(q, k, v, documents, sinks)
+    do = do if documents is None else inputs.without_padding(do, documents[0])
     found = _backward(do, given, result, known, use, keep=use.watcher is not None)
     if use.watcher is not None:
         attention_observer.show(use, "backward", attention_observer.of_backward(do, found, _scale_of_p(result, use)))

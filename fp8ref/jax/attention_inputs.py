@@ -114,10 +114,7 @@ def prepare(
         raise ValueError(f"mask is a Mask of fp8ref.attention; got {mask!r}.")
     tensors = checked("q", q), checked("k", k), checked("v", v)
     (b, h, tq, d), of_k, of_v = (x.shape for x in tensors)
-    if of_k != of_v or of_k[0] != b or of_k[3] != d or h % of_k[1]:
-        raise ValueError(
-            f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {(b, h, tq, d)}, {of_k} and {of_v}."
-        )
+    attention.check_shapes((b, h, tq, d), of_k, of_v)
     if len({x.dtype for x in tensors}) > 1:
         raise ValueError(f"attention takes q, k and v of one dtype; got {', '.join(str(x.dtype) for x in tensors)}. Cast them first.")
     _check_variant(variant, mask, d, seed)
@@ -138,7 +135,14 @@ def prepare(
             f"{'' if sinks is None else ' and sinks'}. Use another variant."
         )
     found = _documents(documents, b, tq, of_k[2])
+    if found is not None:
+        tensors = tuple(without_padding(x, ids) for x, ids in zip(tensors, (found[0], found[1], found[1]), strict=True))
     return use, _on_devices(Inputs(*tensors, found, _sinks(sinks, h)), use)
+
+
+def without_padding(x: jax.Array, documents: jax.Array) -> jax.Array:
+    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds (A-3)."""
+    return jnp.where((documents < 0)[:, None, :, None], jnp.zeros((), x.dtype), x)
 
 
 def _softcap(softcap: float | None, scale: np.float32) -> float | None:
@@ -237,17 +241,18 @@ def checked(name: str, x) -> jax.Array:
 
 
 def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Array] | None:
-    """(documents of queries, of keys), integers [B, T]."""
+    """(documents of queries, of keys), integers [B, T]; of padding -2 and -1, which are not equal."""
     if documents is None:
         return None
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     shapes = [jnp.shape(ids) for ids in pair]
     if shapes != [(b, tq), (b, tk)] or any(not jnp.issubdtype(getattr(ids, "dtype", float), jnp.integer) for ids in pair):
         raise ValueError(
-            f"documents are integers of at least 0, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
+            f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
             f"{[(str(getattr(ids, 'dtype', type(ids).__name__)), shape) for ids, shape in zip(pair, shapes, strict=True)]}."
         )
-    return _numbers_of_documents(pair[0]), _numbers_of_documents(pair[1])
+    of_q, of_k = map(_numbers_of_documents, pair)
+    return jnp.where(of_q < 0, -2, of_q), jnp.where(of_k < 0, -1, of_k)
 
 
 def _numbers_of_documents(ids) -> jax.Array:
@@ -257,6 +262,8 @@ def _numbers_of_documents(ids) -> jax.Array:
         raise ValueError(
             f"documents have numbers below 2^{bits - 1}, since JAX has {bits} bits here; got {int(ids.max())}. Number them from 0 in each batch."
         )
+    if isinstance(ids, np.ndarray) and ids.dtype.kind == "i":
+        ids = np.maximum(ids, -1)  # cut to 32 bits, -2^32 would be document 0
     found = jnp.asarray(ids)
     return found.astype(jnp.int64 if found.dtype.itemsize > 4 else jnp.int32)
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from fp8ref import attention as data
 from fp8ref import attention_delayed
-from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.attention import FULL, Layout, Mask, Variant
 from fp8ref.formats import E4M3FN
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax import attention_operands as operands
@@ -56,6 +56,7 @@ def apply(
     seen: delayed.Seen | None = None,
     name: str = "",
     platform: str | None = None,
+    layout: Layout = "bhtd",
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """softmax(q k^T scale) v by cuDNN's FP8 kernel, with its gradients, on one device.
 
@@ -65,6 +66,7 @@ def apply(
     scales    delayed ones of roles s, o, do, ds, dq, dk and dv, and optionally of q, k and v, float32 ().
     seen      observations by role (``attention.apply_with_stats``); they are merged with the kernel's amaxes.
     platform  what the program is compiled for; None: that of jax's own devices.
+    layout    of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads.
     Shapes:   q [B, H, T, 128], k and v [B, Hkv, S, 128], 128 dividing T and S; one dtype of high precision.
     Order:    of q, k, v, do and the outputs' scales A-2 and A-12; of all else the kernel's.
     Returns:  (o in q's dtype, seen); the gradient by seen has the observations of the backward pass.
@@ -73,6 +75,7 @@ def apply(
     Source:   jax 0.10.2, jax/_src/cudnn/fused_attention_stablehlo.py; spec A-20.
     """
     _check_alone(q, k, v)
+    q, k, v = data.heads_first(layout, q, k, v)
     use, given = inputs.prepare(q, k, v, variant, mask, scale, None, 0, "fast", ())
     check(use.variant, mask, given.q.shape, given.k.shape, platform or jax.default_backend())
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
@@ -88,7 +91,8 @@ def apply(
     if seen is not None:
         inputs.check_seen(seen, use.variant)
     tensors = (derivatives.reverse_only(x, kernel.use.name, "attention") for x in given[:3])
-    return _attention(*tensors, known, None if seen is None else dict(seen), kernel)
+    o, seen = _attention(*tensors, known, None if seen is None else dict(seen), kernel)
+    return data.in_layout(layout, o), seen
 
 
 def check(variant: Variant, mask: Mask, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref import attention
-from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.attention import FULL, Layout, Mask, Variant
 from fp8ref.formats import Format
 from fp8ref.sim import attention_inputs as inputs
 from fp8ref.sim import attention_operands as operands
@@ -75,11 +75,13 @@ def forward(
     sinks=None,
     keep_p=False,
     keep_s=False,
+    layout: Layout = "bhtd",
 ) -> Result:
     """softmax(q k^T scale) v by a variant.
 
     scale        of scores, rounded to float32; None: 1 / sqrt(D).
-    documents    integers [B, T], or a pair of them for queries and keys: a query sees its own document.
+    documents    integers [B, T], or a pair of them for queries and keys: a query sees its own document. A token
+                 whose document is negative is padding: it is not read, and its output is 0.
     scales       {role: scale} of roles q, k, v, s, o, float32 of ``Heads``' shapes: delayed scaling. The
                  others come from the tensors themselves; that of s from the amax 1.
     seed         of a rotated variant's signs.
@@ -87,6 +89,7 @@ def forward(
     sinks        [H], of a dtype of q's: a logit of each query head, which joins the sum of a row and has no value.
     keep_p       return the codes of the probabilities.
     keep_s       return the scores.
+    layout       of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads. All else in the result has heads first.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16. See
               ``Result``.
     Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
@@ -96,6 +99,7 @@ def forward(
               positive; sinks of another shape.
     Source:   spec A-1 to A-13, A-22, A-23, A-26; next to each of VARIANTS.
     """
+    q, k, v = attention.heads_first(layout, *map(cast.array, (q, k, v)))
     problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
     variant = problem.variant
     given = inputs.check_scales(scales, variant, attention.ROLES)
@@ -105,8 +109,13 @@ def forward(
         raise ValueError(f"keep_s keeps scores in float32; variant {variant.name!r} has real numbers. Leave it out.")
     if seed and not variant.rotated:
         raise ValueError(f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got seed={seed!r}. Leave it out.")
-    if variant.real:
-        return _real(problem)
+    result = _real(problem) if variant.real else _run(problem, given, seed, keep_p, keep_s)
+    return result._replace(o=attention.in_layout(layout, result.o))
+
+
+def _run(problem: Problem, given: dict, seed: int, keep_p: bool, keep_s: bool) -> Result:
+    """The pass of a variant that is not real."""
+    variant = problem.variant
     tensors = operands.quantize(problem, given, seed)
     p_scale, p_scale_inv = operands.probability_scale(variant, given)
     b, h, tq, d = problem.q.shape

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8ref import attention as data
-from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.attention import FULL, Layout, Mask, Variant
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
 from fp8ref.sim import attention, attention_sinks, cast, elementary, head_scaling, threads
@@ -75,6 +75,7 @@ def backward(
     softcap: float | None = None,
     sinks=None,
     keep: bool = False,
+    layout: Layout = "bhtd",
 ) -> Gradients:
     """The gradients of q, k and v, given that of o.
 
@@ -82,6 +83,7 @@ def backward(
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come from
                  the tensors themselves.
     keep         return the matrices of an FP8 variant without MX blocks.
+    layout       of do, q, k, v, the result's o and the gradients: ``bhtd`` or ``bthd``.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
     Order:    A-15, for MX A-16, in bfloat16 A-25, with A-22 and A-23; sums over the heads of a group ascending.
     Specials: a row that sees no key has no gradient.
@@ -90,6 +92,8 @@ def backward(
     Source:   spec A-14 to A-16; NVIDIA/cudnn-frontend (commit 3929da2),
               include/cudnn_frontend/node/sdpa_fp8_bwd.h.
     """
+    q, k, v, do = data.heads_first(layout, *map(cast.array, (q, k, v, do)))
+    result = result._replace(o=data.in_layout(layout, result.o)) if isinstance(result, Result) else result
     problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
     variant = problem.variant
     if variant.backward is None:
@@ -97,14 +101,19 @@ def backward(
     if not isinstance(result, Result) or np.shape(result.o) != problem.q.shape:
         raise ValueError(f"result is what forward gave for q {problem.q.shape}; got {type(result).__name__}.")
     data.check_result(variant, result.tensors)
-    do = inputs.checked_tensor("do", do)
-    if do.shape != problem.q.shape:
-        raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")
+    do = inputs.gradient(do, problem)
     given = inputs.check_scales(scales, variant, ("s", *variant.roles[len(data.ROLES) :]))
+    if keep and variant.backward != "exact" and (variant.backward == "bf16" or variant.fmt.bits != 8 or variant.granularity == "mx_1x32"):
+        raise ValueError(f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave it out.")
+    found = _of_variant(problem, do, result, given, keep)
+    return found._replace(**{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")})
+
+
+def _of_variant(problem: Problem, do: np.ndarray, result: Result, given: dict, keep: bool) -> Gradients:
+    """The gradients by the variant's backward pass."""
+    variant = problem.variant
     if variant.backward == "exact":
         return _real(problem, do)
-    if keep and (variant.backward == "bf16" or variant.fmt.bits != 8 or variant.granularity == "mx_1x32"):
-        raise ValueError(f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave it out.")
     if variant.backward == "bf16":
         wide, kept = bf16.saved(problem, result)
         return _cast(wide, do, kept, {})

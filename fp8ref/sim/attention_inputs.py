@@ -41,12 +41,9 @@ def prepare(
     variant = attention.by_name(variant)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask is a Mask of fp8ref.attention; got {mask!r}.")
-    tensors = {name: checked_tensor(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    tensors = {name: _shaped(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     (b, h, tq, d), of_k, of_v = (x.shape for x in tensors.values())
-    if of_k != of_v or of_k[0] != b or of_k[3] != d or h % of_k[1]:
-        raise ValueError(
-            f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {(b, h, tq, d)}, {of_k} and {of_v}."
-        )
+    attention.check_shapes((b, h, tq, d), of_k, of_v)
     variant.tile(d, mask)
     if variant.rotated:
         hadamard.signs(d, 0)
@@ -56,6 +53,8 @@ def prepare(
     if not (np.isfinite(factor) and factor > 0):
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
     of_documents = _documents(documents, b, tq, tk)
+    for name, x in tensors.items():
+        tensors[name] = _finite(name, _without_padding(x, of_documents[name != "q"]))
     more: dict = {"softcap": _softcap(softcap, factor), "sinks": _sinks(sinks, h)}
     if variant.smoothed and (softcap is not None or sinks is not None):
         raise ValueError(
@@ -128,7 +127,20 @@ def allowed(problem: Problem, i: int) -> np.ndarray:
     return inside & (problem.q_documents[i][:, None] == problem.k_documents[i])
 
 
-def checked_tensor(name: str, x) -> np.ndarray:
+def gradient(do, problem: Problem) -> np.ndarray:
+    """The gradient of o as float32, zeros for padding (A-3). ValueError for another shape, and as ``prepare``."""
+    do = _shaped("do", do)
+    if do.shape != problem.q.shape:
+        raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")
+    return _finite("do", _without_padding(do, problem.q_documents))
+
+
+def _without_padding(x: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """x [B, heads, T, D] with zeros for tokens of negative documents (A-3)."""
+    return np.where((documents < 0)[:, None, :, None], np.float32(0), x) if (documents < 0).any() else x
+
+
+def _shaped(name: str, x) -> np.ndarray:
     """x as float32 [B, heads, T, D]. ValueError for anything else."""
     x = cast.array(x)
     cast.check_dtype(x)
@@ -136,24 +148,24 @@ def checked_tensor(name: str, x) -> np.ndarray:
         raise ValueError(
             f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none of them empty; got {x.dtype} {x.shape}."
         )
-    x = x.astype(np.float32)
+    return x.astype(np.float32)
+
+
+def _finite(name: str, x: np.ndarray) -> np.ndarray:
     if not np.isfinite(x).all():
         raise ValueError(f"attention takes finite tensors; got NaN or an infinity in {name}. Find its source first.")
     return x
 
 
 def _documents(documents, b: int, tq: int, tk: int) -> tuple[np.ndarray, np.ndarray]:
-    """(documents of queries, of keys), int64 [B, T]."""
+    """(documents of queries, of keys), int64 [B, T]; of padding -2 and -1, which are not equal."""
     if documents is None:
         return np.zeros((b, tq), np.int64), np.zeros((b, tk), np.int64)
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     found = tuple(np.asarray(ids) for ids in pair)
-    if (
-        len(found) != 2
-        or any(ids.dtype.kind not in "iu" or (ids < 0).any() for ids in found)
-        or [x.shape for x in found] != [(b, tq), (b, tk)]
-    ):
+    if len(found) != 2 or any(ids.dtype.kind not in "iu" for ids in found) or [x.shape for x in found] != [(b, tq), (b, tk)]:
         raise ValueError(
-            f"documents are integers of at least 0, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got {[(x.dtype.name, x.shape) for x in found]}."
+            f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got {[(x.dtype.name, x.shape) for x in found]}."
         )
-    return found[0].astype(np.int64), found[1].astype(np.int64)
+    of_q, of_k = (ids.astype(np.int64) for ids in found)
+    return np.where(of_q < 0, -2, of_q), np.where(of_k < 0, -1, of_k)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fp8ref import attention as data
-from fp8ref.attention import FULL, Arithmetic, Mask, Variant
+from fp8ref.attention import FULL, Arithmetic, Layout, Mask, Variant
 from fp8ref.torch import (
     attention_fast,
     attention_fast_gradients,
@@ -72,6 +72,7 @@ def apply(
     seen: dict[str, Tensor] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    layout: Layout = "bhtd",
 ) -> Tensor:
     """softmax(q k^T scale) v by a variant, differentiable in q, k, v and sinks.
 
@@ -81,7 +82,8 @@ def apply(
     seen          {role: observation}, ``delayed.RoleState.seen`` of roles whose scale is one number: the passes merge
                   their amaxes into these (H-4), the forward pass those of q, k, v, s and o.
     sinks         [H], as in ``forward``; their gradient is that of this rank's rows.
-    Shapes:   as in ``forward``; o [B, H, Tq, D] of q's dtype.
+    layout        of q, k, v, o and their gradients, as in ``forward``.
+    Shapes:   as in ``forward``; o of q's shape and dtype.
     Order:    as in ``forward``; of the backward pass A-14 to A-16. o and gradients are rounded to the variant's
               format, then to q's, k's and v's dtypes.
     State:    q, k and v are kept for the backward pass as codes, beside o and the log-sum-exp; probabilities are
@@ -92,6 +94,7 @@ def apply(
     Source:   spec A.
     """
     attention_inputs.check_given(q, k, v, sinks)
+    q, k, v = data.heads_first(layout, q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)):
         check_gradients(variant)
     linear_input.check_transforms("attention", q, k, v, otherwise="call torch's scaled_dot_product_attention")
@@ -101,7 +104,8 @@ def apply(
         variant, values(variant), values(mask), scale, seed, arithmetic, (amax_group, context), roles, softcap
     )
     of_q, of_k = attention_inputs.pair_of(documents)
-    return function.apply(q, k, v, of_q, of_k, sinks, *given.values(), *observed.values())
+    o = function.apply(q, k, v, of_q, of_k, sinks, *given.values(), *observed.values())
+    return data.in_layout(layout, o)
 
 
 def check_gradients(variant: str | Variant) -> None:
@@ -133,11 +137,13 @@ def forward(
     sinks: Tensor | None = None,
     keep_p: bool = False,
     keep_s: bool = False,
+    layout: Layout = "bhtd",
 ) -> Result:
     """softmax(q k^T scale) v by a variant, with what it is made of. Not differentiable: ``apply`` is.
 
     scale         of scores, rounded to float32; None: 1 / sqrt(D).
-    documents     integers [B, T], or a pair of them for queries and keys: a query sees its own document.
+    documents     integers [B, T], or a pair of them for queries and keys: a query sees its own document. A token
+                  whose document is negative is padding: it is not read, and its output and gradients are 0.
     scales        {role: scale} of roles q, k, v, s, o: delayed scaling. The others come from the tensors
                   themselves; that of s from the amax 1.
     seed          of a rotated variant's signs.
@@ -149,6 +155,7 @@ def forward(
     sinks         [H] of high precision: a logit of each query head, which joins the sum of a row and has no value.
     keep_p        return the codes of the probabilities, whose memory is quadratic.
     keep_s        return the scores, likewise.
+    layout        of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads. All else in the result has heads first.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16, on one
               device. See ``Result``.
     Order:    stated: the tiles' own (A-6); in a tile A-4 to A-9, with a promotion after each; at the end A-10, A-11.
@@ -160,7 +167,9 @@ def forward(
               that is not positive; a scale or a softcap that is a tensor; sinks of another shape.
     Source:   spec A-1 to A-13, A-22, A-23, A-26.
     """
+    q, k, v = data.heads_first(layout, q, k, v)
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, data.ROLES, softcap)
+    q, k, v = _without_padding(q, k, v, at)
     attention_inputs.check_sinks(sinks, spec, shape, q.device)
     if keep_p and (spec.variant.real or spec.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {spec.variant.name!r} has none. Leave it out.")
@@ -169,10 +178,13 @@ def forward(
     keep = ["p_codes"] * keep_p + ["scores"] * keep_s
     with _full_precision(q):
         if spec.variant.real:
-            return _real(q, k, v, spec, shape, at, sinks)
-        tensors = operands.quantize(q, k, v, spec, given)
-        run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
-        return attention_forward.with_mean(run(tensors, spec, shape, at, given, report="all", keep=keep, sinks=sinks), q, k, spec)
+            found = _real(q, k, v, spec, shape, at, sinks)
+        else:
+            tensors = operands.quantize(q, k, v, spec, given)
+            run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
+            found = run(tensors, spec, shape, at, given, report="all", keep=keep, sinks=sinks)
+            found = attention_forward.with_mean(found, q, k, spec)
+        return found._replace(o=data.in_layout(layout, found.o))
 
 
 @torch.no_grad()
@@ -193,6 +205,7 @@ def backward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     keep: Collection[Matrix] = (),
+    layout: Layout = "bhtd",
 ) -> Gradients:
     """The gradients of q, k and v, given that of o, with what they are made of.
 
@@ -201,6 +214,7 @@ def backward(
                   tensors themselves.
     keep          the matrices to return, of p_codes, ds and ds_codes, whose memory is quadratic; of MX blocks dS has no one
                   code.
+    layout        of do, q, k, v, the result's o and the gradients.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in ``forward``. See ``Gradients``.
     Order:    stated: A-14 to A-16, A-25; sums over keys are added tile by tile, in float32; over the heads of a group
               ascending. fast: A-18.
@@ -210,6 +224,8 @@ def backward(
     Source:   spec A-14 to A-16.
     """
     check_gradients(variant)
+    q, k, v, do = data.heads_first(layout, q, k, v, do)
+    result = result._replace(o=data.in_layout(layout, result.o)) if isinstance(result, Result) else result
     roles = ("s", *data.by_name(variant).roles[len(data.ROLES) :])
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, 0, arithmetic, amax_group, roles, softcap)
     attention_inputs.check_sinks(sinks, spec, shape, q.device)
@@ -220,22 +236,38 @@ def backward(
     if do.shape != q.shape:
         raise ValueError(f"do has the shape of o, {tuple(q.shape)}; got {tuple(do.shape)}.")
     attention_inputs.check_kept(keep, spec.variant)
+    q, k, v = _without_padding(q, k, v, at)
+    do = attention_inputs.without_padding(do, at.q)
     with _full_precision(q):
         if spec.variant.real:
-            return _real_gradients(do, q, k, v, spec, shape, at, sinks)
-        if spec.variant.backward == "bf16":
-            how: dict = {"report": "all", "keep": keep, "sinks": sinks}
-            return attention_gradients_bf16.gradients(do, (q, k, v), result.o, result.lse, spec, shape, at, **how)
-        scale_p, scale_inv_p = (result.scale_p, result.scale_inv_p)
-        if "s" in given:
-            scale_p, scale_inv_p = operands.probability_scale(spec.variant, given, q.device)
-        low = spec.variant.out.bits == 8
-        o, of_o = (result.tensors["o"].codes, result.tensors["o"].scale_inv) if low else (result.o.to(DTYPES[spec.variant.out.name]), None)
-        saved = Saved(result.tensors, o, of_o, result.lse, scale_p, scale_inv_p)
-        if spec.variant.granularity == "mx_1x32":
-            return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, report="all", keep=keep, sinks=sinks)
-        gradients = (attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients).gradients
-        return gradients(do, saved, spec, shape, at, given, report="all", keep=keep, sinks=sinks)
+            found = _real_gradients(do, q, k, v, spec, shape, at, sinks)
+        else:
+            found = _gradients(do, (q, k, v), result, spec, shape, at, given, keep=keep, sinks=sinks)
+    return found._replace(**{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")})
+
+
+def _without_padding(q: Tensor, k: Tensor, v: Tensor, at: Documents) -> list[Tensor]:
+    """q, k and v with zeros for padding."""
+    return [attention_inputs.without_padding(x, ids) for x, ids in ((q, at.q), (k, at.k), (v, at.k))]
+
+
+def _gradients(
+    do: Tensor, tensors, result: Result, spec: Spec, shape: Shape, at: Documents, given: dict[str, Tensor], *, keep, sinks
+) -> Gradients:
+    """The gradients by the backward pass of a variant that is not real; tensors are q, k and v."""
+    more: dict = {"report": "all", "keep": keep, "sinks": sinks}
+    if spec.variant.backward == "bf16":
+        return attention_gradients_bf16.gradients(do, tensors, result.o, result.lse, spec, shape, at, **more)
+    scale_p, scale_inv_p = (result.scale_p, result.scale_inv_p)
+    if "s" in given:
+        scale_p, scale_inv_p = operands.probability_scale(spec.variant, given, do.device)
+    low = spec.variant.out.bits == 8
+    o, of_o = (result.tensors["o"].codes, result.tensors["o"].scale_inv) if low else (result.o.to(DTYPES[spec.variant.out.name]), None)
+    saved = Saved(result.tensors, o, of_o, result.lse, scale_p, scale_inv_p)
+    if spec.variant.granularity == "mx_1x32":
+        return attention_gradients_mx.gradients(do, *tensors[:2], saved, spec, shape, at, **more)
+    gradients = (attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients).gradients
+    return gradients(do, saved, spec, shape, at, given, **more)
 
 
 def _full_precision(x: Tensor):

@@ -67,9 +67,10 @@ class Documents(NamedTuple):
 
 
 def padded_documents(q: Tensor | None, k: Tensor | None) -> Documents:
-    """Documents with -2 behind the queries and -1 behind the keys, which equal none."""
+    """Documents with -2 for padding among and behind the queries and -1 for that of keys, which equal none (A-3)."""
     if q is None or k is None:
         return Documents(None, None)
+    q, k = (x.masked_fill(x < 0, value) if x.dtype.is_signed else x for x, value in ((q, -2), (k, -1)))
     return Documents(
         torch.nn.functional.pad(q, (0, -q.shape[1] % head_scaling.MX), value=-2),
         torch.nn.functional.pad(k, (0, -k.shape[1] % operands.STEP), value=-1),

@@ -89,7 +89,7 @@ def function(
     return _bind(spec, roles)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # a softmax scale, softcap or seed may be another in every call
 def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
     """q, k, v, documents of both, sinks or None, scales and observations of these roles -> o, as an autograd.Function.
 
@@ -131,6 +131,7 @@ def _forward(
     if spec.context is not None:
         attention_context.check(spec, shape, documents=pair is not None)
     at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
+    q, k, v = (attention_inputs.without_padding(x, ids) for x, ids in ((q, at.q), (k, at.k), (v, at.k)))
     spec, shape = attention_context.problem(spec, shape)
     ctx.shape, ctx.first, ctx.dtypes, ctx.layer = shape, spec.first, (q.dtype, k.dtype, v.dtype), attention_observer.layer()
     counts = variant.fmt.bits == 8 and attention_observer.counts(ctx.layer) and not attention_observer.again()
@@ -199,9 +200,12 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
     report: Report = "all" if counts else "amaxes" if ctx.seen else "nothing"
     if variant.real:
         q, k, v, *documents = saved
-        *real, _, of_sinks = attention_real.backward(do, q, k, v, spec, shape, Documents(*documents), sinks)
+        at = Documents(*documents)
+        do = attention_inputs.without_padding(do, at.q)
+        *real, _, of_sinks = attention_real.backward(do, q, k, v, spec, shape, at, sinks)
         return _of_dtypes(tuple(real), of_sinks, ctx.dtypes, sinks)
     at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
+    do = attention_inputs.without_padding(do, at.q)
     gradients, scale_p = _gradients(do, saved, spec, shape, at, given, sinks, report=report, keep=keep)
     found, of_ds = gradients[:3], None
     if counts and gradients.saturated_ds is not None and gradients.lost is not None:

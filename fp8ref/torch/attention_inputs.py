@@ -1,6 +1,6 @@
 """The inputs of attention, checked: shapes, masks, documents and given scales (spec A-3, A-12).
 
-Whether numbers are finite, scales positive and documents not negative is not checked: it would make the host wait
+Whether numbers are finite and scales positive is not checked: it would make the host wait
 for the device.
 """
 
@@ -119,10 +119,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     (b, h, tq, d), of_k = q.shape, tuple(k.shape)
-    if of_k != tuple(v.shape) or of_k[0] != b or of_k[3] != d or h % of_k[1]:
-        raise ValueError(
-            f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {tuple(q.shape)}, {of_k} and {tuple(v.shape)}."
-        )
+    attention.check_shapes(tuple(q.shape), of_k, tuple(v.shape))
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them.")
     spec.variant.tile(d, spec.mask)
@@ -208,10 +205,15 @@ def check_documents(documents: Tensor | tuple[Tensor, Tensor] | None, shape: Sha
     expected = [(shape.batch, shape.queries), (shape.batch, shape.keys)]
     if any(x.is_floating_point() or x.dtype == torch.bool for x in pair) or [tuple(x.shape) for x in pair] != expected:
         raise ValueError(
-            f"documents are integers of at least 0, {list(expected[0])} for queries and {list(expected[1])} for keys; got "
+            f"documents are integers, {list(expected[0])} for queries and {list(expected[1])} for keys; got "
             f"{[(str(x.dtype), tuple(x.shape)) for x in pair]}."
         )
     return pair[0], pair[1]
+
+
+def without_padding(x: Tensor, documents: Tensor | None) -> Tensor:
+    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds (A-3); padding behind T is left out."""
+    return x if documents is None else x.masked_fill((documents[:, : x.shape[2]] < 0)[:, None, :, None], 0.0)
 
 
 def check_scales(scales: dict[str, Tensor] | None, variant: Variant, roles: tuple[str, ...], shape: Shape) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8ref import attention as data
-from fp8ref.attention import FULL, Arithmetic, Mask, Variant
+from fp8ref.attention import FULL, Arithmetic, Layout, Mask, Variant
 from fp8ref.formats import E4M3FN
 from fp8ref.torch import attention_gradients_bf16, attention_inputs, attention_observer, linear_input
 from fp8ref.torch import attention_operands as operands
@@ -37,12 +37,14 @@ def apply(
     mask: Mask = FULL,
     scale: float | None = None,
     arithmetic: Arithmetic = "fast",
+    layout: Layout = "bhtd",
 ) -> Tensor:
     """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass is A-25's, of the kernel's o and
     log-sum-exp.
 
     variant       ``attention.differentiated("fa3", "bf16")`` of fp8ref, or of fa3_promoted.
     arithmetic    of the backward pass (A-18).
+    layout        of q, k, v and o, as in ``forward``.
     Shapes:   as ``forward``; o of q's dtype.
     Raises:   as ``forward``; ValueError: a variant without that backward pass, for tensors that require gradients.
     Source:   spec A-20, A-25.
@@ -53,10 +55,12 @@ def apply(
             f"FlashAttention-3 has no backward pass in FP8; got variant {known.name!r} with backward {known.backward!r}. Give "
             "attention.differentiated(variant, 'bf16') of fp8ref, or call forward."
         )
-    return _function(Spec(variant=known, mask=mask, scale=scale, arithmetic=arithmetic)).apply(q, k, v)
+    q, k, v = data.heads_first(layout, q, k, v)
+    function = _function(Spec(variant=known, mask=mask, scale=scale, arithmetic=arithmetic))
+    return data.in_layout(layout, function.apply(q, k, v))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _function(spec: Spec) -> type[torch.autograd.Function]:
     class KernelFunction(torch.autograd.Function):
         @staticmethod
@@ -91,10 +95,12 @@ def forward(
     mask: Mask = FULL,
     scale: float | None = None,
     scales: dict[str, Tensor] | None = None,
+    layout: Layout = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn: (o, log-sum-exp). Not differentiable.
 
     scales    {role: scale} of q, k and v, float32 [B, Hkv, 1, 1]; the others come from the tensors themselves.
+    layout    of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], 16 dividing D; o [B, H, Tq, D] of q's dtype, lse float32 [B, H, Tq].
     Order:    of q, k and v A-2; of all else the kernel's.
     Raises:   ValueError: another variant; shapes or masks that the kernel does not take; tensors elsewhere than on a Hopper GPU.
@@ -102,6 +108,7 @@ def forward(
     Source:   Dao-AILab/flash-attention, commit 01afd16, hopper/flash_attn_interface.py.
     """
     variant = data.by_name(variant)
+    q, k, v = data.heads_first(layout, q, k, v)
     if variant.name not in VARIANTS or variant.fmt != E4M3FN or variant.granularity != "head":
         raise ValueError(f"FlashAttention-3 computes {' or '.join(VARIANTS)}; got variant {variant.name!r}. {_INSTEAD}")
     spec = Spec(variant=variant, mask=mask, scale=scale)
@@ -120,7 +127,7 @@ def forward(
     o, lse, *_ = run(
         *codes, softmax_scale=spec.softmax_scale(shape.features), causal=mask.causal, window_size=window, return_attn_probs=True, **descales
     )
-    return o.transpose(1, 2).to(q.dtype), lse
+    return data.in_layout(layout, o.transpose(1, 2).to(q.dtype)), lse
 
 
 def library(device: torch.device) -> Callable:

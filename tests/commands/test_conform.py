@@ -224,6 +224,7 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
     ("arguments", "said"),
     [
         (["attend", "--steps", "3"], "--steps: somebodys_functions:attend is attention, of which the variant says all of it"),
+        (["attend", "--alignment", "top"], "alignment is one of end, start; got 'top'"),
         (["attend", "--layout", "TBHD"], "layout is one of BHTD, BTHD; got 'TBHD'"),
         (["attend", "--expect", "torchao"], "expect is one of exact, bf16"),
         (["rows", "--alignment", "end"], "--alignment is of attention; somebodys_functions:rows is none"),

@@ -46,8 +46,10 @@ def test_documents():  # A-3
     far = np.full((2, 4), 1 << 32)  # cut to 32 bits, it would be document 0
     with pytest.raises(ValueError, match=r"documents have numbers below 2\^31, since JAX has 32 bits here; got 4294967296"):
         inputs.prepare(x, x, x, "fa3", FULL, None, (np.zeros((2, 4), int), far), 0, "fast", ())
+    _, given = inputs.prepare(x, x, x, "fa3", FULL, None, -far, 0, "fast", ())
+    assert [ids.max() for ids in given.documents] == [-2, -1]  # padding
     with jax.enable_x64(True):
         _, given = inputs.prepare(x, x, x, "fa3", FULL, None, far, 0, "fast", ())
     assert np.asarray(given.documents[1]).min() == 1 << 32
-    with pytest.raises(ValueError, match=r"documents are integers .* got \[\('float32', \(2, 4\)\)"):
+    with pytest.raises(ValueError, match=r"documents are integers, .* got \[\('float32', \(2, 4\)\)"):
         inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.float32), 0, "fast", ())

@@ -118,7 +118,7 @@ def test_what_is_refused():
             "documents": (torch.zeros(1, 70, dtype=torch.long), None)
         },
         "for keys; got list and list. Give both": {"documents": [[0] * 70]},
-        "documents are integers of at least 0, [1, 70] for queries": {"documents": torch.zeros(1, 70, dtype=torch.long)},
+        "documents are integers, [1, 70] for queries": {"documents": torch.zeros(1, 70, dtype=torch.long)},
     }.items():
         options = {"variant": "cudnn"} | change
         assert message in said(attention.forward, q, k, v, **options), message

@@ -5,6 +5,7 @@ cases of this argument alone, and does not rename the variant.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -114,6 +115,8 @@ def _cases(asked: Attention, variant: Variant, tokens: int, alignment: Alignment
         yield "documents", [case(f"documents, {masked}", heads=(2, 2, 2), documents=_documents(tokens, rng), mask=mask)
                             for masked, mask in (("no mask", FULL), ("causal", _causal(alignment)))
                             if asked.takes(mask)]  # fmt: skip
+        yield "padding", [_padding(asked, case(f"documents of -1, {said} in their memory", heads=(2, 2, 2)), tokens, fill)
+                          for said, fill in (("zeros", 0.0), *([("NaN", math.nan)] if not asked.takes_codes else []))]  # fmt: skip
     if asked.takes_scale:
         yield "scale", [case("softmax scale 0.3", scale=0.3)]
     if variant.smoothed:
@@ -140,6 +143,14 @@ def _masks(asked: Attention, case, alignment: Alignment) -> Iterator[tuple[str, 
 
 def _causal(alignment: Alignment) -> Mask:
     return Mask(causal=True, alignment=alignment)
+
+
+def _padding(asked: Attention, case: Case, tokens: int, fill: float) -> Case:
+    """The case with padding behind the tokens, and in the middle of the second sequence."""
+    ids = np.zeros((2, tokens), np.int64)
+    ids[:, tokens - 40 :], ids[1, 50:60] = -1, -1
+    q, k, v = (np.where((ids < 0)[:, None, :, None], np.float32(fill), x) for x in case.question[:3])
+    return case._replace(question=case.question._replace(q=q, k=k, v=v, documents=(ids, ids)))
 
 
 def _documents(tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

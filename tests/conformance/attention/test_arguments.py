@@ -34,6 +34,12 @@ def attend(q, k, v, causal=False, window=None, documents=None, softcap=None, sin
     documents = documents and {"no documents": None, "one sequence's": tuple(np.broadcast_to(x[:1], x.shape) for x in documents)}.get(
         fault, documents
     )
+    if fault == "padding is a document" and documents:
+        documents = tuple(np.where(x < 0, 9, x) for x in documents)
+        q, k, v = map(np.nan_to_num, (q, k, v))
+    if fault == "padding is read" and documents and np.isnan(q).any():
+        rows = attention.forward(q, k, v, variant="fa4", documents=documents)
+        return rows._replace(o=np.full_like(rows.o, np.nan))
     softcap = {"no softcap": None, "another softcap": softcap and 2 * softcap}.get(fault, softcap)
     sinks = None if fault == "no sinks" or sinks is None else sinks[::-1] if fault == "sinks of other heads" else sinks
     scale = None if fault == "no scale" else scale
@@ -76,7 +82,7 @@ def of_codes(q, k, v, q_descale, k_descale, v_descale, *, fault=None):
         (planted("aligned to the start"), "causal mask, window are not"),
         (planted("no sinks"), "sinks are not"),
         (planted("modulo heads"), "heads are not"),
-        (planted("no documents"), "documents are not"),
+        (planted("no documents"), "documents, padding are not"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )
@@ -114,8 +120,10 @@ def wrong(function, alignment="end"):
         ("as many keys as queries", ["lengths"]),
         ("ragged end", ["lengths"]),
         ("scale of 64 features", ["features"]),
-        ("no documents", ["documents"]),
-        ("one sequence's", ["documents"]),
+        ("no documents", ["documents", "padding"]),
+        ("one sequence's", ["documents", "padding"]),
+        ("padding is a document", ["padding"]),  # TransformerEngine#2892
+        ("padding is read", ["padding"]),
         ("no softcap", ["softcap"]),
         ("another softcap", ["softcap"]),
         ("no sinks", ["sinks"]),
