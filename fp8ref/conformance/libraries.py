@@ -71,7 +71,7 @@ class Function:
     transcribed: bool = False
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def casts(fmt: Format) -> dict[str, Function]:
     """The bare casts of all installed libraries and fp8ref's own, by library.
 
@@ -93,7 +93,7 @@ def casts(fmt: Format) -> dict[str, Function]:
     return _by_library(found)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def scales(fmt: Format, policy: str) -> dict[str, Function]:
     """The scales of a policy that torchao has, or, where it has none, fp8ref.torch; and those of
     fp8ref.jax.

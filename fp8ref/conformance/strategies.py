@@ -79,7 +79,7 @@ def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6) ->
     return st.tuples(other, reduced) if axis % 2 else st.tuples(reduced, other)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = False) -> st.SearchStrategy[float]:
     """Values of a dtype: plain ones, every number and tie of fmt with its neighbors, and any
     other.
@@ -95,7 +95,7 @@ def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = Fals
     return st.one_of(st.sampled_from(PLAIN), _among(chosen), anything)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def amaxes(fmt: Format = E4M3FN, policy: str = "torchao", *, dtype: str = "float32", finite: bool = False) -> st.SearchStrategy[float]:
     """Amaxes at a policy's edges, and any other; none is negative.
 
@@ -218,7 +218,7 @@ def _among(values: list[float]) -> st.SearchStrategy[float]:
     return st.tuples(st.integers(0, last // 64), st.integers(0, 63)).map(lambda place: values[min(64 * place[0] + place[1], last)])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _elements(pattern: str, fmt: Format, dtype: str, finite: bool) -> st.SearchStrategy[float]:
     """The numbers that a tensor of that pattern is made of."""
     if pattern == "any":
@@ -232,14 +232,14 @@ def _elements(pattern: str, fmt: Format, dtype: str, finite: bool) -> st.SearchS
     return st.one_of(st.sampled_from(PLAIN), st.integers(-64, 64).map(lambda n: n / 16))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _points(fmt: Format, dtype: str) -> list[float]:
     """The inputs of a cast's vectors without the random ones, the simplest first."""
     bits = Cast(format=fmt.name, source=dtype, count=0).inputs()
     return _ordered(bits, dtype)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _edges(fmt: Format, policy: str, dtype: str) -> list[float]:
     """The amaxes of a scale's vectors, rounded to a dtype, the simplest first."""
     amax = scales.Scale(format=fmt.name, policy=policy, count=0).inputs().astype(np.uint32).view(np.float32)

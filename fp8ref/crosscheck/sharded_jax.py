@@ -254,7 +254,7 @@ def rerun_linear(
     return {which: (*fetched[which], np.asarray(outputs[which], np.float32)) for which in recipe.gemms if which in fetched}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> Callable:
     """Compile the three GEMMs of a linear on a mesh.
 

@@ -61,7 +61,7 @@ def step(p, g, stored: list[MomentState], at: Scalars, factor, finite, *, layout
     return moments.read(of_master, layout.master, layout).astype(p.dtype), *both, of_master
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _partitioned(ndim: int, layout: Layout, interpret: bool):
     """The kernel of arrays of that rank, each device of its own piece."""
 

@@ -175,7 +175,7 @@ def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Ar
     return (bits + steps) >> 23
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
     """int32 [256]: what added to the bits of an amax makes its exponent field that of its
     scale_inv, for each exponent field of an amax.

@@ -347,7 +347,7 @@ def magnitude_codes(n: np.ndarray, exponent: np.ndarray, fmt: Format) -> np.ndar
     return n.astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _table(fmt: Format) -> np.ndarray:
     """float32 [256] or [16]: the value of every code of a format of 8 or 4 bits."""
     code = np.arange(1 << fmt.bits)

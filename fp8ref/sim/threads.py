@@ -78,7 +78,7 @@ def each(function: Callable[..., None], items: Sequence[tuple]) -> None:
     run(work, len(items))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="fp8ref")
 

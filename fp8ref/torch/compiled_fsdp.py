@@ -152,7 +152,7 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
     return found
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.Function]:
     """Gather: shard float32 [n, ...] -> whole [n * ranks, ...] in dtype.
 
@@ -176,7 +176,7 @@ def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.F
     return Gather
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _gather_fp8(group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None) -> type[torch.autograd.Function]:
     """As ``_gather``, but FP8 codes are gathered, as uint8: gloo has no FP8 type.
 

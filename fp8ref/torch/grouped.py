@@ -159,7 +159,7 @@ def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = Fa
     torch._foreach_copy_([seen], [torch.maximum(seen, found if apart else found * (groups.ends[-1] > 0))])  # as delayed.merge_
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
     """The grouped linear of a recipe as an autograd.Function: a class for each, as in ``linear``."""
 

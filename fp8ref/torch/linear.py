@@ -185,7 +185,7 @@ class _Spec:
         return {role: first[role] if self.recipe.serves_both(role) else None for role in ROLES}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _bind(spec: _Spec) -> type[torch.autograd.Function]:
     """x [..., K], w [N, K] -> [..., N] by a spec, as an autograd.Function.
 

@@ -95,7 +95,7 @@ def fixed(difficulty: str, history: int) -> list[Sequence]:
     return made + [((2.0,), *(one * (history + 1)), (4.0,), (4.0,)) for one in special[:1]]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def drawn(difficulty: str, history: int, examples: int) -> list[Sequence]:
     """Random sequences of a kind, drawn by hypothesis, the same in every call."""
     ordinary = st.sampled_from(ORDINARY).map(lambda amax: (amax,))

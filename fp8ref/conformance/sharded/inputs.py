@@ -103,7 +103,7 @@ def fixed(difficulty: str) -> list[Case]:
     return special
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def drawn(difficulty: str, examples: int) -> list[Case]:
     """Random cases of a kind, drawn by hypothesis, the same in every call."""
     numbers = st.sampled_from(ORDINARY)

@@ -62,7 +62,7 @@ def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
     """encode(bits uint32 [n], out uint8 [n], start, seed): start is the flat index of bits[0]; both
     matter to stochastic rounding only."""

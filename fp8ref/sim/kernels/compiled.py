@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.resources
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ ELEMENTS, PRODUCTS = 1 << 18, 1 << 22
 """The work that plain twins do before a kernel is compiled: elements that are cast, and products that are
 summed. Either takes less than 0.1 s; compiling, or loading the first kernel, takes longer."""
 
-_done: dict[Any, int] = {}  # by kernel: the work that its plain twin did in this process
+_done: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()  # by kernel: the work that its plain twin did in this process
 
 
 def worth(kernel: Any, work: int, budget: int) -> bool:

@@ -45,7 +45,7 @@ def amax_of_columns(bits, group, width, out):
                 largest[i] = magnitude if magnitude > largest[i] else largest[i]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def encoder(fmt: Format, columns: bool) -> Callable:
     """encode(bits uint32 [R, C], group int64 [R], width, scale float32 [G, ceil(C / width)], out
     uint8 [R, C]): RN32(x * scale), saturated, rounded to nearest even; width is 1 if ``columns``, else above."""
