@@ -8,7 +8,7 @@ import pytest
 from exact_steps import accumulators, cut, drawn, exponent, floor, fractions, nearest, rounded, toward_zero
 
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2FNUZ, FLOAT32
-from fp8ref.sim import matrix_core
+from fp8ref.sim import cast, matrix_core
 
 AMD = list(product((E4M3FNUZ, E5M2FNUZ), repeat=2))
 
@@ -57,3 +57,22 @@ one = np.ones((1, 1), np.float32)
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call(np.zeros((1, 32), np.uint8))
+
+
+def _zeros_of_cdna3(b: float, c: float) -> float:
+    """One step of products 0 x b."""
+    codes = np.full((1, 16), cast.encode(np.float32(b), E5M2FNUZ), np.uint8)
+    found = matrix_core.mfma(np.zeros((1, 16), np.uint8), codes, np.full((1, 1), c, np.float32), fmt_a=E4M3FNUZ, fmt_b=E5M2FNUZ)
+    return float(found[0, 0])
+
+
+def test_zero_products_take_part_in_the_alignment():  # G-25
+    """0 x 2^15 has e = -126 + 15 = -111, so that c is cut off to multiples of 2^(-111 - 24) = 2^-135, toward negative infinity."""
+    assert _zeros_of_cdna3(2.0**15, 2.0**-136) == 0
+    assert _zeros_of_cdna3(2.0**15, -(2.0**-136)) == -(2.0**-135)
+    assert _zeros_of_cdna3(2.0**15, 2.0**-135 + 2.0**-136) == 2.0**-135
+    # 0 x 1: e = -126, as that of a subnormal c, of which nothing is cut off
+    assert _zeros_of_cdna3(1.0, -(2.0**-149)) == -(2.0**-149)
+    # 0 x 0: e = -252, and Q is the e of c
+    assert _zeros_of_cdna3(0.0, 2.0**-149) == 2.0**-149
+    assert np.signbit(_zeros_of_cdna3(2.0**15, -0.0)) == np.False_

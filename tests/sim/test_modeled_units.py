@@ -9,7 +9,7 @@ import pytest
 from exact_steps import accumulators, cut, drawn, exponent, fractions, nearest, rounded, toward_zero
 
 from fp8ref.formats import E4M3FN, E5M2, FLOAT16
-from fp8ref.sim import gemm, matrix_core, tensor_core
+from fp8ref.sim import cast, gemm, matrix_core, tensor_core
 from fp8ref.sim.tensor_core import MODELED, UNITS
 
 PAIRS = list(product((E4M3FN, E5M2), repeat=2))
@@ -100,3 +100,20 @@ one = np.ones((1, 1), np.float32)
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call(np.zeros((1, 32), np.uint8))
+
+
+def _zeros_next_to(c: float, *, b: float, k: int) -> float:
+    """One instruction of blackwell_mx: products 0 x b in blocks whose scales are 2^k, and c."""
+    codes = np.full((1, 32), cast.encode(np.float32(b), E5M2), np.uint8)
+    scale = {"scale_inv_a": np.full((1, 1), 2.0**k, np.float32), "scale_inv_b": np.ones((1, 1), np.float32)}
+    accumulator = np.full((1, 1), c, np.float32)
+    return float(gemm.mma(np.zeros((1, 32), np.uint8), codes, accumulator, fmt_a=E4M3FN, fmt_b=E5M2, unit="blackwell_mx", **scale)[0, 0])
+
+
+def test_zero_products_and_their_scales_take_part_in_the_alignment():  # G-11, G-23
+    """0 x 2^15 under scales of 2^20 has e = -126 + 15 + 20 = -91, so that c is cut off to multiples of 2^(-91 - 25) = 2^-116, toward zero."""
+    assert _zeros_next_to(2.0**-117, b=2.0**15, k=20) == 0
+    assert _zeros_next_to(-(2.0**-116) - 2.0**-117, b=2.0**15, k=20) == -(2.0**-116)
+    assert _zeros_next_to(2.0**-117, b=2.0**15, k=0) == 2.0**-117  # 2^(-111 - 25)
+    assert _zeros_next_to(2.0**-137, b=2.0**15, k=0) == 0
+    assert not np.signbit(_zeros_next_to(-0.0, b=2.0**15, k=0))

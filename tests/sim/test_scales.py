@@ -139,3 +139,29 @@ def test_errors(call, message):
 def test_what_is_no_scale_has_no_inverse(scale):
     with pytest.raises(ValueError, match=r"scales are float32|every element counts"):
         scales.scale_inv_from_scale(scale)
+
+
+@pytest.mark.parametrize("policy", ["mx_rceil", "te_mxfp8", "te_mxfp8_2.13"])
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+def test_quotients_below_the_table_have_the_least_exponent(policy, fmt):  # S-14
+    """RN32(amax / max) up to 2^-127, whose j is below -127, down to the least subnormal number: k is -127 under every rule."""
+    quotients = np.arange(1, 1 << 22, 4099, dtype=np.uint32).view(np.float32)
+    quotients = np.append(quotients, np.float32(2.0**-127))
+    amaxes = (quotients.astype(np.float64) * fmt.max).astype(np.float32)
+    of_quotient = (amaxes.astype(np.float64) / fmt.max).astype(np.float32)
+    amaxes = amaxes[of_quotient <= np.float32(2.0**-127)]
+    assert len(amaxes) > 1000
+    assert (scales.scales_from_amax(amaxes, fmt, policy).scale_inv == np.float32(2.0**-127)).all()
+
+
+@pytest.mark.parametrize(
+    "policy", ["torchao_adamw_fp8", "deepseek_v3", "deepseek_v3_2024", "deepseek_v3_ue8m0", "qwix", "qwix_bf16", "qwix_mx_0.1.8"]
+)
+def test_a_nan_ratio_stays(policy):  # S-20
+    found = scales.scales_from_amax(np.float32(np.nan), E4M3FN, policy)
+    assert np.isnan(found.scale_inv)
+    assert np.isnan(found.scale)
+
+
+def test_a_nan_ratio_that_is_cut_becomes_infinite():  # S-20
+    assert scales.scales_from_amax(np.float32(np.nan), E4M3FN, "qwix_mx").scale_inv == np.inf

@@ -320,3 +320,11 @@ def test_slabs_change_nothing(granularity, axis, slab, rng, monkeypatch):  # Q-6
 def test_a_scalar_is_one_group():
     x = np.float32(-3)
     assert stats.reduce_groups(x, scaling.quantize(x, E4M3FN), slab_measure, per_group=True)["amax"] == 3
+
+
+@pytest.mark.parametrize("fill", [np.nan, np.inf])
+def test_max_ulp_without_a_finite_number(fill):
+    x = np.full((2, 4), fill, np.float32)
+    found = stats.statistics(x, scaling.quantize(x, E4M3FN, granularity="rowwise"), per_group=True)
+    np.testing.assert_array_equal(found.max_ulp.reshape(-1), [0, 0])
+    assert found.non_finite.sum() == 8
