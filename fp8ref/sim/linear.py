@@ -53,9 +53,9 @@ def forward(
               operand is rowwise, rounded to bfloat16 and then to out_dtype (G-8). ``accumulate`` is
               what gemm.matmul takes, or one such for each GEMM by its name, or ``hopper``: the fast
               or slow plan that the recipe asks of the hardware.
-    Specials: as scaling.quantize and gemm.matmul.
+    Specials: as scaling.quantize and gemm.matmul. No rows give no outputs, and gradients of zeros (L-9).
     Raises:   ValueError: an unknown recipe, rule or out_dtype; w not 2-d, K's that differ; under
-              FP8 or FP4 no rows (S-7), N or K that is no multiple of 16 (L-5) or of a block; for a recipe
+              FP8 or FP4 N or K that is no multiple of 16 (L-5) or of a block; for a recipe
               with delayed scaling, roles without ``scales`` (``delayed.scales(state, ...)``);
               scales of any other role; a mapping without the GEMM's name, or with another.
     Source:   spec L-1 to L-6.
@@ -125,6 +125,9 @@ def _gemm(
     [M, K] x [N, K] -> [M, N], with M, N and K of that GEMM.
     """
     gemm.check_out_dtype(out_dtype)
+    if not all(map(len, tensors.values())):  # no tokens (L-9)
+        rows = [tensors[role].shape[1 - axis] for role, axis in zip(OPERANDS[which], recipes.REDUCED_AXES[which], strict=True)]
+        return np.zeros(rows, np.float32)
     return multiply(which, *quantize_operands(which, tensors, recipe, scales, seed), recipe, accumulate=accumulate, out_dtype=out_dtype)
 
 

@@ -9,7 +9,7 @@ recomputed forward passes may come in any order, and any number of times.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -122,6 +122,8 @@ class RoleState(nn.Module):
     idle      optimizer steps before the first update, while the linear was frozen.
     used      whether a forward pass has observed.
     updated   whether it was ever updated, loaded or told to forget.
+    scaled    whether an update, or a state that was loaded, has set its scale.
+    notice    of the model that was converted: whether a missing update was warned of.
     checked, compared
               whether an update has checked that ranks share the state, and compared its scale with
               theirs.
@@ -143,7 +145,8 @@ class RoleState(nn.Module):
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device), persistent=False)
         self.missed = self.idle = 0
         self.version: int | None = None
-        self.used = self.updated = self.checked = self.compared = False
+        self.used = self.updated = self.scaled = self.checked = self.compared = False
+        self.notice = delayed_checks.Notice()
 
     def reset(self) -> None:
         """Scale 1, an empty history, nothing seen."""
@@ -168,13 +171,38 @@ class RoleState(nn.Module):
             self.reset()
         return self
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Load a state, and clear the observation, which belongs to a step of the state before."""
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+        """Load a state, and clear the observation, which belongs to a step of the state before.
+
+        A checkpoint of a model without FP8 has no states: then this one stays as it is.
+        """
+        loaded = {key: state_dict[name] for key in DelayedState._fields if (name := f"{prefix}{key}") in state_dict}
         # an assigned state may be on another device
-        self.seen = torch.zeros_like(self.seen, device=self.scale.device)
+        device = loaded["scale"].device if metadata.get("assign_to_params_buffers") and "scale" in loaded else self.seen.device
+        self.seen = torch.zeros_like(self.seen, device=device)
+        if not loaded:
+            return
+        if wrong := delayed_checks.wrong_values(loaded):
+            errors.append(f"{prefix}{wrong} Load another checkpoint, or leave the states out and call delayed.calibrate.")
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self.missed, self.version = 0, None
-        self.updated |= f"{prefix}scale" in state_dict
+        self.updated |= "scale" in loaded
+        self.scaled = "step" in loaded and (loaded["step"].is_meta or bool(loaded["step"] > 0))
+
+
+class RoleStates(nn.ModuleDict):
+    """The states of one weight, by role. A checkpoint has all of them, or none."""
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+        names = [f"{prefix}{role}.{key}" for role in self for key in DelayedState._fields]
+        absent = [name for name in names if name not in state_dict]
+        if absent and len(absent) < len(names):
+            errors.append(
+                f"a checkpoint holds all states of a linear under delayed scaling, or none; {absent[0]} is missing, and "
+                f"{len(names) - len(absent)} others are there. Save the whole model.state_dict(), or load convert.weights of the model "
+                "that was saved, and call delayed.calibrate."
+            )
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
@@ -182,6 +210,71 @@ def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
     return ((name, m) for name, m in model.named_modules() if isinstance(m, RoleState))
+
+
+_calibrating = False
+"""Whether ``calibrate`` runs a model."""
+
+
+def calibrating() -> bool:
+    """Whether linears observe and multiply in high precision, for ``calibrate``."""
+    return _calibrating
+
+
+def observes(module: nn.Module) -> bool:
+    """Whether a forward pass of a linear observes: in training, where gradients are enabled, and for ``calibrate``."""
+    return _calibrating or (torch.is_grad_enabled() and module.training)
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, batches: Iterable) -> None:
+    """Set the first scales of a model by forward passes, so that it can be evaluated before it is trained.
+
+        model.load_state_dict(weights)  # of a model without FP8
+        delayed.calibrate(model, batches)
+
+    batches   a few typical inputs: of each a tensor, a tuple of arguments, or a mapping of named ones. Ranks that
+              share states each give their own.
+    Order:    the model runs in eval mode, its FP8 linears in high precision, and they observe input and weight;
+              then ``update``. Observations since the last update are cleared first.
+    Specials: grad_output is not observed: training begins with its first scale, 1 (H-2).
+    Raises:   ValueError: no batch; a model without delayed scaling; weights that are gathered in FP8.
+    """
+    global _calibrating
+    named = [state for _, state in states(model)]
+    if not named:
+        raise ValueError(
+            "calibrate sets the scales of delayed scaling; the model has none. Convert it to a recipe such as 'delayed' first."
+        )
+    forget(model)
+    modes = [(module, module.training) for module in model.modules()]
+    ran = False
+    try:
+        _calibrating = True
+        with torch.compiler.set_stance("force_eager"):
+            model.eval()
+            for batch in batches:
+                _call(model, batch)
+                ran = True
+    except BaseException:
+        forget(model)
+        raise
+    finally:
+        _calibrating = False
+        for module, training in modes:
+            module.training = training
+    if not ran:
+        raise ValueError("calibrate takes at least one batch of the model's inputs; got none.")
+    update(model)
+
+
+def _call(model: nn.Module, batch) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
 
 
 @torch.no_grad()
@@ -210,6 +303,8 @@ def update(model: nn.Module) -> None:
         for key, values in after._asdict().items():
             torch._foreach_copy_([getattr(s, key) for s in group], list(values.unbind()))
     forget(model)
+    for _, state in named:
+        state.scaled = True
     uncompared = [(name, state) for name, state in named if not state.compared] if delayed_checks.several_ranks() else []
     if uncompared and delayed_checks.check_copies(model, uncompared):
         for _, state in uncompared:

@@ -11,7 +11,7 @@ import hashlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import Format
+from fp8ref.torch import linear_input
 from fp8ref.torch.local_part import local_part
 
 MOST = 10
@@ -32,7 +33,18 @@ MOST = 10
 SAMPLE = 1024
 """The elements of a weight's gradient that ranks compare in the first update."""
 
+_UNSET = (
+    "scales by earlier steps under delayed scaling, and no update has set its scales: they are 1, and its casts may clip or underflow. "
+    "Call fp8ref.torch.delayed.calibrate(model, batches) once before an evaluation, or load a checkpoint with the states."
+)
+
 _CALL = "Call fp8ref.torch.delayed.update(model) after each optimizer.step()"
+
+
+class Notice:
+    """Whether a model's evaluation before its first update was warned of."""
+
+    said = False
 
 
 class State(Protocol):
@@ -46,8 +58,11 @@ class State(Protocol):
     version: int | None
     used: bool
     updated: bool
+    scaled: bool
     compared: bool
+    notice: Notice
     scale: torch.Tensor
+    step: torch.Tensor
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Its tensors."""
@@ -156,7 +171,7 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
                 state.version = None
     if evaluated is not None:
         warnings.warn(
-            f"delayed scaling observes amaxes in training mode; an optimizer step took gradients of {evaluated.fqn or 'a linear'} that eval mode "
+            f"delayed scaling observes amaxes in training mode; an optimizer step took gradients of {linear_input.named(evaluated.fqn)} that eval mode "
             "computed, and its scales do not change. Call model.train() before the forward passes of training.",
             stacklevel=2,
         )
@@ -178,6 +193,20 @@ def _sample(linear: Linear) -> None:
         and any(state.group is None and not state.compared for state in _states(linear))
     ):
         _gradients[linear] = local_part(grad).detach().reshape(-1)[:SAMPLE].clone()
+
+
+def check_pass(linear: Linear, states: nn.ModuleDict | None, observes: bool) -> None:
+    """``check`` in a forward pass with gradients, and the notice of ``check_scales`` in one that observes nothing."""
+    if not states:
+        return
+    if torch.compiler.is_compiling():
+        if not observes and not linear.training and not all(state.scaled or state.used for state in states.values()):
+            check_compiled_scales()
+        return
+    if torch.is_grad_enabled():
+        check(linear)
+    if not observes:
+        check_scales(states.values(), linear.fqn)  # type: ignore[arg-type]
 
 
 def check(linear: Linear) -> None:
@@ -208,7 +237,7 @@ def _judge(linear: Linear) -> None:
         missed = max(missed, state.missed, state.idle if frozen and not state.updated else 0)
     if missed >= MOST:
         raise ValueError(
-            f"delayed scaling computes scales in delayed.update; {linear.fqn or 'a linear'} had {missed} optimizer steps without one, and its "
+            f"delayed scaling computes scales in delayed.update; {linear_input.named(linear.fqn)} had {missed} optimizer steps without one, and its "
             f"scales have not changed. {_CALL}, or delayed.forget after a step that is not taken."
         )
     if missed:
@@ -217,6 +246,57 @@ def _judge(linear: Linear) -> None:
             "without it a forward pass raises an error.",
             stacklevel=2,
         )
+
+
+def check_scales(states: Iterable[State], name: str) -> None:
+    """Warn, once a model, of a pass that observes nothing and casts by scales that no update has set.
+
+    Not between a first pass that observes and its update. Their tensors are read once, where Python
+    does not know: a state may have been loaded in place.
+    """
+    unset = [state for state in states if not (state.scaled or state.used)]
+    if not unset or unset[0].notice.said or _within_function() or _busy(unset[0].step):
+        return
+    if unset[0].step.item():
+        for state in unset:
+            state.scaled = True
+        return
+    unset[0].notice.said = True
+    warnings.warn(f"{linear_input.named(name)} {_UNSET}", stacklevel=4)
+
+
+@torch._dynamo.assume_constant_result
+def check_compiled_scales() -> None:
+    """The warning of ``check_scales``, where dynamo traces a pass: a graph is of several linears."""
+    warnings.warn(f"a compiled linear {_UNSET}", stacklevel=2)
+
+
+def _within_function() -> bool:
+    """Whether a checkpoint, reentrant ones among them, runs the pass in the forward pass of an autograd.Function, without gradients."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(2)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _busy(x: torch.Tensor) -> bool:
+    """Whether a tensor cannot be read now: it has no values, or operators are recorded."""
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_meta or type(x) is not torch.Tensor or capturing or torch._C._len_torch_dispatch_stack() > 0
+
+
+def wrong_values(state: Mapping[str, torch.Tensor]) -> str:
+    """What is wrong with values of a state that is loaded: "KEY is ..., got ..."; "" if nothing is."""
+    for key, required in (("scale", "positive"), ("amax_history", "at least 0"), ("step", "at least 0")):
+        x = state.get(key)
+        if x is None or x.is_meta or type(x) not in (torch.Tensor, nn.Parameter):
+            continue
+        wrong = ~(x.isfinite() & (x > 0 if key == "scale" else x >= 0))
+        if wrong.any():
+            return f"{key} is finite and {required}; got {x[wrong].flatten()[0].item()}."
+    return ""
 
 
 def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:

@@ -54,8 +54,7 @@ class Experts(nn.Module):
         states = dict(self.grouped_states.items()).get(key)
         assert states is None or isinstance(states, nn.ModuleDict)
         bound = self._bound.get(key, self._bound[""])
-        if states and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            delayed_checks.check(self)  # type: ignore[arg-type]
+        delayed_checks.check_pass(self, states, delayed.observes(self))  # type: ignore[arg-type]
         return grouped.apply(x, w, ends, recipe=bound, states=states, observe=self.training, name=f"{self.fqn}.{key}")
 
     @property
@@ -241,7 +240,7 @@ def convert(chosen: Mapping[str, nn.Module], plans: Mapping[str, Plan], group: s
         casts = {key: delayed.casts(of_weights.get(key, recipe).recipe) for key in weights_of(module)}
         module.grouped_states = nn.ModuleDict(
             {
-                key: nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in of_key.items()})
+                key: delayed.RoleStates({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in of_key.items()})
                 for key, of_key in casts.items()
                 if of_key
             }

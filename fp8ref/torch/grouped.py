@@ -108,7 +108,12 @@ def apply(
         # Zeros, and gradients that are zeros.
         return x.new_zeros(len(x), w.shape[1]) + (x[:0].sum() + w[:0].sum())
     offs = offs.to(torch.int32)
-    observes = observe and torch.is_grad_enabled()
+    calibrating = delayed.calibrating()
+    observes = calibrating or (observe and torch.is_grad_enabled())
+    if calibrating and given is not None:
+        raise ValueError(
+            f"calibrate reads rows in high precision; {name} gets them in FP8. Calibrate the model before experts move in FP8."
+        )
     if observes and by_role:
         groups = operands.groups_of(offs, len(x))
         of_forward: dict[Role, torch.Tensor] = {"weight": w}
@@ -117,6 +122,8 @@ def apply(
         for role, tensor in of_forward.items():
             if role in by_role:
                 merge_(by_role[role].seen, tensor, groups, apart)
+    if calibrating and by_role:
+        bound, by_role = bind("bf16"), {}
     seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
     of_states = (by_role[role].scale if role in by_role else None for role in ROLES)
     codes = (None,) * 3 if given is None else (given.codes, given.scale, given.scale_inv)

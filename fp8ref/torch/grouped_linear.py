@@ -46,8 +46,7 @@ class GroupedLinear(nn.Module):
         self, rows: torch.Tensor, ends: torch.Tensor, *, input_codes: Quantized | None = None, grad_codes: grouped.Slot | None = None
     ) -> torch.Tensor:
         """rows [M, K] of groups that end at ends -> [M, N]; input_codes, grad_codes and what it raises as ``grouped.apply``."""
-        if self.states and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            delayed_checks.check(self)
+        delayed_checks.check_pass(self, self.states, delayed.observes(self))
         cut = isinstance(self.weight, DTensor)
         weight = local_part(self.weight)
         how: dict = {"states": self.states, "observe": self.training, "shared": self.shared, "apart": cut, "name": self.fqn}
@@ -68,7 +67,9 @@ class GroupedLinear(nn.Module):
         made = grouped_arguments.check_recipe(recipe)
         casts = delayed.casts(made.recipe).items()
         device = self.weight.device
-        self.states = nn.ModuleDict({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}).train(self.training)
+        self.states = delayed.RoleStates({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}).train(
+            self.training
+        )
         self.shared = group if made.recipe.fp8 and not made.recipe.delayed else None
         self._take(made)
         delayed_checks.watch(self)

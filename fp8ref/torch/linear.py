@@ -54,6 +54,7 @@ class Linear(nn.Linear):
               is in training mode. An optimizer step without ``delayed.update`` is warned of in the
               next such pass, and refused after delayed_checks.MOST (H-12).
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
+    Empty:    no tokens give no outputs, and gradients of zeros; nothing is observed (L-9).
     group     name of the process group whose ranks hold parts of one input and one grad_output, and
               share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
               rank alone.
@@ -62,7 +63,7 @@ class Linear(nn.Linear):
     Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
               NaN of every output that its scale reaches.
     Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass an input of
-              another K, dtype or device than the weight's, or without rows.
+              another K, dtype or device than the weight's.
     """
 
     fqn: str = ""
@@ -83,7 +84,7 @@ class Linear(nn.Linear):
         self.cut: Cut | None = None
         self.groups = Groups(batch=group, every=group)
         self._bind()
-        self.states = nn.ModuleDict(
+        self.states = delayed.RoleStates(
             {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
         delayed_checks.watch(self)
@@ -105,10 +106,9 @@ class Linear(nn.Linear):
         """output [..., N] of input [..., K]. ValueError as in linear_input."""
         x = linear_input.taken(input if self.cut is None else self.cut.enter(input), self)
         w = linear_input.weight(self, x)
-        observes = torch.is_grad_enabled() and self.training
+        observes = x.numel() > 0 and delayed.observes(self)
         states = [self.state(role) for role in ROLES]
-        if self.states and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            delayed_checks.check(self)
+        delayed_checks.check_pass(self, self.states, observes)
         if observes:
             for state, tensor in zip(states[:2], (x, w), strict=True):
                 # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
@@ -118,11 +118,34 @@ class Linear(nn.Linear):
         delayed_scales = [state.scale if state else None for state in states]
         seen = states[-1].seen if observes and states[-1] else None
         function = self._function if w.dtype == self.weight.dtype else self._function_under_autocast
-        y = function.apply(x, w, seen, *delayed_scales)
+        if delayed.calibrating():
+            y = self._calibrated(x, w)
+        elif x.numel() == 0:
+            y = self._of_no_tokens(function, x, w, delayed_scales)
+        else:
+            y = function.apply(x, w, seen, *delayed_scales)
         bias: torch.Tensor | None = self.bias
         if self.cut is not None:
             y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
         return y if bias is None else y + bias.to(y.dtype)
+
+    def _calibrated(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x [..., K] @ w.T [K, N] in high precision, for ``delayed.calibrate``."""
+        if isinstance(w, Float8TrainingTensor):
+            raise ValueError(
+                f"calibrate reads weights in high precision; {linear_input.named(self.fqn)} gathers its weight in FP8. Calibrate the model before you "
+                "shard it, or gather in bfloat16 (gather_fp8=False)."
+            )
+        return linear_input.in_high_precision(x, w)
+
+    def _of_no_tokens(
+        self, function: type[torch.autograd.Function], x: torch.Tensor, w: torch.Tensor, scales: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """The output of an x without rows (L-9). Rows of zeros stand for them where other ranks wait for this one's amaxes."""
+        if self.groups.every is None:
+            return linear_input.in_high_precision(x, w)
+        rows = torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
+        return function.apply(rows, w, None, *scales)[:0].reshape(*x.shape[:-1], len(w))
 
     def share(self, cut: Cut, every: str | None) -> None:
         """Have tensor-parallel ranks share this linear, whose parameters are DTensors.

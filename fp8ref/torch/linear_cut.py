@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from fp8ref.recipe import Style
+from fp8ref.torch import linear_input
 from fp8ref.torch.scaling import Groups as Groups
 
 
@@ -86,7 +87,7 @@ def check_part(linear: nn.Linear, name: str, param: nn.Parameter) -> None:
     cuts = isinstance(param, DTensor) and any(not placement.is_replicate() for placement in param.placements)
     if cuts and held is not None and not isinstance(held, DTensor):
         raise ValueError(
-            f"ranks that share a linear in FP8 share its amaxes, which {getattr(linear, 'fqn', '') or 'a linear in FP8'} does where "
+            f"ranks that share a linear in FP8 share its amaxes, which {linear_input.named(getattr(linear, 'fqn', ''))} does where "
             f"parallel.parallelize cuts it; got its {name} as a DTensor. Give parallel.parallelize a mesh with a dim 'tensor', or keep the "
             "linear in high precision by filter_fqns."
         )

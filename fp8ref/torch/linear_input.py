@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.nn.utils import parametrize
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
@@ -34,11 +35,10 @@ class Named(Protocol):
     weight: torch.Tensor
 
 
-def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tensor:
+def taken(x: torch.Tensor, linear: Named) -> torch.Tensor:
     """Check the input x [..., K] of a linear, and cast it to the autocast dtype if there is one.
 
-    empty     whether x may have no rows. An empty tensor has no amax (S-7).
-    Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; no rows; forward
+    Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; forward
               mode or a transform of torch.func (L-8).
     """
     if not torch.compiler.is_compiling():
@@ -52,8 +52,6 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
         raise ValueError(f"{_name(linear)} takes float32, float16 or bfloat16; got {x.dtype}. Convert with .float().")
     if x.device != w.device:
         raise ValueError(f"{_name(linear)} takes x on the device of its weight; got {x.device} and {w.device}. Move one of them.")
-    if x.numel() == 0 and not empty:
-        raise ValueError(f"{_name(linear)} takes at least one row (S-7); got x of shape {tuple(x.shape)}. Skip an empty batch.")
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)
 
@@ -91,6 +89,11 @@ def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
     return w if isinstance(w, Float8TrainingTensor) else w.to(x.dtype)
 
 
+def in_high_precision(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [..., K] @ w.T [K, N] without FP8: of no tokens (L-9), whose gradients are then zeros."""
+    return functional.linear(x, w.to_original_precision() if isinstance(w, Float8TrainingTensor) else w)
+
+
 def _of_rank(linear: Named, x: torch.Tensor) -> torch.Tensor:
     """The weight as it is multiplied: of a plain x by this rank's part of it."""
     w = linear.weight
@@ -98,7 +101,12 @@ def _of_rank(linear: Named, x: torch.Tensor) -> torch.Tensor:
 
 
 def _name(linear: Named) -> str:
-    return linear.fqn or "a linear in FP8"
+    return named(linear.fqn)
+
+
+def named(fqn: str) -> str:
+    """A linear's name in errors: "3" alone, as nn.Sequential names its parts, would read as a number of linears."""
+    return fqn if any(c.isalpha() for c in fqn) else f"linear {fqn}" if fqn else "a linear in FP8"
 
 
 def without_autocast(pass_: Callable) -> Callable:

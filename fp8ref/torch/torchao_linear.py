@@ -10,6 +10,9 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMM
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import cast, linear_input, scales
 
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+"""The dispatch key under which autograd records views."""
+
 GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
 """{granularity: torchao's scaling granularity}."""
 
@@ -26,8 +29,8 @@ class Float8Linear(float8_linear.Float8Linear):
     fqn       its name in the model that was converted, for errors.
     Padding:  on devices other than a CPU, whose kernels take multiples of 16, grad_weight reduces
               codes that torchao pads with zeros (pad_inner_dim), if M is no multiple (L-5).
-    Raises:   ValueError: under torch.export; as ``linear_input.taken``; an x without rows is taken where no GEMM
-              reduces M and no scale is of a tensor.
+    Specials: no tokens give no outputs, and gradients of zeros (L-9).
+    Raises:   ValueError: under torch.export; as ``linear_input.taken``.
     """
 
     recipe: Recipe
@@ -38,13 +41,15 @@ class Float8Linear(float8_linear.Float8Linear):
         """output [..., N] of input [..., K]."""
         if torch.compiler.is_exporting():
             raise ValueError(
-                f"torch.export does not trace torchao's FP8 tensors, in which {self.fqn or 'a linear in FP8'} multiplies by recipe "
+                f"torch.export does not trace torchao's FP8 tensors, in which {linear_input.named(self.fqn)} multiplies by recipe "
                 f"{self.recipe.name!r}. Export the deconverted model, or compile this one by torch.compile."
             )
         config = self.config
         rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
-        empty = rowwise and config.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED
-        x = linear_input.taken(input, self, empty=empty)
+        x = linear_input.taken(input, self)
+        if x.numel() == 0:
+            output = linear_input.in_high_precision(x, self.weight.to(x.dtype))
+            return output if self.bias is None else output + self.bias.to(output.dtype)
         if rowwise and x.ndim > 2 and not x.is_contiguous():
             # torchao flattens the codes, but cannot copy codes with rowwise scales
             x = x.contiguous()
@@ -71,12 +76,13 @@ class Float8Linear(float8_linear.Float8Linear):
 
 @torch._dynamo.allow_in_graph
 class _Product(float8_linear.matmul_with_hp_or_float8_args):
-    """torchao's three GEMMs. Its output is a view, which autograd refuses to change in place."""
+    """torchao's three GEMMs, by the same operators. Its reshaped output is a view, and autograd refuses to change a Function's view
+    in place: here no view is recorded."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, w: torch.Tensor, *configs) -> torch.Tensor:
-        output = float8_linear.matmul_with_hp_or_float8_args.forward(ctx, x, w, *configs)
-        return torch.ops.aten._unsafe_view(output, output.shape)
+        with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+            return float8_linear.matmul_with_hp_or_float8_args.forward(ctx, x, w, *configs)
 
 
 def pads(x: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from fp8ref.attention import GRADIENT_ROLES, ROLES, Mask
 from fp8ref.torch import attention, attention_delayed, delayed
 
 CAUSAL = Mask(causal=True)
+UNSET = "^attention scales by earlier steps under delayed scaling, and no update has set its scales"
 
 
 def given(seed=0):
@@ -50,7 +51,7 @@ def test_scales_of_the_first_step_are_one_and_the_next_are_of_its_amaxes():  # H
 def test_a_pass_without_gradients_observes_nothing():  # H-4
     made = model()
     q, k, v, _ = given()
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(UserWarning, match=UNSET):
         attention_delayed.apply(q, k, v, states=made.states, variant="cudnn", mask=CAUSAL)
     assert not any(state.seen.any() for state in made.states.values())
 
@@ -89,7 +90,8 @@ def test_a_pass_that_nobody_differentiates_observes_nothing(case):  # A-19
     made = model()
     tensors = [x.requires_grad_(case != "frozen") for x in given()[:3]]
     made.states.train(case != "evaluated")
-    attention_delayed.apply(*tensors, states=made.states, variant="cudnn", mask=CAUSAL)
+    with pytest.warns(UserWarning, match=UNSET):
+        attention_delayed.apply(*tensors, states=made.states, variant="cudnn", mask=CAUSAL)
     assert not any(state.seen.any() or state.used for state in made.states.values())
     tensors[1].requires_grad_()  # one is enough
     attention_delayed.apply(*tensors, states=made.states.train(), variant="cudnn", mask=CAUSAL)
@@ -126,3 +128,16 @@ def test_one_graph_observes_with_eagers_bits():  # A-19, B-9
     assert len(found[0]) == 3 * (4 + 2 * len(layer.states))
     assert all(map(torch.equal, *found))
     assert all(state.amax_history[0] > 0 for state in layer.states.values())
+
+
+def test_calibration_sets_the_scales_of_an_evaluation():
+    layer, (q, k, v, _) = Layer(), given()
+    with torch.no_grad():
+        expected = attention.apply(q, k, v, variant="cudnn", mask=CAUSAL)
+    delayed.calibrate(layer, [(q, k, v)])
+    for role, x in (("q", q), ("k", k), ("v", v)):
+        assert layer.states[role].scale == (448 / x.detach().abs().max().double()).float(), role
+    assert all(layer.states[role].step == (role in ROLES) for role in layer.states)
+    layer.eval()
+    # e4m3 rounds each of q, k, v and p by 2^-4 of it at most; dynamic scales differ from these in that alone
+    assert (layer(q, k, v) - expected).norm() < 4 * 2.0**-4 * expected.norm()

@@ -1,15 +1,19 @@
+import copy
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from histories import CONFIGS, ROLES, recipe_of
 from torch import nn
+from torch.distributed import checkpoint
 
 from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 from fp8ref.sim import delayed as sim
 from fp8ref.sim import linear as sim_linear
-from fp8ref.torch import convert, delayed
+from fp8ref.torch import convert, delayed, grouped_linear
 
 
 def assert_equal(ours: delayed.DelayedState | delayed.RoleState, theirs: sim.DelayedState):
@@ -91,6 +95,7 @@ def test_uses_and_microbatches_merge_by_maximum():  # H-4, H-11
 
 def test_evaluation_observes_nothing():
     model, x = convert.Linear(16, 16, "delayed"), torch.ones(4, 16)
+    delayed.calibrate(model, [x])
     with torch.no_grad():
         model(x)
     model.eval()
@@ -208,6 +213,116 @@ def test_loading_forgets_what_was_observed():  # H-4
     run(model, torch.full((4, 16), 2.0), torch.ones(4, 16))
     delayed.update(model)
     assert model.states["input"].amax_history[0] == 2
+
+
+def small(scale=2.0**-10):
+    """Linears whose weights scale 1 casts to zeros or subnormals."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=scale)
+    return model
+
+
+def relative_error(y, expected):
+    return ((y - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("call", [lambda x: x, lambda x: (x,), lambda x: {"input": x}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calibration_sets_the_scales_of_an_evaluation(call, compiled):  # TransformerEngine#982
+    """Input and weight have the scales of amaxes in high precision, grad_output its first one. Training mode and observations stay."""
+    plain, x = small(), torch.randn(24, 32)
+    model = convert.convert(copy.deepcopy(plain), "delayed")
+    model[0].train()
+    delayed.calibrate(torch.compile(model, backend="aot_eager") if compiled else model, [call(x[:8]), call(x[8:])])
+    assert (model[0].training, model[2].training) == (True, False)
+    model.eval()
+    for linear, inputs in ((model[0], x), (model[2], plain[:2](x))):
+        for role, tensor in (("input", inputs.detach()), ("weight", linear.weight.detach())):
+            state, amax = linear.states[role], tensor.abs().max()
+            # two passes of other numbers of rows, whose sums differ in order: 64 roundings of 2^-24
+            torch.testing.assert_close(state.scale, (E4M3FN.max / amax.detach().double()).float(), rtol=64 * 2.0**-24, atol=0)
+            assert state.step == 1
+        assert (linear.states["grad_output"].scale, linear.states["grad_output"].step) == (1, 0)
+    # two casts of e4m3, each within 2^-4 of its number, in each of two linears
+    assert relative_error(model(x), plain(x)) < 4 * 2.0**-4
+
+
+def test_calibration_of_a_grouped_linear():
+    module = grouped_linear.GroupedLinear(2, 32, 16)
+    nn.init.normal_(module.weight, std=2.0**-10)
+    x, ends = torch.randn(8, 32), torch.tensor([3, 8], dtype=torch.int32)
+    expected = module(x, ends)
+    convert.convert(nn.ModuleDict({"up": module}), "delayed")
+    delayed.calibrate(module, [(x, ends)])
+    assert module.states["weight"].amax_history[0] == module.weight.abs().max()
+    module.eval()
+    assert relative_error(module(x, ends), expected) < 2 * 2.0**-4  # two casts
+
+
+def test_calibration_of_nothing_is_refused():
+    model = convert.convert(small(), "delayed")
+    with pytest.raises(ValueError, match=r"at least one batch.*got none"):
+        delayed.calibrate(model, [])
+    with pytest.raises(ValueError, match=r"the model has none\. Convert it"):
+        delayed.calibrate(small(), [torch.ones(1, 32)])
+    with pytest.raises(ValueError, match="same K"):
+        delayed.calibrate(model, [torch.ones(4, 32), torch.ones(4, 16)])
+    assert not any(state.seen.any() or state.step for _, state in delayed.states(model))
+    assert not delayed.calibrating()
+
+
+def test_weights_of_a_model_without_fp8_are_loaded():  # TransformerEngine#1860, torchtitan#651
+    plain = small()
+    model = convert.convert(small(1.0), "delayed")
+    assert str(model.load_state_dict(plain.state_dict())) == "<All keys matched successfully>"
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in convert.weights(model).items())
+    assert all(state.scale == 1 for _, state in delayed.states(model))
+    with pytest.warns(UserWarning, match=r"^linear 0 scales by earlier steps .*calibrate\(model, batches\)"):
+        model.eval()(torch.ones(4, 32))
+
+
+def test_weights_are_loaded_from_a_distributed_checkpoint(tmp_path):
+    plain = small()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process without a process group
+        checkpoint.save(plain.state_dict(), checkpoint_id=tmp_path)
+        model = convert.convert(small(1.0), "delayed")
+        checkpoint.load(convert.weights(model), checkpoint_id=tmp_path)
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in convert.weights(model).items())
+
+
+@pytest.mark.parametrize("lost", ["input.scale", "weight.", "grad_output.amax_history"])
+def test_a_part_of_a_linears_states_is_refused(lost):
+    model = convert.convert(small(), "delayed")
+    part = {key: value for key, value in model.state_dict().items() if not key.startswith(f"2.states.{lost}")}
+    with pytest.raises(RuntimeError, match=r"all states of a linear .* or none; 2\.states\..* is missing.*calibrate"):
+        model.load_state_dict(part)
+    with pytest.raises(RuntimeError, match="or none"):  # torch does not hand strict=False on
+        model.load_state_dict(part, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("scale", -1.0, "scale is finite and positive; got -1.0"),
+        ("scale", 0.0, "scale is finite and positive; got 0.0"),
+        ("scale", torch.nan, "scale is finite and positive; got nan"),
+        ("scale", torch.inf, "scale is finite and positive; got inf"),
+        ("amax_history", -2.0, "amax_history is finite and at least 0; got -2.0"),
+        ("step", -1, "step is finite and at least 0; got -1"),
+    ],
+)
+def test_values_that_no_update_makes_are_refused(key, value, message):
+    model = convert.Linear(16, 16, "delayed")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    saved[f"states.input.{key}"].fill_(value)
+    with pytest.raises(RuntimeError, match=rf"states\.input\.{message}\. Load another checkpoint"):
+        model.load_state_dict(saved)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
 def test_configs_go_by_name_too():  # H-2

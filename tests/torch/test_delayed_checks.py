@@ -46,7 +46,9 @@ def test_a_forgotten_update_is_warned_of_then_refused(compiled):  # H-12
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps = (step(model, optimizer, x, forward=forward) for _ in range(delayed_checks.MOST))
-        with pytest.raises(ValueError, match=r"^delayed scaling computes .*; \w had 10 optimizer steps without one, .*\. Call fp8ref"):
+        with pytest.raises(
+            ValueError, match=r"^delayed scaling computes .*; linear \w had 10 optimizer steps without one, .*\. Call fp8ref"
+        ):
             list(steps)
     delayed.update(model)
     model(x)
@@ -55,9 +57,10 @@ def test_a_forgotten_update_is_warned_of_then_refused(compiled):  # H-12
 def test_training_in_eval_mode_is_warned_of():  # H-12
     model, x = convert.convert(made(), "delayed"), torch.ones(8, 16)
     optimizer = torch.optim.AdamW(model.parameters())
+    delayed.calibrate(model, [x])
     model.eval()
     with pytest.warns(
-        UserWarning, match=r"took gradients of [02] that eval mode computed, and its scales do not change\. Call model\.train\(\)"
+        UserWarning, match=r"took gradients of linear [02] that eval mode computed, and its scales do not change\. Call model\.train\(\)"
     ):
         step(model, optimizer, x)
     assert not any(state.seen.any() for _, state in delayed.states(model))
@@ -71,6 +74,37 @@ def test_training_in_eval_mode_is_warned_of():  # H-12
     optimizer.zero_grad()
     optimizer.step()
     delayed.forget(model)
+
+
+EVALUATIONS = {
+    "eval mode": lambda model, x: model.eval()(x),
+    "without gradients": lambda model, x: torch.no_grad()(model)(x),
+    "inference mode": lambda model, x: torch.inference_mode()(model)(x),
+    "compiled": lambda model, x: torch.compile(model.eval(), backend="eager", fullgraph=True)(x),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_before_any_update_is_warned_of(name):  # H-12; TransformerEngine#982
+    """Once a model, by the name of its first linear; never after an update, or with a state that was loaded or filled in place."""
+    torch._dynamo.reset()
+    model, x, evaluate = convert.convert(nn.Sequential(made(), made()), "delayed"), torch.ones(8, 16), EVALUATIONS[name]
+    who = "a compiled linear" if name == "compiled" else "linear 0\\.0"
+    with pytest.warns(UserWarning, match=rf"^{who} scales by earlier steps .*calibrate\(model, batches\)"):
+        evaluate(model, x)
+    evaluate(model, x)
+    trained = convert.convert(made(), "delayed")
+    trained(x).sum().backward()
+    delayed.update(trained)
+    evaluate(trained, x)
+    loaded = convert.convert(made(), "delayed")
+    loaded.load_state_dict(trained.state_dict())
+    evaluate(loaded, x)
+    if name != "compiled":
+        filled = convert.convert(made(), "delayed")
+        for (_, state), (_, other) in zip(delayed.states(filled), delayed.states(trained), strict=True):
+            state.step.copy_(other.step)
+        evaluate(filled, x)
 
 
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True)])

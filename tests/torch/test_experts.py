@@ -337,7 +337,8 @@ def test_under_fsdp2(recipe):
 
 def test_in_evaluation_nothing_is_observed():  # H-4
     model = converted("Mixtral", "delayed").eval()
-    model(IDS, labels=IDS).loss.backward()
+    with pytest.warns(UserWarning, match="q_proj scales by earlier steps under delayed scaling, and no update has set its scales"):
+        model(IDS, labels=IDS).loss.backward()
     assert not any(state.seen.any() for _, state in delayed.states(model))
 
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 from linears import run
-from torch import nn
+from ranks import run as run_ranks
+from torch import distributed, nn
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
@@ -101,17 +102,61 @@ def test_a_weight_gathered_in_fp8_is_taken_as_it_is():  # L-7
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.ones(4, 64), r"^0 takes x \[\.\.\., K\] and w \[N, K\] with the same K; got \(4, 64\) and \(128, 128\)"),
-        (torch.ones(()), r"^0 takes x .*got \(\)"),
-        (torch.ones(4, 128, dtype=torch.int64), r"^0 takes float32, float16 or bfloat16; got torch\.int64"),
-        (torch.ones(4, 128, dtype=torch.float64), r"^0 takes float32, .*got torch\.float64"),
-        (torch.ones(4, 128, device="meta"), "^0 takes x on the device of its weight; got meta and cpu"),
-        (torch.ones(0, 128), r"^0 takes at least one row .*got x of shape \(0, 128\)"),
+        (torch.ones(4, 64), r"^linear 0 takes x \[\.\.\., K\] and w \[N, K\] with the same K; got \(4, 64\) and \(128, 128\)"),
+        (torch.ones(()), r"^linear 0 takes x .*got \(\)"),
+        (torch.ones(4, 128, dtype=torch.int64), r"^linear 0 takes float32, float16 or bfloat16; got torch\.int64"),
+        (torch.ones(4, 128, dtype=torch.float64), r"^linear 0 takes float32, .*got torch\.float64"),
+        (torch.ones(4, 128, device="meta"), "^linear 0 takes x on the device of its weight; got meta and cpu"),
     ],
 )
 def test_errors_name_the_module(recipe, x, message):
     with pytest.raises(ValueError, match=message):
         converted(recipe)(x)
+
+
+@recipes
+@pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128)])
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_no_tokens_give_no_outputs_and_zeros_as_gradients(recipe, shape, under_autocast):  # L-9; ao#1200, torchtitan#1166
+    torch._dynamo.reset()
+    model = converted(recipe)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    results = []
+    for forward in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        x = torch.ones(shape, requires_grad=True)
+        y = (autocast(forward) if under_autocast else forward)(x)
+        y.sum().backward()
+        results += [(y.shape, y.dtype), (x.grad.shape, x.grad.dtype)]
+        assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+    delayed.update(model)
+    assert results == [((*shape[:-1], 128), torch.bfloat16 if under_autocast else torch.float32), (shape, torch.float32)] * 2
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+def without_tokens(recipe):
+    """Gradients and states where the second of two ranks has no tokens, and how many tokens it had."""
+    model, rank = convert.convert(converted("bf16"), recipe, amax_group=distributed.group.WORLD), distributed.get_rank()
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))[: 0 if rank else 128]
+    y = model(x)
+    y.square().sum().backward()
+    delayed.update(model)
+    return [p.grad for p in model.parameters()], [buffer.clone() for buffer in model.buffers()], len(y)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_rank_without_tokens_keeps_no_other_rank_waiting(recipe):  # L-9, P-2
+    alone = convert.Linear.of  # fp8ref's own linear, as ranks have it
+    model = converted("bf16")
+    model[0], model[2] = (alone(linear, recipe) for linear in (model[0], model[2]))
+    model(torch.randn(128, 128, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    delayed.update(model)
+    (gradients, states, rows), (zeros, same, none) = run_ranks(2, without_tokens, recipe)
+    assert (rows, none) == (128, 0)
+    assert all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
+    assert not any(g.any() for g in zeros)
+    for found in (states, same):
+        assert all(torch.equal(a, b) for a, b in zip(found, model.buffers(), strict=True))
 
 
 def test_tensors_of_devices_without_autocast_are_taken():

@@ -158,7 +158,7 @@ def test_an_error_in_a_step_leaves_no_hook_behind():
         with proof.trace_eager(model):
             model(torch.ones(128, 64).bfloat16())
 
-    with pytest.raises(ValueError, match=r"^0 takes x \["):
+    with pytest.raises(ValueError, match=r"^linear 0 takes x \["):
         fail()
     assert not hooks(model)
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
