@@ -1,9 +1,12 @@
 """The state of AdamW with narrow moments in JAX, and whether it and the numbers of a step are what a layout takes (spec O-2, O-4, O-17).
 
 A state is arrays alone, so that any pytree library keeps it: orbax, flax, optax's own states around it. So
-the decisions of its layout are an array too, their text in ASCII.
+the decisions of its layout are an array too, their text in ASCII. And what it keeps of the parameters are trees
+of their structure, one for each field, as optax's own: nnx.Optimizer and optax.tree.map_params take no tuple in
+a parameter's place.
 """
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -14,13 +17,17 @@ import numpy as np
 from fp8ref import layout_decisions, states
 from fp8ref.jax import moments
 from fp8ref.jax.moments import MomentState
-from fp8ref.states import Layout
+from fp8ref.states import Layout, Moment
 
 
 class AdamWState(NamedTuple):
-    """The steps that were made, int32; trees of ``MomentState`` in the structure of the parameters, where
+    """The steps that were made, int32; ``MomentState`` of trees in the structure of the parameters, where
     ``master`` is None if parameters are the masters; and the decisions of the layout, as ``decisions``
-    makes them."""
+    makes them.
+
+    A field of the layout has an array for every parameter. One that the layout keeps in float32, as too small,
+    has the values of before the first step there, which nothing reads.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name, which tuples have too
     m: Any
@@ -63,6 +70,54 @@ def trees(state: AdamWState, layout: Layout) -> list[Any]:
             f"{'out' if layout.keeps_master else ''}. States of another layout are not converted: use init."
         )
     return [state.m, state.v, state.master][: len(layout.kept)]
+
+
+def fields(moment: Moment) -> dict[str, bool]:
+    """Whether a stored moment has each field of ``MomentState``."""
+    scaled = moment.scaling is not None
+    amax = scaled and moment.amax != "exact"
+    return {"codes": True, "scale_inv": scaled, "amax": amax, "exponent": moment.expansion, "center": moment.expansion}
+
+
+def by_field(each: Sequence[MomentState], structure: Any, moment: Moment, stacks: list[bool]) -> MomentState:
+    """A tree for each field of the layout's moment, of what is stored of each parameter.
+
+    structure  that of the parameters, in whose order they are given.
+    stacks     which parameters are stacks.
+    """
+
+    def array(stored: MomentState, field: str, is_stack: bool) -> jax.Array:
+        x = getattr(stored, field)
+        unread = stored.codes.shape[:is_stack]  # its own moment lacks the field
+        return jnp.full(unread, float(field != "amax"), jnp.float32) if x is None else x
+
+    def tree(field: str) -> Any:
+        return structure.unflatten([array(stored, field, s) for stored, s in zip(each, stacks, strict=True)])
+
+    return MomentState(**{field: tree(field) for field, has in fields(moment).items() if has})
+
+
+def by_parameter(trees: MomentState, structure: Any, moment: Moment, owns: list[Moment]) -> list[MomentState]:
+    """What is stored of each parameter: the fields that its own moment has.
+
+    Raises:   ValueError: a state of other fields than the layout's moment has, or of another structure.
+    """
+    wanted = [field for field, has in fields(moment).items() if has]
+    if not isinstance(trees, MomentState) or wanted != [field for field, tree in trees._asdict().items() if tree is not None]:
+        raise ValueError(
+            f"a state has a tree of the parameters for each of {', '.join(wanted)}, as state.m.codes; got {type(trees).__name__} of "
+            f"{jax.tree.structure(trees)}. A state of another layout, or of an fp8ref that kept a tuple for each parameter, is not converted: "
+            "use init."
+        )
+    columns = {}
+    for field in wanted:
+        try:
+            columns[field] = structure.flatten_up_to(getattr(trees, field))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{field} of a state has the structure of the parameters, {structure}; got {jax.tree.structure(getattr(trees, field))}. Use init."
+            ) from error
+    return [MomentState(**{field: columns[field][i] for field, has in fields(own).items() if has}) for i, own in enumerate(owns)]
 
 
 def check_moment(stored, shape: tuple[int, ...], layout: Layout, which: int, *, stacked: bool = False) -> None:

@@ -15,7 +15,7 @@ from jax import lax
 
 from fp8ref import states
 from fp8ref.health import COUNTS, clip_limit
-from fp8ref.jax import division, moments
+from fp8ref.jax import adamw_state, division, moments
 from fp8ref.jax.adamw_state import AdamWState, check_decisions, check_moment
 from fp8ref.jax.moments import MomentState, Scalars
 from fp8ref.states import Layout, Moment
@@ -65,7 +65,14 @@ def measure(
             check_moment(one, g.shape, own, which % 2)
         return _measure(g, stored[:2], stored[2:], at, own)
 
-    return jax.tree.map(of_leaf, grads, before.m, before.v, after.m, after.v)
+    structure: Any
+    leaves, structure = jax.tree.flatten(grads)
+    owns = [layout.of(g.size) for g in leaves]
+    each = [
+        adamw_state.by_parameter(trees, structure, layout.kept[which % 2], [own.kept[which % 2] for own in owns])
+        for which, trees in enumerate((before.m, before.v, after.m, after.v))
+    ]
+    return structure.unflatten([of_leaf(g, *stored) for g, *stored in zip(leaves, *each, strict=True)])
 
 
 def numbers(measured) -> np.ndarray:

@@ -10,15 +10,13 @@ from typing import Any
 import jax
 from jax.custom_batching import custom_vmap
 
-from fp8ref.jax.moments import MomentState
-
 
 def flags(name: str, given: Any, params, *, default: bool) -> Any:
     """The boolean of each parameter, of a mask; default where none is given.
 
     Raises:   ValueError: a mask of another structure, under its name.
     """
-    if given is None:
+    if given is None or not jax.tree.leaves(params):
         return jax.tree.map(lambda _: default, params)
     found = given(params) if callable(given) else given
     try:
@@ -28,16 +26,6 @@ def flags(name: str, given: Any, params, *, default: bool) -> Any:
             f"{name} is a tree of booleans, of the parameters' structure or a prefix of it; got {jax.tree.structure(found)} for "
             f"{jax.tree.structure(params)}. Make it of the parameters, by jax.tree.map."
         ) from error
-
-
-def is_stored(node) -> bool:
-    """Whether a node is a stored moment or master, a leaf to most."""
-    return isinstance(node, MomentState)
-
-
-def of_stored(tree, stacked: Any) -> Any:
-    """Which nodes of a tree of ``MomentState`` are of stacks; a function takes the tree of their codes."""
-    return flags("stacked", stacked, jax.tree.map(lambda one: one.codes, tree, is_leaf=is_stored), default=False)
 
 
 def each(f: Callable, is_stack: bool) -> Callable:

@@ -81,14 +81,15 @@ def adamw(
     adamw_state.check_numbers(learning_rate, b1, b2, eps, weight_decay, layout, seed)
 
     def init(params) -> AdamWState:
-        of = parameter_stacks.flags("stacked", stacked, params, default=False)
-        m, v = (jax.tree.map(lambda p, s, i=i: moments.zeros(p, _layout_of(layout, p, s), i, stacked=s), params, of) for i in (0, 1))
-        master = (
-            jax.tree.map(lambda p, s: parameter_stacks.each(lambda w: moments.master(w, layout), s)(p), params, of)
-            if layout.keeps_master
-            else None
-        )
-        return AdamWState(jnp.zeros((), jnp.int32), m, v, master, adamw_state.decisions(layout))
+        structure: Any
+        leaves, structure = jax.tree.flatten(params)
+        stacks = structure.flatten_up_to(parameter_stacks.flags("stacked", stacked, params, default=False))
+        of = list(zip(leaves, stacks, strict=True))
+        kept = [[moments.zeros(p, _layout_of(layout, p, s), i, stacked=s) for p, s in of] for i in (0, 1)]
+        if layout.keeps_master:
+            kept.append([parameter_stacks.each(lambda w: moments.master(w, layout), s)(p) for p, s in of])
+        trees = [adamw_state.by_field(each, structure, moment, stacks) for each, moment in zip(kept, layout.kept, strict=True)]
+        return AdamWState(jnp.zeros((), jnp.int32), *trees)._replace(decisions=adamw_state.decisions(layout))
 
     def update(grads, state: AdamWState, params=None):
         if params is None:
@@ -170,15 +171,15 @@ def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3", *, stacked: An
     held = adamw_state.trees(state, layout)
     adamw_state.check_decisions(state, layout)
 
-    def read(i: int, tree):
+    def read(i: int):
         def of_leaf(stored: MomentState, s: bool):
             own = _of_size(layout, stored.codes.shape, s)
             adamw_state.check_moment(stored, stored.codes.shape, own, i, stacked=s)
             return parameter_stacks.each(lambda x: moments.read(x, (own.m, own.v)[i], own), s)(stored)
 
-        return jax.tree.map(of_leaf, tree, parameter_stacks.of_stored(tree, stacked), is_leaf=parameter_stacks.is_stored)
+        return _of_stored(of_leaf, held[i], layout, i, stacked)
 
-    return read(0, held[0]), read(1, held[1])
+    return read(0), read(1)
 
 
 def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
@@ -199,7 +200,7 @@ def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stac
         adamw_state.check_moment(stored, getattr(stored.codes, "shape", ()), layout, 2, stacked=s)
         return parameter_stacks.each(lambda x: moments.read(x, layout.master, layout), s)(stored).astype(dtype)
 
-    return jax.tree.map(of_leaf, masters, parameter_stacks.of_stored(masters, stacked), is_leaf=parameter_stacks.is_stored)
+    return _of_stored(of_leaf, masters, layout, 2, stacked)
 
 
 def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
@@ -223,8 +224,18 @@ def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=
         largest = moments.not_tiny(stored.amax, layout).astype(dtype)
         return scaling.quantize_with(w, scaling.scale_from_amax(cast.to_f32(largest), spec.fmt, spec.policy), spec.fmt)
 
-    of, found = parameter_stacks.of_stored(state.master, stacked), weights(state, layout, dtype, stacked=stacked)
-    return jax.tree.map(lambda s, w, stored: parameter_stacks.each(of_tensor, s)(w, stored), of, found, state.master)
+    each = iter(jax.tree.leaves(weights(state, layout, dtype, stacked=stacked)))
+    return _of_stored(lambda stored, s: parameter_stacks.each(of_tensor, s)(next(each), stored), state.master, layout, 2, stacked)
+
+
+def _of_stored(f, trees: MomentState, layout: Layout, which: int, stacked) -> Any:
+    """The tree of f(what is stored of a parameter, whether it is a stack)."""
+    structure: Any
+    codes, structure = jax.tree.flatten(getattr(trees, "codes", None))
+    stacks = structure.flatten_up_to(parameter_stacks.flags("stacked", stacked, structure.unflatten(codes), default=False))
+    owns = [_of_size(layout, x.shape, s).kept[which] for x, s in zip(codes, stacks, strict=True)]
+    each = adamw_state.by_parameter(trees, structure, layout.kept[which], owns)
+    return structure.unflatten([f(stored, s) for stored, s in zip(each, stacks, strict=True)])
 
 
 def _of_size(layout: Layout, shape: tuple[int, ...], is_stack: bool) -> Layout:
@@ -252,14 +263,19 @@ def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tup
 
     structure: Any
     leaves, structure = jax.tree.flatten(params)
-    of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, stacks, *held)]
+    of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, stacks)]
+    owns = [_layout_of(layout, p, s) for p, s in zip(leaves, of_each[2], strict=True)]
+    of_each += [adamw_state.by_parameter(trees, structure, layout.kept[i], [own.kept[i] for own in owns]) for i, trees in enumerate(held)]
     new, number = [], 0
     for p, g, d, is_stack, *stored in zip(leaves, *of_each, strict=True):
         decayed = at._replace(weight_decay=jnp.where(d, at.weight_decay, 0))
         new.append(leaf(p, g, stored, decayed, layout, (seed, count, number), is_stack))
         number += p.shape[0] if is_stack else 1
-    first, *trees = (structure.unflatten(parts) for parts in zip(*new, strict=True)) if new else (grads, *held)
-    return first, AdamWState(count, *trees)._replace(decisions=state.decisions)
+    if not new:
+        return grads, state._replace(count=count)
+    first, *kept = zip(*new, strict=True)
+    trees = [adamw_state.by_field(each, structure, moment, of_each[2]) for each, moment in zip(kept, layout.kept, strict=True)]
+    return structure.unflatten(first), AdamWState(count, *trees)._replace(decisions=state.decisions)
 
 
 def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool):

@@ -141,9 +141,16 @@ def _optax(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot
         changes, state = found.update({name: jnp.asarray(x) for name, x in g.items()}, state, params)
         params = optax.apply_updates(params, changes)
         kept = _kept(state)
-        read = {name: tuple(_moment(of[name]) for of in kept) for name in params}
+        read = {name: tuple(_moment(_of_parameter(of, name)) for of in kept) for name in params}
         snapshots.append({name: _trained(Snapshot(_weight(p, asked.weights[name]), *read[name])) for name, p in params.items()})
     return snapshots
+
+
+def _of_parameter(kept: Any, name: str) -> Any:
+    """What a state keeps of a parameter: of fp8ref's a tree for each field."""
+    if isinstance(getattr(kept, "codes", None), Mapping):
+        return {key: None if (tree := getattr(kept, key)) is None else tree[name] for key in ("codes", "scale_inv")}
+    return kept[name]
 
 
 def _trained(one: Snapshot) -> Snapshot:

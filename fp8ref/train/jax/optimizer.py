@@ -1,6 +1,7 @@
 """AdamW for JAX: optax's, or that of ``fp8ref.jax.states`` with the moments and masters of a layout
 (spec T-1, T-2, T-4, T-6)."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from fp8ref.jax import adamw_state, health, states
 from fp8ref.jax.adamw_state import AdamWState
-from fp8ref.jax.parameter_stacks import is_stored
+from fp8ref.jax.moments import MomentState
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Recipe
 from fp8ref.train import train_state
 from fp8ref.train.jax.layer_stacks import LayerStacks
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.parameter_names import name_of, named
+from fp8ref.train.jax.parameter_names import is_stored, name_of, named
 from fp8ref.train.sections import OptimizerConfig
 
 
@@ -83,14 +84,14 @@ class Optimizer:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if self._moments:
             how = {**self._adamw(), "learning_rate": lr, "factor": factor, "finite": finite}
-            masters, new = _apart(*states.step(self.weights(params), grads, self._adamw_state(params, state), **how))
+            masters, new = self._apart(*states.step(self.weights(params), grads, self._adamw_state(params, state), **how))
         else:
             before = optax.ScaleByAdamState(state.count, *(state.kept[key] for key in train_state.MOMENTS))
             updates, adam = self._transformation.update(_times(grads, factor), before)
             decay = optax.add_decayed_weights(self._keys.weight_decay, mask=_matrices)
             updates, _ = decay.update(updates, decay.init(params), params)
             stepped = jax.tree.map(lambda p, u: p - lr * u, params, updates)
-            masters, new = _apart(*new_if(finite, (stepped, adam), (params, before)))
+            masters, new = self._apart(*new_if(finite, (stepped, adam), (params, before)))
         return masters, new, norm, finite
 
     def health(self, grads, params, state) -> health.Measured:
@@ -98,13 +99,11 @@ class Optimizer:
         of ``LayerStacks.named`` (spec O-12)."""
         assert self._moments is not None
         keys, grads = self._keys, _times(grads, self._clipping(grads)[1])
-        before = self._adamw_state(params, state)
-        _, after = self._at(0.0).update(grads, before, self.weights(params))
-        g, before, made = (
-            self._stacks.named(grads),
-            *(x._replace(m=self._by_name(x.m), v=self._by_name(x.v), master=None) for x in (before, after)),
-        )
-        found = health.measure(g, before, made, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
+        _, adam = self._at(0.0).update(grads, self._adamw_state(params, state), self.weights(params))
+        g, after = self._stacks.named(grads), self._apart(params, adam)[1]
+        each = [x._replace(kept={key: self._by_name(tree) for key, tree in x.kept.items()}) for x in (state, after)]
+        both = [self._adamw_state(None, x) for x in each]
+        found = health.measure(g, *both, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
         return health.Measured(*(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True)))
 
     def moments(self, state) -> dict[str, dict[str, Any]]:
@@ -151,8 +150,7 @@ class Optimizer:
 
     def _begun(self, params) -> tuple[Any, OptimizerState]:
         """(masters, state) before the first step of parameters, a tree or one."""
-        masters, state = _apart(params, self._transformation.init(params))
-        return masters, state
+        return self._apart(params, self._transformation.init(params))
 
     def _specs(self) -> tuple[Any, OptimizerState]:
         """What is kept of a parameter lies on the mesh as the parameter does; the count and scales are whole on every
@@ -182,12 +180,38 @@ class Optimizer:
     def _holding(self, masters) -> AdamWState:
         """Masters as the part of an optimizer's state that ``states.weights`` and ``copies`` read."""
         assert self._moments is not None
-        return AdamWState(jnp.int32(0), None, None, masters, adamw_state.decisions(self._moments))
+        return AdamWState(jnp.int32(0), None, None, self._by_field(masters, 2), adamw_state.decisions(self._moments))
 
     def _adamw_state(self, params, state: OptimizerState) -> AdamWState:
-        """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps."""
-        m, v = (state.kept[key] for key in train_state.MOMENTS)
-        return AdamWState(state.count, m, v, params if self._keeps_masters else None, state.decisions)
+        """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps, of parameters that are not None."""
+        m, v = (self._by_field(state.kept[key], i) for i, key in enumerate(train_state.MOMENTS))
+        return AdamWState(
+            state.count, m, v, self._by_field(params, 2) if self._keeps_masters and params is not None else None, state.decisions
+        )
+
+    def _by_field(self, tree, which: int) -> MomentState:
+        """What is stored of each parameter, as ``fp8ref.jax.states`` has it: a tree for each field."""
+        assert self._moments is not None
+        each, structure = jax.tree.flatten(tree, is_leaf=is_stored)
+        stacks = jax.tree.leaves(_stacks(structure.unflatten([one.codes for one in each])))
+        return adamw_state.by_field(each, structure, self._moments.kept[which], stacks)
+
+    def _by_parameter(self, trees: MomentState, which: int):
+        """The tree of ``MomentState`` that ``_by_field`` takes."""
+        assert self._moments is not None
+        codes, structure = jax.tree.flatten(trees.codes)
+        sizes = [math.prod(x.shape[s:]) for x, s in zip(codes, jax.tree.leaves(_stacks(trees.codes)), strict=True)]
+        owns = [self._moments.of(size).kept[which] for size in sizes]
+        return structure.unflatten(adamw_state.by_parameter(trees, structure, self._moments.kept[which], owns))
+
+    def _apart(self, params, adam: optax.ScaleByAdamState | AdamWState) -> tuple[Any, OptimizerState]:
+        """(masters, state) of parameters and of the state of either AdamW, which may hold the masters."""
+        count, *both = adam[:3]
+        decisions = None
+        if isinstance(adam, AdamWState):
+            both, decisions = [self._by_parameter(trees, i) for i, trees in enumerate(both)], adam.decisions
+            params = params if adam.master is None else self._by_parameter(adam.master, 2)
+        return params, OptimizerState(count, dict(zip(train_state.MOMENTS, both, strict=True)), decisions)
 
     def _at(self, lr) -> optax.GradientTransformation:
         """The optimizer of a layout at a learning rate, which its updates contain."""
@@ -224,13 +248,6 @@ class Optimizer:
             return one._replace(**saved)
 
         return jax.tree_util.tree_map_with_path(of, like, is_leaf=is_stored)
-
-
-def _apart(params, adam: optax.ScaleByAdamState | AdamWState) -> tuple[Any, OptimizerState]:
-    """(masters, state) of parameters and of the state of either AdamW, which may hold the masters."""
-    count, m, v, *others = adam
-    master, decisions = others or (None, None)
-    return params if master is None else master, OptimizerState(count, dict(zip(train_state.MOMENTS, (m, v), strict=True)), decisions)
 
 
 def new_if(taken: jax.Array, new, old):

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from fp8ref.jax.parameter_stacks import is_stored
+from fp8ref.jax.moments import MomentState
 
 
 def name_of(path) -> str:
@@ -14,6 +14,11 @@ def name_of(path) -> str:
     if parts[:2] == ["model", "layers"] and not parts[2].isdigit():
         parts.insert(2, "*")
     return ".".join(parts)
+
+
+def is_stored(node) -> bool:
+    """Whether a node is a stored moment or master, a leaf to most."""
+    return isinstance(node, MomentState)
 
 
 def named(tree, *, stored: bool = False) -> dict[str, Any]:
