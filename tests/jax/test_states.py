@@ -162,6 +162,15 @@ def test_operation_by_operation(name):  # O-2 to O-10
     assert trained(step, optimizer, ALL[name], 3) == 0
 
 
+def test_a_cut_by_columns_rounds_by_the_index_of_the_whole():  # O-8, O-11
+    def columns(x):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        return jax.device_put(x, NamedSharding(mesh, P(None, "data") if x.shape == SHAPES["blocks"] else P()))
+
+    optimizer = states.adamw(1e-3, layout=ALL["stochastic"], **seeded(ALL["stochastic"]))
+    assert trained(compiled(optimizer), optimizer, ALL["stochastic"], 2, place=columns) == 0
+
+
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e5m2", "msamp", "predicted", "stochastic"])
 def test_a_mesh_changes_nothing(name):  # O-11

@@ -78,3 +78,11 @@ def test_a_gradient_out_of_range():  # O-2
     found = adamw_update.in_range(g)
     assert found[:4].tolist() == [0, 0, 2.0**-56, 2.0**56]
     assert found[4:].isnan().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2.0**57, -(2.0**57)])
+def test_one_gradient_out_of_range_is_seen_alone(bad):  # O-2
+    """Each end of the range is asked for, on a CPU of the extremes alone."""
+    found = adamw_update.in_range(torch.tensor([1.0, bad, -1.0, 2.0**-57]))
+    assert found.isnan().tolist() == [False, True, False, False]
+    assert found[[0, 2, 3]].tolist() == [1.0, -1.0, 0.0]
