@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import fp8ref
-from fp8ref import extras, specification
+from fp8ref import console, extras, specification
 from fp8ref.commands import ablate, certify, conform, crosscheck, data, demo, estimate, probe, runs, sweep, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         with contextlib.suppress(BrokenPipeError):  # whoever reads it may have ended of the same Ctrl-C
-            print(f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept", file=sys.stderr, flush=True)
+            said = f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept"
+            print(console.printable(said), file=sys.stderr, flush=True)
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read what this prints, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = DEFECT
         else:
             remedy = extras.remedy(error) if isinstance(error, ImportError) else None
-            print("\n  ".join([f"fp8ref: {remedy or error}", *specification.addresses(remedy or str(error))]), file=sys.stderr)
+            lines = [f"fp8ref: {remedy or error}", *specification.addresses(remedy or str(error))]
+            print(console.printable("\n  ".join(lines)), file=sys.stderr)
     if known.leave:
         known.leave(code)
     return code

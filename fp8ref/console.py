@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 from fp8ref import extras
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
     from rich.table import Table
 
 
@@ -29,6 +30,36 @@ PATIENCE = 2.0
 
 _bars: list[str] = []
 """The bars that are shown."""
+
+
+_CONTROLS = {
+    code: ascii(chr(code))[1:-1]
+    for codes in (
+        range(0x20),
+        range(0x7F, 0xA0),
+        (0x061C, 0x200E, 0x200F),
+        range(0x2028, 0x202F),
+        range(0x2066, 0x206A),
+        range(0xD800, 0xE000),
+    )
+    for code in codes
+    if chr(code) not in "\t\n"
+}
+"""{character that a terminal obeys or cannot show: its escape}: controls, directions of text, line separators, half surrogates."""
+
+
+def printable(text: str) -> str:
+    r"""A text without characters that a terminal obeys, which are shown as escapes. Tabs and line ends stay.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return text.translate(_CONTROLS)
+
+
+def show(text: str) -> None:
+    """A ``printable`` line on standard output, without rich."""
+    print(printable(text))
 
 
 def console() -> "Console":
@@ -63,17 +94,17 @@ def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description:<22}"),
+        TextColumn("{task.description:<22}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with _shown(title), Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
-        task = progress.add_task(title, total=total, completed=done, note="")
+        task = progress.add_task(printable(title), total=total, completed=done, note="")
 
         def advance(note: str = "", by: int = 1) -> None:
-            progress.update(task, advance=by, note=note)
+            progress.update(task, advance=by, note=printable(note))
 
         yield advance
 
@@ -91,7 +122,7 @@ def waiting(title: str) -> Iterator[None]:
         while not done.wait(pause):
             if _bars:
                 continue
-            text = f"{title}: {time.monotonic() - begin:.0f} s"
+            text = f"{printable(title)}: {time.monotonic() - begin:.0f} s"
             sys.stderr.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
             sys.stderr.flush()
             said, pause = True, 1.0 if terminal else SECONDS
@@ -146,7 +177,28 @@ def _lines(title: str, total: int | None, done: int) -> Callable[..., None]:
 
 
 def _rich(**options) -> "Console":
+    """A console that shows text as ``printable`` has it, whatever it is part of: text, markup, the cell of a table."""
     extras.require("conformance", "the console output of fp8ref", "rich")
     from rich.console import Console
 
-    return Console(**options)
+    made = Console(markup=False, emoji=False, **options)
+    made.push_render_hook(_Escaping())  # type: ignore[arg-type]  # a RenderHook in all but its base, for which rich would be imported
+    return made
+
+
+class _Escaping:
+    """A render hook of rich's."""
+
+    def process_renderables(self, renderables: list) -> list:
+        return [_Escaped(one) for one in renderables]
+
+
+class _Escaped:
+    def __init__(self, renderable) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Segment]":
+        from rich.segment import Segment
+
+        for text, style, control in console.render(self._renderable, options):
+            yield Segment(text if control else printable(text), style, control)

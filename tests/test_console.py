@@ -73,7 +73,7 @@ def test_the_bar_goes_to_standard_error(monkeypatch):
     monkeypatch.setattr("rich.console.Console", console)
     with consoles.bar("jax", 1):
         pass
-    assert asked == [{"stderr": True}]
+    assert [keys["stderr"] for keys in asked] == [True]
 
 
 def test_the_bar_is_silent_where_there_is_no_terminal(monkeypatch, capfd):
@@ -172,3 +172,32 @@ def test_a_wait_is_said_after_a_time_and_not_beside_a_bar(monkeypatch, terminal)
 def test_items_are_counted_and_a_library_needs_no_rich(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert list(consoles.counted("judge", iter(range(3)))) == [0, 1, 2]
+
+
+HOSTILE = "a\x1b[2J\x9b31m\x08\r\u202e\x7f\ud800b"
+ESCAPED = r"a\x1b[2J\x9b31m\x08\r\u202e\x7f\ud800b"
+
+
+def test_a_terminal_obeys_no_text(capsys):
+    """A run's name, a key of a file and an error's text reach it as escapes, by whatever way."""
+    assert consoles.printable(HOSTILE) == ESCAPED
+    assert consoles.printable("tabs\tand\nlines, \u00e9 \u8a66") == "tabs\tand\nlines, \u00e9 \u8a66"
+    table = consoles.table(HOSTILE, title=HOSTILE)
+    table.add_row(HOSTILE)
+    out = consoles.console()
+    out.print(table)
+    out.print(HOSTILE, soft_wrap=True)
+    consoles.show(HOSTILE)
+    consoles.say(HOSTILE)
+    shown = capsys.readouterr()
+    text = shown.out + shown.err
+    assert not [c for c in text if c in "\x1b\x9b\x08\r\u202e\x7f"]
+    assert text.count("x1b[2J") == 6
+
+
+def test_text_is_no_markup(capsys):
+    consoles.console().print("[red]a[/red] [/b] :smile:")
+    consoles.say("[/]")
+    with consoles.bar("[/a]", 1, shown=True) as advance:
+        advance("[/b]")
+    assert capsys.readouterr().out == "[red]a[/red] [/b] :smile:\n"

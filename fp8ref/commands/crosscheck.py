@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import FAILED, check_json, check_whole, conclude
 
@@ -134,7 +135,7 @@ def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
         report, unfit = _sharded_jax(known, config)
     report.print()
     for name, why in unfit.items():
-        print(f"left out {name}: {why}")
+        console.show(f"left out {name}: {why}")
     if known.json:
         report.write(known.json)
     return 0 if report.ok else FAILED

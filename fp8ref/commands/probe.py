@@ -133,7 +133,7 @@ def _gemm(known: argparse.Namespace) -> int:
     except VariesError as error:  # of a wrong tile the grade says more
         if known.record:
             raise
-        print(error, file=sys.stderr)
+        print(console.printable(str(error)), file=sys.stderr)
         with console.waiting("grade"):
             grade = grade_gemm(subject, shapes=[shape], **how)
         return conclude(grade, known.json)
@@ -142,7 +142,7 @@ def _gemm(known: argparse.Namespace) -> int:
             found = dataclasses.replace(found, grade=grade_gemm(subject, shapes=[shape], **how))
     code = conclude(found, known.json)
     if known.record:
-        print(f"recorded {recording.of_gemm(found, known.record)}")
+        console.show(f"recorded {recording.of_gemm(found, known.record)}")
     return code
 
 
@@ -160,7 +160,7 @@ def _wgmma(known: argparse.Namespace) -> int:
             found.append(instruction.identify(multiply, fmt_a, fmt_b, name="wgmma", about=about, count=INSTRUCTIONS, seed=known.seed))
         found[-1].print()
         if known.record:
-            print(f"recorded {recording.of_instruction(found[-1], multiply, known.record)}")
+            console.show(f"recorded {recording.of_instruction(found[-1], multiply, known.record)}")
     pairings = instruction.Pairings(found)
     if known.json:
         pairings.write(known.json)

@@ -72,7 +72,7 @@ def _export(known: argparse.Namespace) -> int:
 
     with console.waiting("export"):
         step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=console.say)
-    print(f"{known.out}: the weights after {step} steps")
+    console.show(f"{known.out}: the weights after {step} steps")
     return 0
 
 
@@ -81,7 +81,7 @@ def _report(known: argparse.Namespace) -> int:
 
     with console.waiting("report"):
         said = page.write(runs.read_all(known.runs), known.out, confidence=shared.confidence(known), margin=shared.margin(known))
-    print(said)
+    console.show(said)
     return 0
 
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.commands import shared
 
 
@@ -39,7 +40,7 @@ def _sweep(known: argparse.Namespace, options: list[str]) -> int:
     shared.trust_source(known, known.config, config)
     planned = sweep.plan(config, backends, _names(known.recipes), seeds=known.seeds, out=known.out)
     sweep.train(planned, jobs=known.jobs)
-    print(sweep.report(planned, known.out / "report.html", confidence=confidence, margin=margin))
+    console.show(sweep.report(planned, known.out / "report.html", confidence=confidence, margin=margin))
     return 0
 
 

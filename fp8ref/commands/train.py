@@ -5,6 +5,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.commands import shared
 
 
@@ -36,7 +37,6 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
     if known.dry_run:
         if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
             raise ConfigError(f"--dry-run reads a config alone, in one process; got --{given[0]} too. Leave it out.")
-        from fp8ref import console
         from fp8ref.estimate import dry_run
 
         dry_run.show(config, known.backend, console.console())
@@ -50,9 +50,9 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
     if processes and not processes.first:
         return 0
     if lines is None:
-        print(f"{out} is finished; nothing to do")
+        console.show(f"{out} is finished; nothing to do")
     else:
-        print(f"{out}: {config.run.steps} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
+        console.show(f"{out}: {config.run.steps} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import pydantic
 
+from fp8ref import files
 from fp8ref.errors import ConfigError
 
 
@@ -167,12 +168,12 @@ def of(gpu: str, file: Path | None = None) -> Ceilings:
     if file is None:
         return PUBLISHED[gpu]
     try:
-        made = _FILE.validate_json(file.read_text(encoding="utf-8"), strict=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error}). --ceilings takes a JSON file of measured rates.") from error
+        made = _FILE.validate_json(files.read_bytes(file), strict=True)
     except pydantic.ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'all'}: {e['msg'].rstrip('.')}" for e in error.errors())
         raise ConfigError(f"{file}: not a file of measured rates: {wrong}. The keys are {', '.join(_KEYS)}.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error}). --ceilings takes a JSON file of measured rates.") from error
     if made.gpu != NAMES[gpu]:
         raise ConfigError(f"{file}: holds rates of {made.gpu}, but --gpu is {gpu} ({NAMES[gpu]}). Name the GPU that was measured.")
     return made

@@ -11,14 +11,14 @@ One .npz file, which NumPy reads without pickle:
 
 import fnmatch
 import json
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fp8ref import files
 
 ATTENTION = "attention"
 """What names a layer's attention in a file."""
@@ -110,8 +110,7 @@ class Recording:
             ATTENTION: {layer: {"causal": one.causal, "scale": one.scale} for layer, one in self.attention.items()},
             "refused": self.refused,
         }
-        with Path(path).open("wb") as file:
-            np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)  # type: ignore[arg-type]
+        files.write_arrays(Path(path), {"about": np.array(json.dumps(about)), **arrays})
 
 
 def read(path: Path | str) -> Recording:
@@ -120,23 +119,34 @@ def read(path: Path | str) -> Recording:
     Raises:   ValueError: a file of another kind. OSError: it cannot be read.
     """
     try:
-        with np.load(path, allow_pickle=False) as found:
-            arrays = dict(found)
-        about = json.loads(str(arrays["about"]))
-        operands = {
-            name: Operand(kept=_wide(arrays[name]), amax=arrays[f"{name}/amax"], columns=arrays[f"{name}/columns"], rows=rows)
-            for name, rows in about["rows"].items()
-        }
-        attention = {layer: _attended(layer, arrays, how) for layer, how in about.get(ATTENTION, {}).items()}
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        arrays = files.read_arrays(Path(path))
+        about = files.parse_json(str(arrays["about"]))
+        operands = {name: _operand(name, arrays, rows) for name, rows in about["rows"].items()}
+        attention = {layer: _attended(layer, arrays, mask) for layer, mask in about.get(ATTENTION, {}).items()}
+        return Recording(
+            framework=_typed(about["framework"], str),
+            chosen=tuple(_typed(name, str) for name in about["chosen"]),
+            operands=operands,
+            attention=attention,
+            refused={name: _typed(why, str) for name, why in about.get("refused", {}).items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a recording of fp8ref.study: {error}. Make one with study.record.") from error
-    return Recording(
-        framework=about["framework"],
-        chosen=tuple(about["chosen"]),
-        operands=operands,
-        attention=attention,
-        refused=about.get("refused", {}),
-    )
+
+
+def _typed(value: Any, *kinds: type) -> Any:
+    """The value. TypeError unless it is of one of the kinds."""
+    if type(value) not in kinds:
+        raise TypeError(f"{value!r} is no {kinds[0].__name__}")
+    return value
+
+
+def _operand(name: str, arrays: dict[str, np.ndarray], rows: int) -> Operand:
+    kept, amax, columns = _wide(arrays[name], 2), arrays[f"{name}/amax"], arrays[f"{name}/columns"]
+    fits = amax.shape == () and columns.shape == kept.shape[1:] and 0 < len(kept) <= _typed(rows, int)
+    if not fits or amax.dtype != np.float32 or columns.dtype != np.float32:
+        raise ValueError(f"{name} has {kept.shape} of {rows} rows, its amax {amax.shape} and columns {columns.shape}")
+    return Operand(kept=kept, amax=amax, columns=columns, rows=rows)
 
 
 def spans(rows: int, most: int) -> list[tuple[int, int]]:
@@ -186,9 +196,13 @@ def heads_of(query_heads: int, key_heads: int, most: int) -> tuple[int, int]:
     return min(query_heads, keys * group), min(key_heads, keys)
 
 
-def _attended(layer: str, arrays: dict[str, np.ndarray], how: dict) -> Attended:
-    tensors = {role: _wide(arrays[name]) for role in ("q", "k", "v", "do") if (name := f"{layer}/{ATTENTION}/{role}") in arrays}
-    return Attended(layer=layer, causal=bool(how["causal"]), scale=how["scale"], **tensors)
+def _attended(layer: str, arrays: dict[str, np.ndarray], mask: dict) -> Attended:
+    tensors = {role: _wide(arrays[name], 4) for role in ("q", "k", "v", "do") if (name := f"{layer}/{ATTENTION}/{role}") in arrays}
+    q, k, v = (tensors[role] for role in ("q", "k", "v"))
+    fits = q.shape[0] == k.shape[0] and q.shape[1] % max(1, k.shape[1]) == 0 and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
+    if not fits or 0 in (*q.shape, *k.shape, *v.shape) or ("do" in tensors and tensors["do"].shape != (*q.shape[:3], v.shape[3])):
+        raise ValueError(f"attention of {layer} has shapes {[x.shape for x in tensors.values()]}")
+    return Attended(layer=layer, causal=_typed(mask["causal"], bool), scale=_typed(mask["scale"], float, int, type(None)), **tensors)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
@@ -197,7 +211,10 @@ def _narrow(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float32) if np.any(bits & 0xFFFF) else (bits >> 16).astype(np.uint16)
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def _wide(x: np.ndarray, axes: int) -> np.ndarray:
+    """What ``_narrow`` made. ValueError: another dtype or number of axes."""
+    if x.ndim != axes or x.dtype not in (np.uint16, np.float32):
+        raise ValueError(f"a tensor is {x.dtype} of {x.ndim} axes, not uint16 or float32 of {axes}")
     return (x.astype(np.uint32) << np.uint32(16)).view(np.float32) if x.dtype == np.uint16 else x
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8ref import console as consoles
-from fp8ref import llama
+from fp8ref import files, llama
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES, trained_recipes
@@ -129,7 +129,8 @@ def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, seque
     Raises:   ConfigError: no such directory, another model or damaged weights; a recipe without FP8.
     """
     try:
-        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        found = files.read_object(path / "config.json")
+        hugging_face.check_types(found)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is no run, and has no config.json ({error}). Name a run, or a directory of Hugging Face's format."

@@ -8,14 +8,13 @@ import functools
 import hashlib
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fp8ref import llama
+from fp8ref import files, llama
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES
@@ -131,18 +130,15 @@ def described(config: Sections) -> dict[str, Any]:
         return {}
     if keys.kind == "transformers":
         try:
-            held = config_file(keys).read_bytes()
-            return {"sha256": hashlib.sha256(held).hexdigest(), "config": json.loads(held)}
+            held = files.read_bytes(config_file(keys))
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"architecture.source {keys.source!r} is no configuration of transformers ({error}). Name a directory with config.json, or "
-                "the file."
-            ) from error
+            raise ConfigError(_no_configuration(keys, error)) from error
+        return {"sha256": hashlib.sha256(held).hexdigest(), "config": configuration(keys)}
     source = keys.source or ""
     made = imported(source)
     modules = [source.partition(":")[0], *([made.__module__] if inspect.isroutine(made) or inspect.isclass(made) else [])]
-    files = dict.fromkeys(getattr(sys.modules.get(name), "__file__", None) for name in modules)
-    held = b"\0".join(Path(file).read_bytes() for file in files if file and Path(file).is_file())
+    paths = dict.fromkeys(getattr(sys.modules.get(name), "__file__", None) for name in modules)
+    held = b"\0".join(Path(path).read_bytes() for path in paths if path and Path(path).is_file())
     return {"sha256": hashlib.sha256(held).hexdigest()} if held else {}
 
 
@@ -150,6 +146,24 @@ def config_file(keys: ArchitectureConfig) -> Path:
     """config.json of kind 'transformers'."""
     path = Path(keys.source or "")
     return path / "config.json" if path.is_dir() else path
+
+
+def configuration(keys: ArchitectureConfig) -> dict[str, Any]:
+    """The content of config.json of kind 'transformers'.
+
+    Raises:   ConfigError: it cannot be read, or is no JSON object.
+    """
+    try:
+        return files.read_object(config_file(keys))
+    except (OSError, ValueError) as error:
+        raise ConfigError(_no_configuration(keys, error)) from error
+
+
+def _no_configuration(keys: ArchitectureConfig, error: Exception) -> str:
+    return (
+        f"architecture.source {keys.source!r} is no configuration of transformers ({error}). Name a directory with "
+        "config.json, or the file."
+    )
 
 
 def faults(config: Sections) -> list[str]:

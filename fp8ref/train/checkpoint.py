@@ -13,11 +13,15 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import pydantic
+
+from fp8ref import files
 from fp8ref.errors import ConfigError
+from fp8ref.train import file_checks
 from fp8ref.train.processes import Processes, together
 
 FORMAT = 1
@@ -196,7 +200,33 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
     return None
 
 
-def verify(path: Path) -> dict[str, Any]:
+@file_checks.lenient
+@dataclass
+class _File:
+    bytes: int
+    sha256: str
+
+
+@file_checks.lenient
+@dataclass
+class _Manifest:
+    """The types of what is read of a manifest."""
+
+    files: dict[str, _File]
+    step: Annotated[int, pydantic.Field(ge=0, le=2**53)]
+    backend: str = ""
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    measured: list[tuple[int, int]] = field(default_factory=list)
+    recipe: str = ""
+    metrics: dict[str, str] = field(default_factory=dict)
+
+
+_MANIFEST = pydantic.TypeAdapter(_Manifest)
+
+
+def verify(path: Path) -> files.Record:
     """The manifest of a checkpoint, once every file matches its recorded size and sha256.
 
     Raises:   ConfigError: the manifest is missing, changed or of another version; a file is
@@ -204,11 +234,9 @@ def verify(path: Path) -> dict[str, Any]:
               is known of its bytes.
     """
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError) as error:
+        manifest = files.read_object(path / "manifest.json")
+    except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"checkpoint {path}: manifest.json cannot be read ({error}).") from error
-    if not isinstance(manifest, dict):
-        raise ConfigError(f"checkpoint {path}: manifest.json cannot be read (it is no JSON object).")
     own = manifest.pop("sha256", None)
     if manifest.get("format") != FORMAT:
         raise OtherFormatError(
@@ -216,6 +244,7 @@ def verify(path: Path) -> dict[str, Any]:
         )
     if own != _digest(manifest):
         raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")
+    file_checks.check(_MANIFEST, manifest, f"checkpoint {path}: manifest.json", "It was not written by fp8ref.")
     there, listed = _files(path), manifest["files"]
     for name in sorted(there.keys() ^ listed.keys()):
         raise ConfigError(f"checkpoint {path}: {name} {'is missing' if name in listed else 'is not one of its files'}.")

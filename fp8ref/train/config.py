@@ -9,7 +9,6 @@ in ``sections``.
 import dataclasses
 import difflib
 import json
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import pydantic
 import tyro
 
-from fp8ref import attention, attention_casts, attention_delayed, grouped, linear_rules, linear_selection, llama
+from fp8ref import attention, attention_casts, attention_delayed, files, grouped, linear_rules, linear_selection, llama
 from fp8ref import configs as shipped
 from fp8ref.attention import Variant
 from fp8ref.errors import ConfigError
@@ -218,10 +217,10 @@ def load(path: str | Path) -> Config:
     """
     path = shipped.find(path)
     try:
-        keys = tomllib.loads(path.read_text(encoding="utf-8"))
+        keys = files.read_toml(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file, or one of {', '.join(shipped.NAMES)}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: is not TOML: {error}.") from error
     return from_dict(keys, source=str(path))
 

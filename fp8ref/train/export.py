@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fp8ref import llama
+from fp8ref import files, llama
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
 from fp8ref.train import architecture, checkpoint, hugging_face, log
@@ -91,7 +91,7 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
         if given := found.manifest.get("model", {}).get("config"):  # the source may have changed since, or be gone
             (unfinished / "config.json").write_text(json.dumps(given), encoding="utf-8")
             config = config.replace(architecture={"source": str(unfinished)})
-        weights = library.weights(found.state, config.shapes.parameters)
+        weights = _read(found.state, library.weights(found.state, config.shapes.parameters))
         own = config.architecture.kind == "llama"
         _write(unfinished, config, hugging_face.apart(weights, hugging_face.kind(config.model)) if own else weights)
         for file in beside:
@@ -103,6 +103,24 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
         raise OSError(f"--out {out} could not be written: {error}. Make room, or name another directory.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _read(state: Path, weights: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """The weights of a saved state, each checked.
+
+    Raises:   ConfigError: the state is damaged, or a weight is not finite.
+    """
+    while True:
+        try:
+            name, value = next(weights)
+            llama.check_finite(name, value, None)
+        except StopIteration:
+            return
+        except MemoryError:
+            raise
+        except Exception as error:  # safetensors, dcp and tensorstore raise all kinds of errors for damaged files
+            raise ConfigError(f"{state} cannot be exported: {error}") from error
+        yield name, value
 
 
 @dataclass(frozen=True)
@@ -161,24 +179,20 @@ def stored(path: Path) -> dict[str, llama.Weight]:
     """
     index = path / INDEX
     try:
-        names = (
-            sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
-            if index.is_file()
-            else ["model.safetensors"]
-        )
+        names = sorted(set(files.read_object(index)["weight_map"].values()), key=str) if index.is_file() else ["model.safetensors"]
         weights: dict[str, llama.Weight] = {}
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{INDEX} has {name!r}, and names a file of its own directory")
             weights |= _stored(path / name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are never read.") from error
     return weights
 
 
 def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]]) -> None:
     """Write files of at most LARGEST bytes, one after the other: only one is in memory."""
-    files: dict[str, str] = {}
+    places: dict[str, str] = {}
     piece: dict[str, np.ndarray] = {}
     written: list[Path] = []
 
@@ -189,7 +203,7 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
         save_file(piece, path, metadata={"format": "pt"})
         path.chmod(mode)  # safetensors 0.8 lets only its owner read a file
         written.append(path)
-        files.update(dict.fromkeys(piece, path.name))
+        places.update(dict.fromkeys(piece, path.name))
         piece.clear()
 
     total = 0
@@ -205,7 +219,7 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
         renamed = {p.name: f"model-{i + 1:05d}-of-{len(written):05d}.safetensors" for i, p in enumerate(written)}
         for path in written:
             path.rename(out / renamed[path.name])
-        index = {"metadata": {"total_size": total}, "weight_map": {name: renamed[file] for name, file in files.items()}}
+        index = {"metadata": {"total_size": total}, "weight_map": {name: renamed[file] for name, file in places.items()}}
         (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     (out / "config.json").write_text(json.dumps(_hugging_face(config), indent=1) + "\n", encoding="utf-8")
 
@@ -213,8 +227,7 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
 def _hugging_face(config: Config) -> dict[str, Any]:
     """The content of config.json."""
     if config.architecture.kind == "transformers":
-        given = json.loads(architecture.config_file(config.architecture).read_text(encoding="utf-8"))
-        safe = architecture.without_code(given)
+        safe = architecture.without_code(architecture.configuration(config.architecture))
         return {key: value for key, value in safe.items() if key not in ("dtype", "torch_dtype")} | {"dtype": "float32"}
     theta = config.model.rope_theta
     return {
@@ -234,16 +247,18 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
     initializer_range and router_aux_loss_coef may differ: they drew the initial weights and train.
     """
     try:
-        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        found = files.read_object(path / "config.json")
+        hugging_face.check_types(found)
         found.setdefault("rope_theta", (found.get("rope_parameters") or {}).get("rope_theta"))
         if "num_local_experts" in found:  # as transformers 5 writes it
             found.setdefault("num_experts", found["num_local_experts"])
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that fp8ref export wrote."
         ) from error
     asked: Mapping[str, Any] = hugging_face.described(model)
-    scaled = (found.get("rope_parameters") or found.get("rope_scaling") or {}).get("rope_type", "default")
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", "default") if isinstance(rope, dict) else rope
     if scaled != "default":
         raise ConfigError(
             f"run.init_from {path}: fp8ref has rotary tables of rope_type 'default' only (M-4); its config.json has {scaled!r}."
@@ -252,7 +267,7 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
     for key in ("model_type", "hidden_size", *sizes, "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if key not in found:
             raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")
-    if found.get("use_sliding_window") or "sliding_attention" in (found.get("layer_types") or ()):
+    if found.get("use_sliding_window") or "sliding_attention" in list(found.get("layer_types") or ()):
         raise ConfigError(
             f"run.init_from {path}: every layer attends to all that is before (M-3); its config.json has sliding windows, by use_sliding_window "
             "or layer_types. Name weights of a model without."

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fp8ref import files
 from fp8ref.errors import ConfigError, NonFiniteError
 from fp8ref.train import checkpoint
 from fp8ref.train import config as configs
@@ -119,15 +120,28 @@ def read(path: Path) -> Failure:
     manifest = checkpoint.verify(folder)
     if "metrics" not in manifest:
         raise ConfigError(_no_failure(path, "is a checkpoint"))
+    if absent := {"step", "loss", "grad_norm"} - manifest["metrics"].keys():
+        raise ConfigError(f"{folder / 'manifest.json'} has no metrics.{absent.pop()}: it was not written by fp8ref.")
     config = configs.from_dict(manifest["config"], source=str(folder / "manifest.json"))
     return Failure(
         state=folder / "state",
-        tokens=np.load(folder / "batch.npy", allow_pickle=False),
+        tokens=_tokens(folder / "batch.npy"),
         config=config,
         backend=manifest["backend"],
         recipe=manifest.get("recipe", config.numerics.recipe),  # of a step that failed before there were schedules
         metrics=manifest["metrics"],
     )
+
+
+def _tokens(path: Path) -> np.ndarray:
+    """The batch [B, T + 1]. ConfigError for anything else."""
+    try:
+        tokens = files.read_array(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Put the file back.") from error
+    if tokens.ndim != 2 or tokens.dtype != np.int32:
+        raise ConfigError(f"{path} holds {tokens.dtype} of shape {tokens.shape}; a batch is int32 [B, T + 1]. Put the file back.")
+    return tokens
 
 
 def _is_run(folder: Path) -> bool:

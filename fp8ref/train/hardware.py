@@ -1,9 +1,9 @@
 """Simulated hardware of a run: an accumulation plan by name, or of a file (spec G-20)."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp8ref import files
 from fp8ref.errors import ConfigError
 from fp8ref.granularity import by_name as granularity_of
 from fp8ref.train.config import Config
@@ -81,7 +81,7 @@ def _probed(path: Path) -> "Hardware":
     from fp8ref.sim import hardware
 
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = files.read_object(path)
         plan = said["plan"]
         accumulate, epilogue = plans.accumulation(plan, evidence=f"a probe of {said['subject']}"), plans.epilogue(plan)
         return hardware.probed(accumulate, epilogue)

@@ -18,6 +18,13 @@ from fp8ref.llama import EXPERTS, ROUTER, SHARED, LlamaConfig, Weight
 
 _OF_EXPERT = re.compile(r"^(?P<mlp>.*)\.experts\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_intermediate_size", "head_dim"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
+    "num_experts_per_tok",
+)
+"""Keys of config.json that are whole numbers."""
+
 GRANITE = "granitemoeshared"
 """The model_type whose experts are without QK norm, and may have a shared one."""
 
@@ -83,6 +90,16 @@ def described(model: LlamaConfig) -> dict[str, Any]:
     of_experts = {key: getattr(model, key) for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")}
     every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return found | {"moe_intermediate_size": model.intermediate_size, **of_experts, **every_layer}
+
+
+def check_types(found: Mapping[str, Any]) -> None:
+    """ValueError for a value of config.json whose type a model cannot have; other keys are compared, and not computed with."""
+    for key, value in found.items():
+        if key == "model_type" and not isinstance(value, str):
+            raise ValueError(f"{key} is a text; got {value!r}")
+        least = int(key == "num_attention_heads")
+        if key in _SIZES and value is not None and (type(value) is not int or not least <= value <= 2**31):
+            raise ValueError(f"{key} is a whole number from {least} to 2^31; got {value!r}")
 
 
 def missing(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:

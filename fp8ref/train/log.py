@@ -14,16 +14,18 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import Any, ClassVar, TextIO
 
+import pydantic
 import tomli_w
 
 import fp8ref
-from fp8ref import console, linear_rules
+from fp8ref import console, files, linear_rules
 from fp8ref.errors import ConfigError, LostRunError
 from fp8ref.linear_selection import Decision
-from fp8ref.train import architecture, checkpoint, coverage, failed_step, hardware
+from fp8ref.train import architecture, checkpoint, coverage, failed_step, file_checks, hardware
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 
@@ -227,18 +229,36 @@ def finish(out: Path) -> None:
     _replace(out / "manifest.json", _json(manifest | {"status": "finished", "final": lines[-1] if lines else {}}))
 
 
-def read_manifest(out: Path) -> dict:
+@file_checks.lenient
+@dataclass
+class _Manifest:
+    """The types of what is read of a manifest everywhere."""
+
+    fp8ref: str
+    status: str
+    error: str = ""
+    backend: str = ""
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+_MANIFEST = pydantic.TypeAdapter(_Manifest)
+
+
+def read_manifest(out: Path) -> files.Record:
     """manifest.json of a run. ConfigError: it is missing, damaged or not of fp8ref."""
     try:
-        manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        manifest = files.read_object(out / "manifest.json")
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{out / 'manifest.json'} cannot be read ({error}); {out} is not an intact run. Name another directory."
         ) from error
-    if not isinstance(manifest, dict) or not {"fp8ref", "status"} <= manifest.keys():
+    if not {"fp8ref", "status"} <= manifest.keys():
         raise ConfigError(
             f"{out / 'manifest.json'} is not a manifest of fp8ref; {out} is left alone. Name another directory with --run.out."
         )
+    file_checks.check(_MANIFEST, manifest, f"{out / 'manifest.json'}", f"{out} is not an intact run. Leave it out.")
     return manifest
 
 
@@ -265,8 +285,8 @@ def _parsed(path: Path) -> list[dict | None]:
 
     def parse(line: str) -> dict | None:
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = files.parse_json(line)
+        except ValueError:
             return None
         return value if isinstance(value, dict) else None
 

@@ -99,9 +99,9 @@ def killed(out: Path) -> bool:
     False also if it ran on another machine, whose locks are not seen here, or where files have no locks.
     """
     try:
-        with (out / LOCK).open() as file:
+        with (out / LOCK).open(errors="replace") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
-            return file.read().rstrip().endswith(f" on {platform.node()}")
+            return file.read(1000).rstrip().endswith(f" on {platform.node()}")
     except OSError:  # held, or no lock file
         return False
 

@@ -8,7 +8,6 @@ One .npz file, which NumPy reads without pickle:
 """
 
 import json
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref import configs as shipped
-from fp8ref import console
+from fp8ref import console, files
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import checkpoint, loop
@@ -102,8 +101,7 @@ def write(path: Path, tensors: Tensors) -> None:
             raise ValueError(f"operands are kept as bfloat16, which does not hold all of {name}. Round it with sim.cast.round_to first.")
         arrays[name] = (bits >> 16).astype(np.uint16)
     arrays |= {f"{name}/amax": np.asarray(value, np.float32) for name, value in tensors.amaxes.items()}
-    with path.open("wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # of mypy's view of allow_pickle
+    files.write_arrays(path, arrays)
 
 
 def read(path: Path | str) -> Tensors:
@@ -115,10 +113,13 @@ def read(path: Path | str) -> Tensors:
     """
     path = shipped.find(path, ".npz")
     try:
-        with np.load(path, allow_pickle=False) as found:
-            arrays = dict(found)
-        about = json.loads(str(arrays.pop("about")))
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        arrays = files.read_arrays(path)
+        about = files.parse_json(str(arrays.pop("about")))
+        for name, value in arrays.items():
+            dtype, axes = (np.float32, 1) if name.endswith("/amax") else (np.uint16, 2)
+            if value.dtype != dtype or value.ndim != axes:
+                raise ValueError(f"{name} is {value.dtype} of {value.ndim} axes, not {np.dtype(dtype)} of {axes}")
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} is not a file of tensors, such as fp8ref demo writes into its directory ({FILE}): {error}") from error
     return Tensors(
         operands={

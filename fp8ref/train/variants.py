@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref import attention_casts, layout_parts, linear_rules
+from fp8ref import attention_casts, files, layout_parts, linear_rules
 from fp8ref import states as layouts
 from fp8ref.errors import ConfigError
 from fp8ref.linear_rules import GEMMS, Rule
@@ -169,9 +169,14 @@ def _lines(path: Path) -> Iterator[dict]:
     """The objects of the file; a torn last line, of an ablation that was killed, is cut off."""
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
+    try:
+        text = files.read_bytes(path).decode()
+        whole = text[: text.rfind("\n") + 1]
+        lines = [files.parse_json(line) for line in whole.splitlines()]
+        if not all(isinstance(line, dict) for line in lines):
+            raise ValueError("a line is no JSON object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Remove it, or name another directory with --out.") from error
     if whole != text:
         path.write_text(whole, encoding="utf-8")
-    for line in whole.splitlines():
-        yield json.loads(line)
+    yield from lines

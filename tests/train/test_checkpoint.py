@@ -146,7 +146,7 @@ def test_one_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):  
     def refused(path, *_, **__):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint.Path, "read_text", refused)
+    monkeypatch.setattr(checkpoint.files, "read_bytes", refused)
     with pytest.raises(PermissionError, match=r"step-00000002/manifest\.json"):
         latest(tmp_path, print)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]

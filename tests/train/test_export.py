@@ -1,3 +1,4 @@
+import importlib
 import json
 import pickle
 import shutil
@@ -311,3 +312,63 @@ def test_exporting_changes_nothing_of_a_run(exported, tmp_path):
     assert damaged.exists()
     with pytest.raises(ConfigError, match=r"is in the run's own directory"):
         export.export(tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000011")
+
+
+def damaged_state(exported, tmp_path, damage):
+    """A run whose last checkpoint is damaged, with sums of what it holds now: a forged one."""
+    folder, _, backend = exported
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (path,) = checkpoint.saved(tmp_path / "run")
+    about = {key: value for key, value in checkpoint.verify(path).items() if key not in ("format", "files")}
+    damage(path / "state", backend)
+    checkpoint.write_manifest(path, about)
+    return tmp_path / "run"
+
+
+def without_a_header(state, backend):
+    for file in [*state.glob("*.safetensors"), *state.glob("_METADATA")]:
+        file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+
+
+def without_metadata(state, backend):
+    if backend == "torch":
+        for file in state.glob("*.safetensors"):
+            save_file(load_file(file), file)
+    else:
+        (state / "_METADATA").write_text("[]")
+
+
+def with_other_metadata(state, backend):
+    if backend == "torch":
+        for file in state.glob("*.safetensors"):
+            save_file(load_file(file), file, metadata={"DCP_SHARDING_INFO": "[]"})
+    else:
+        (state / "_METADATA").write_text('{"tree_metadata": {"a": {"key_metadata": 1}}}')
+
+
+@pytest.mark.parametrize("damage", [without_a_header, without_metadata, with_other_metadata])
+def test_a_state_that_cannot_be_read_is_named_and_not_the_disk(exported, tmp_path, damage):
+    run = damaged_state(exported, tmp_path, damage)
+    with pytest.raises(ConfigError, match=r"state cannot be exported: ") as error:
+        export.export(run, tmp_path / "out")
+    assert "Make room" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+    _, config, backend = exported
+    if (damage, backend) != (without_metadata, "torch"):  # dcp takes such files for whole tensors
+        with pytest.raises(ConfigError, match="state cannot be read"):
+            loop.trainer(backend, config).load(checkpoint.latest(run, print).state, 2)
+
+
+def test_weights_that_are_not_finite_are_not_exported(exported, tmp_path, monkeypatch):
+    folder, _, backend = exported
+    library = importlib.import_module(f"fp8ref.train.{backend}.checkpoint")
+    plain = library.weights
+
+    def bad(*arguments):
+        for name, value in plain(*arguments):
+            yield name, np.where(np.arange(value.size).reshape(value.shape) == 3, np.nan, value) if "up_proj" in name else value
+
+    monkeypatch.setattr(library, "weights", bad)
+    with pytest.raises(ConfigError, match=r"cannot be exported: .*model\.layers\.0\.mlp\.up_proj\.weight holds nan at \[0, 3\]"):
+        export.export(folder / "run", tmp_path / "out")
+    assert not list(tmp_path.iterdir())

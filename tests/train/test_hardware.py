@@ -45,7 +45,7 @@ def test_what_is_no_hardware_is_refused(small, tmp_path):
     for name, message in (
         ("volta", "one of native, exact, .*hopper, .*blackwell_mx, or the .json of a plan that fp8ref probe wrote; got 'volta'"),
         (str(tmp_path / "none.json"), "none.json cannot be read"),
-        (str(tmp_path / "list.json"), "list.json holds no complete plan of a GEMM .it has no plan."),
+        (str(tmp_path / "list.json"), "list.json holds no complete plan of a GEMM .it is no JSON object."),
         (str(tmp_path / "text.json"), "text.json holds no complete plan of a GEMM"),
         (probed(tmp_path / "open.json", split_k=None), "split_k could not be identified"),
         (probed(tmp_path / "other.json", epilogue="none such"), "epilogue is one that a probe names"),

@@ -37,7 +37,7 @@ def test_what_is_written_is_read_again_bit_for_bit(made, tmp_path):
 def test_operands_lie_in_it_as_the_bits_of_bfloat16(made, tmp_path):
     tensors.write(tmp_path / "tensors.npz", made)
     with np.load(tmp_path / "tensors.npz", allow_pickle=False) as found:
-        assert set(found) == {"about", f"{LAYER}/input", f"{LAYER}/input/amax"}
+        assert set(found) == {"about", "sha256", f"{LAYER}/input", f"{LAYER}/input/amax"}
         bits = found[f"{LAYER}/input"]
     assert bits.dtype == np.uint16
     assert bits[0].tolist() == [0x8000, 0x0008, 0x7F80]
@@ -60,6 +60,24 @@ def test_a_file_that_is_none_is_named(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"tensors.npz is not a file of tensors"):
         tensors.read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layer/input", np.zeros((2, 3))),
+        ("layer/input", np.zeros((2, 3), np.float32)),
+        ("layer/input", np.zeros(3, np.uint16)),
+        ("layer/input", np.zeros((2, 3), ">u2")),
+        ("layer/input/amax", np.zeros(3)),
+        ("layer/input/amax", np.zeros((3, 1), np.float32)),
+    ],
+)
+def test_arrays_of_other_dtypes_are_refused(tmp_path, name, value):
+    """float64 was taken for the bits of bfloat16."""
+    np.savez(tmp_path / "tensors.npz", about=np.array("{}"), **{name: value})
+    with pytest.raises(ConfigError, match=rf"tensors.npz is not a file of tensors.*{name} is {value.dtype} of {value.ndim} axes"):
+        tensors.read(tmp_path / "tensors.npz")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fp8ref
+from fp8ref import files
 from fp8ref.conformance.gemm import epilogues, plans
 from fp8ref.conformance.gemm.identify import Identified
 from fp8ref.conformance.gemm.instruction import SIDE, Instruction, random_operands
@@ -169,18 +170,17 @@ def _accumulation(metadata: dict[str, Any]) -> str | Accumulation:
 def _write(folder: Path, name: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
-    np.savez_compressed(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+    files.write_arrays(folder / f"{name}.npz", arrays)
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"format": FORMAT, "fp8ref": fp8ref.__version__, **metadata}, indent=1) + "\n", encoding="utf-8")
     return path
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    metadata = json.loads(path.read_text(encoding="utf-8"))
+    metadata = files.read_object(path)
     if metadata["format"] != FORMAT:
         raise ValueError(f"its format is {metadata['format']!r}")
     archive = path.with_suffix(".npz")
     if not zipfile.is_zipfile(archive):
         raise ValueError(f"{archive.name} is not an archive of arrays" if archive.exists() else f"{archive.name} is missing")
-    with np.load(archive, allow_pickle=False) as file:
-        return metadata, dict(file)
+    return metadata, files.read_arrays(archive)

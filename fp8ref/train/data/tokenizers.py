@@ -5,7 +5,6 @@ a special token in a document is tokenized as plain text.
 """
 
 import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fp8ref import files
 from fp8ref.errors import ConfigError
 from fp8ref.train.sections import DataConfig
 
@@ -170,10 +170,10 @@ def _eos_token(path: Path) -> str | None:
     None if there is none.
     """
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        token = files.read_object(path).get("eos_token")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}). Repair or remove it.") from error
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

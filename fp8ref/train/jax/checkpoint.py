@@ -1,6 +1,5 @@
 """JAX's checkpoint store: orbax, each process its own shards, no pickle (spec K-2)."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as orbax
 import tensorstore
 
+from fp8ref import files
 from fp8ref.errors import ConfigError
 from fp8ref.train import train_state
 
@@ -38,7 +38,10 @@ class Store:
         mu is 1 where only ``like`` has it, and is dropped where only the saved tree does (K-2).
         Raises:   ConfigError: the saved tree has other names or shapes.
         """
-        tree = dict(self._writer.metadata(directory.absolute()).item_metadata.tree)
+        try:
+            tree = dict(self._writer.metadata(directory.absolute()).item_metadata.tree)
+        except Exception as error:  # orbax raises all kinds of errors for metadata that it did not write
+            raise ConfigError(f"{directory} cannot be read ({error}). Put its files back.") from error
         wanted = dict(like)
         saved_mu, own_mu = tree.pop(train_state.MU, {}), wanted.pop(train_state.MU, {})
         saved, mine = train_state.flat(tree), train_state.flat(wanted)
@@ -86,8 +89,11 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
     array. Of stored masters, what they are worth (O-14).
     Raises:   ConfigError: the saved weights have other names or shapes.
     """
-    found = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
-    saved = {tuple(of_one["key"] for of_one in value["key_metadata"]) for value in found["tree_metadata"].values()}
+    try:
+        found = files.read_object(directory / "_METADATA")
+        saved = {tuple(of_one["key"] for of_one in value["key_metadata"]) for value in found["tree_metadata"].values()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{directory / '_METADATA'} is not orbax's ({error}). Put the file back.") from error
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"}}
     context = tensorstore.Context(
         {"cache_pool": {"total_bytes_limit": INDEX_BYTES}}

@@ -10,7 +10,6 @@ training_log; TensorFlow, core/lib/io/record_writer.h, the framing of events.
 """
 
 import csv
-import json
 import math
 import re
 import struct
@@ -18,8 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from fp8ref import extras
+from fp8ref import extras, files
 from fp8ref.errors import ConfigError
 
 STEPS = ("step", "_step", "global_step", "iteration", "iter")
@@ -60,7 +60,9 @@ def read(path: Path, *, loss: str | None = None) -> Log:
     """
     try:
         pairs = list(_records(path, loss))
-    except (OSError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Name a run, or a log.") from error
     losses: dict[int, float] = {}
     for step, value in pairs:
@@ -90,28 +92,39 @@ def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
             raise ConfigError(f"{path} has no tag of losses; it has {', '.join(tagged) or 'none'}. Name one with --loss.")
         yield from tagged[name].items()
         return
-    text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a byte order mark
+    text = files.read_bytes(path, files.LOG).decode("utf-8-sig")  # spreadsheets begin a file with a byte order mark
     if path.suffix == ".csv":
-        yield from _table(csv.DictReader(text.splitlines()), path, loss)
+        rows = csv.DictReader(text.splitlines())
+        _check_names(rows.fieldnames or (), loss, str(path))
+        yield from _table(rows, path, loss)
     elif path.suffix in (".jsonl", ".ndjson", ".json"):
-        yield from _table(_objects(text, path), path, loss)
+        yield from _table(_objects(text, path, loss), path, loss)
     else:
         for line in text.splitlines():
             for console in _CONSOLES:
                 if match := console.search(_COLOR.sub("", line)):
-                    yield int(match[1]), float(match[2])
+                    yield _record(match[1], match[2], f"{path} has the line {line[:200]!r}")
                     break
 
 
-def _objects(text: str, path: Path) -> Iterator[dict]:
+def _check_names(names: Iterable[str], loss: str | None, where: str) -> None:
+    """ConfigError for two columns of one name that is read, without regard to case: one would be lost."""
+    lower = [str(name).lower() for name in names]
+    read = {*STEPS, *((loss.lower(),) if loss else LOSSES)}
+    if twice := [name for name in lower if name in read and lower.count(name) > 1]:
+        raise ConfigError(f"{where} has {twice[0]!r} {len(twice)} times. Rename one of them, or leave it out.")
+
+
+def _objects(text: str, path: Path, loss: str | None) -> Iterator[dict]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            value = json.loads(line)
+            value = files.parse_json(line)
         except ValueError as error:
             if number == text.count("\n") + 1:  # a torn last line, of a run that goes on
                 return
             raise ConfigError(f"{path}, line {number}, is not JSON ({error}). Repair it, or leave it out.") from error
         if isinstance(value, dict):
+            _check_names(value, loss, f"{path}, line {number},")
             yield value
 
 
@@ -124,18 +137,29 @@ def _table(rows: Iterable[dict], path: Path, loss: str | None) -> Iterator[tuple
         step, value = _named(row, STEPS), _named(row, (loss,) if loss else LOSSES)
         if step is None or value is None or row[value] in (None, "") or row[step] in (None, ""):
             continue
-        try:
-            yield int(float(row[step])), float(row[value])
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}; both are numbers. Repair the row."
-            ) from error
+        yield _record(row[step], row[value], f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}")
         found = True
     if seen and not found:
         raise ConfigError(
             f"{path} has no row with a step ({', '.join(STEPS)}) and a loss ({loss or ', '.join(LOSSES)}); its columns are {', '.join(seen)}. "
             "Name the loss with --loss."
         )
+
+
+def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
+    """A step and its loss, of text or JSON.
+
+    Raises:   ConfigError: no numbers; a step that is no whole one: cut to one, it would be another record's.
+    """
+    try:
+        if not isinstance(step, str | int | float) or not isinstance(loss, str | int | float) or isinstance(step, bool):
+            raise ValueError
+        number, value = float(step), float(loss)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}; both are numbers. Repair the row.") from error
+    if not (0 <= number <= 2**53 and number == int(number)):
+        raise ConfigError(f"{where}; a step is a whole number from 0 to 2^53. Repair the row, or name another column.")
+    return int(number), value
 
 
 def _named(columns: Iterable[str], names: Iterable[str]) -> str | None:
@@ -145,20 +169,42 @@ def _named(columns: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def _events(path: Path) -> Iterator[tuple[str, int, float]]:
-    """(tag, step, value) of every scalar in a file of events, up to a torn last record."""
-    extras.require("test", "reading TensorBoard events", "tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+    """(tag, step, value) of every scalar in a file of events, up to a torn last record.
 
-    data, at = path.read_bytes(), 0
+    Raises:   ValueError: a record whose checksums do not hold, or that is no event.
+    """
+    extras.require("test", "reading TensorBoard events", "tensorboardX")
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+    from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]
+
+    data, at = files.read_bytes(path, files.LOG), 0
     while at + 12 <= len(data):  # length (8), its CRC (4), the event, its CRC (4)
-        (length,) = struct.unpack_from("<Q", data, at)
+        length, of_length = struct.unpack_from("<QI", data, at)
+        if of_length != masked_crc32c(data[at : at + 8]):
+            raise ValueError(f"the record of {path.name} at byte {at:,} is damaged")
         if at + 16 + length > len(data):
             return
-        event = Event.FromString(data[at + 12 : at + 12 + length])
+        content = data[at + 12 : at + 12 + length]
+        if data[at + 12 + length : at + 16 + length] != struct.pack("<I", masked_crc32c(content)):
+            raise ValueError(f"the record of {path.name} at byte {at:,} is damaged")
         at += 16 + length
+        try:
+            event = Event.FromString(content)
+        except DecodeError as error:
+            raise ValueError(f"a record of {path.name} is no event") from error
         for value in event.summary.value:
-            if value.HasField("simple_value"):
-                yield value.tag, event.step, value.simple_value
-            elif value.HasField("tensor") and value.tensor.dtype == 1:  # DT_FLOAT, of tf.summary and newer writers
-                content = value.tensor.tensor_content
-                yield value.tag, event.step, struct.unpack("<f", content)[0] if content else value.tensor.float_val[0]
+            if (number := _scalar(value)) is not None:
+                yield value.tag, *_record(event.step, number, f"{path} has step {event.step} with {value.tag} = {number}")
+
+
+def _scalar(value) -> float | None:
+    """The number of a summary's value, of tf.summary and newer writers also as a tensor; None of another kind."""
+    if value.HasField("simple_value"):
+        return value.simple_value
+    if not value.HasField("tensor") or value.tensor.dtype != 1:  # DT_FLOAT
+        return None
+    content, numbers = value.tensor.tensor_content, value.tensor.float_val
+    if len(content) == 4:
+        return struct.unpack("<f", content)[0]
+    return numbers[0] if len(numbers) == 1 else None

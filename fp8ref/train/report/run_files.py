@@ -4,7 +4,6 @@ The dataclasses declare the keys that reports use; other keys are ignored. An er
 line, value and remedy.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import AfterValidator, Field
 
-from fp8ref import attention_products
+from fp8ref import attention_products, files
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS
-from fp8ref.train import log
+from fp8ref.train import file_checks, log
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e100, le=1e100)]
 """A loss or another number of either sign, at most 1e100 in magnitude.
@@ -61,6 +60,7 @@ def _set(name: str) -> str:
     return name
 
 
+@file_checks.lenient
 @dataclass
 class Metrics:
     """A line of metrics.jsonl.
@@ -75,6 +75,7 @@ class Metrics:
     val_loss: Number = 0
 
 
+@file_checks.lenient
 @dataclass
 class Measures:
     """One operand's statistics in a line of statistics.jsonl; null if the value was not finite. count, saturated and lost: of P and dS."""
@@ -89,6 +90,7 @@ class Measures:
     lost: Whole = 0
 
 
+@file_checks.lenient
 @dataclass
 class States:
     """The health of one parameter's optimizer states, or of all together, in a line of statistics.jsonl; null if
@@ -107,6 +109,7 @@ class States:
     largest_ratio: Size | None = None
 
 
+@file_checks.lenient
 @dataclass
 class Statistics:
     """A line of statistics.jsonl. states: by parameter, "" for all together."""
@@ -116,6 +119,7 @@ class Statistics:
     states: dict[str, States] = field(default_factory=dict)
 
 
+@file_checks.lenient
 @dataclass
 class Seed:
     """The seed of a section."""
@@ -123,6 +127,7 @@ class Seed:
     seed: int
 
 
+@file_checks.lenient
 @dataclass
 class RunKeys(Seed):
     """Keys of section run: seed and number of steps."""
@@ -130,6 +135,7 @@ class RunKeys(Seed):
     steps: Count
 
 
+@file_checks.lenient
 @dataclass
 class DataKeys(Seed):
     """Keys of section data: seed, and the size of a batch."""
@@ -138,6 +144,7 @@ class DataKeys(Seed):
     sequence_length: Count
 
 
+@file_checks.lenient
 @dataclass
 class NumericsKeys:
     """Keys of section numerics."""
@@ -145,6 +152,7 @@ class NumericsKeys:
     recipe: str
 
 
+@file_checks.lenient
 @dataclass
 class StatisticsKeys:
     """Keys of section statistics: steps between records; 0 for none."""
@@ -152,6 +160,7 @@ class StatisticsKeys:
     every: Whole = 0
 
 
+@file_checks.lenient
 @dataclass
 class Sections:
     """The config's keys that a report uses. model and optimizer are compared as a whole."""
@@ -164,6 +173,7 @@ class Sections:
     statistics: StatisticsKeys = field(default_factory=StatisticsKeys)
 
 
+@file_checks.lenient
 @dataclass
 class Linear:
     """A linear, of weight shape [N, K], and the recipe that was planned for it."""
@@ -175,6 +185,7 @@ class Linear:
     reason: str
 
 
+@file_checks.lenient
 @dataclass
 class Gemm:
     """A GEMM in the proof. gemm: <layer>/<which>; a, b: dtypes of its operands."""
@@ -186,6 +197,7 @@ class Gemm:
     accumulate: str | None
 
 
+@file_checks.lenient
 @dataclass
 class Simulated:
     """A GEMM in the proof that ran under simulated hardware; plan: its accumulation plan."""
@@ -197,6 +209,7 @@ class Simulated:
     plan: str
 
 
+@file_checks.lenient
 @dataclass
 class AttentionProof:
     """The products of attention by a variant in a traced step, each distinct one once; or a library's kernels, as
@@ -208,6 +221,7 @@ class AttentionProof:
     kernels: list[str] = field(default_factory=list)
 
 
+@file_checks.lenient
 @dataclass
 class Proof:
     """The GEMMs of a traced step, and what was planned but missing. gathers: number by dtype."""
@@ -222,6 +236,7 @@ class Proof:
     attention: AttentionProof | None = None
 
 
+@file_checks.lenient
 @dataclass
 class Planned:
     """What was planned and proven of a recipe of a schedule."""
@@ -230,6 +245,7 @@ class Planned:
     proof: Proof | None = None
 
 
+@file_checks.lenient
 @dataclass
 class Schedule:
     """The recipes of a schedule. ran: [first step, recipe] of each that ran, in order."""
@@ -238,6 +254,7 @@ class Schedule:
     recipes: dict[str, Planned]
 
 
+@file_checks.lenient
 @dataclass
 class Memory:
     """Peak memory, of the device or the process."""
@@ -246,6 +263,7 @@ class Memory:
     of: str
 
 
+@file_checks.lenient
 @dataclass
 class Manifest:
     """manifest.json."""
@@ -264,28 +282,6 @@ class Manifest:
     error: str = ""
 
 
-for _kind in (
-    Metrics,
-    Measures,
-    States,
-    Statistics,
-    Seed,
-    RunKeys,
-    DataKeys,
-    NumericsKeys,
-    StatisticsKeys,
-    Sections,
-    Linear,
-    Gemm,
-    Simulated,
-    AttentionProof,
-    Proof,
-    Planned,
-    Schedule,
-    Memory,
-    Manifest,
-):
-    _kind.__pydantic_config__ = pydantic.ConfigDict(strict=True, extra="ignore")  # type: ignore[union-attr]
 _MANIFEST, _METRICS, _STATISTICS = (pydantic.TypeAdapter(kind) for kind in (Manifest, Metrics, Statistics))
 _SETS = pydantic.TypeAdapter(dict[Annotated[str, AfterValidator(_set)], Number], config=pydantic.ConfigDict(strict=True))
 
@@ -298,7 +294,7 @@ def manifest(run: Path) -> dict:
     if not run.is_dir():
         raise ConfigError(f"{run} is not a directory. Name a run, as fp8ref train --run.out wrote it.")
     found = log.read_manifest(run)
-    _check(_MANIFEST, json.dumps(found, ensure_ascii=False), f"{run / 'manifest.json'}", f"{run} is not an intact run. Leave it out.")
+    file_checks.check(_MANIFEST, found, f"{run / 'manifest.json'}", f"{run} is not an intact run. Leave it out.")
     return found
 
 
@@ -312,7 +308,7 @@ def metrics(run: Path) -> list[dict]:
     lines = list(_lines(path, _METRICS))
     for line in lines:
         if sets := {key: value for key, value in line.items() if key.startswith(SET)}:
-            _check(_SETS, json.dumps(sets), f"{path}, step {line['step']},", f"Repair it, or leave {run} out.")
+            file_checks.check(_SETS, sets, f"{path}, step {line['step']},", f"Repair it, or leave {run} out.")
     return lines
 
 
@@ -330,35 +326,18 @@ def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
         return
     remedy = f"Repair it, or leave {path.parent} out."
     try:
-        *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
+        *whole, _ = files.read_bytes(path, files.LOG).decode(errors="replace").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). {remedy}") from error
     before = -1
     for number, text in enumerate(whole, 1):
         where = f"{path}, line {number},"
-        _check(kind, text, where, remedy)
-        line = json.loads(text)
+        file_checks.check_text(kind, text, where, remedy)
+        try:
+            line = files.parse_json(text)
+        except ValueError as error:
+            raise ConfigError(f"{where} cannot be used: {error}. {remedy}") from error
         if line["step"] <= before:
             raise ConfigError(f"{where} has step {line['step']} after step {before}; each step occurs once, in order. {remedy}")
         before = line["step"]
         yield line
-
-
-def _check(kind: pydantic.TypeAdapter, text: str, where: str, remedy: str) -> None:
-    try:
-        kind.validate_json(text.encode(errors="replace"))  # file names may hold unpaired surrogates
-    except pydantic.ValidationError as error:
-        raise ConfigError(f"{where} {_problem(error.errors()[0])}. {remedy}") from error
-
-
-def _problem(error) -> str:
-    """pydantic's error in a few words."""
-    dotted = ".".join(str(part) for part in error["loc"] if part != "[key]")
-    if not dotted:
-        return "is not a JSON object"
-    if error["type"] == "missing":
-        return f"has no {dotted}"
-    if error["type"] == "value_error":
-        return f"has {dotted}: {error['ctx']['error']}"
-    got = json.dumps(error["input"])
-    return f"has {dotted} = {got if len(got) <= 60 else got[:57] + '...'}: {error['msg'].replace('Input', 'it', 1)}"

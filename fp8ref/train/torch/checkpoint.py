@@ -6,7 +6,6 @@ Only tensors are written: torch would pickle anything else, and nothing here rea
 """
 
 import contextlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from fp8ref import files
 from fp8ref.errors import ConfigError
 from fp8ref.train import train_state
 
@@ -72,7 +72,11 @@ class Store:
         """
         _be_quiet()
         reader = dcp.HuggingFaceStorageReader(str(directory))
-        saved = {name: tuple(found.size) for name, found in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]
+        try:
+            entries = reader.read_metadata().state_dict_metadata.items()
+            saved = {name: tuple(found.size) for name, found in entries}  # type: ignore[union-attr]
+        except Exception as error:  # dcp and safetensors raise all kinds of errors for headers that dcp did not write
+            raise ConfigError(f"{directory} cannot be read ({error}). Put its files back.") from error
         self._check(saved, tensors)
         with _as_os_error():
             dcp.load({name: tensor for name, tensor in tensors.items() if name in saved}, storage_reader=reader, process_group=self._group)
@@ -102,12 +106,15 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
               missing.
     """
     parts: dict[str, dict[tuple[int, ...], safe_open]] = {}  # {tensor: {offsets of a part: its file}}
-    with contextlib.ExitStack() as files:
+    with contextlib.ExitStack() as stack:
         for path in sorted(directory.glob("*.safetensors")):
-            file = files.enter_context(safe_open(path, framework="np"))
-            begins = json.loads(file.metadata()[SHARDING])
-            for key in file.keys():  # noqa: SIM118, no mapping
-                parts.setdefault(key, {})[tuple(begins[key]["saved_offsets"])] = file
+            file = stack.enter_context(safe_open(path, framework="np"))
+            try:
+                begins = files.parse_json((file.metadata() or {})[SHARDING])
+                for key in file.keys():  # noqa: SIM118, no mapping
+                    parts.setdefault(key, {})[tuple(begins[key]["saved_offsets"])] = file
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path} does not say which parts of tensors it holds ({error}). Put the file back.") from error
         for name, shape in shapes.items():
             value, filled = np.empty(shape, np.float32), 0
             key = f"{train_state.MASTERS}.{name}"

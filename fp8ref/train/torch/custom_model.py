@@ -1,8 +1,6 @@
 """Build a user's PyTorch model: a causal model of transformers, or what an import path makes (spec T-10)."""
 
 import copy
-import json
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -67,12 +65,10 @@ def _transformers(keys: ArchitectureConfig) -> nn.Module:
         import transformers
     except ImportError as error:
         raise ConfigError("architecture.kind 'transformers' needs transformers. Install it with: pip install transformers") from error
-    path = Path(keys.source or "")
-    file = path / "config.json" if path.is_dir() else path
+    given = architecture.without_code(architecture.configuration(keys))
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-        config = transformers.AutoConfig.for_model(**architecture.without_code(given))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        config = transformers.AutoConfig.for_model(**given)
+    except Exception as error:  # whatever a class of transformers says of its own keys
         raise ConfigError(
             f"architecture.source {keys.source!r} is no configuration of transformers ({error}). Name a directory with config.json, or the file."
         ) from error

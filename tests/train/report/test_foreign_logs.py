@@ -88,3 +88,56 @@ def test_what_is_no_log_is_refused(tmp_path, name, text, message):
 def test_a_log_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         foreign_logs.read(tmp_path / "absent.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "step,loss\n0,2.5\n0.5,2.25\n", r"has step = '0\.5' with loss = '2\.25'; a step is a whole number"),
+        ("a.jsonl", '{"step": 1.5, "loss": 2.5}\n', "a step is a whole number"),
+        ("a.csv", "step,loss\ninf,2.5\n", "a step is a whole number"),
+        ("a.csv", "step,loss\n1e300,2.5\n", "a step is a whole number"),
+        ("a.csv", "step,loss\n-1,2.5\n", "a step is a whole number"),
+        ("a.csv", "step,loss\nnan,2.5\n", "a step is a whole number"),
+        ("a.jsonl", '{"step": true, "loss": 2.5}\n', "both are numbers"),
+        ("a.jsonl", '{"step": 1, "loss": [2.5]}\n', "both are numbers"),
+        ("a.jsonl", '{"step": 1, "loss": 1' + "0" * 400 + "}\n", "both are numbers"),
+        ("a.csv", "step,loss,loss\n0,2.5,9\n", r"a\.csv has 'loss' 2 times"),
+        ("a.csv", "step,Loss,loss\n0,2.5,9\n", r"a\.csv has 'loss' 2 times"),
+        ("a.csv", "step,Step,loss\n0,1,9\n", r"a\.csv has 'step' 2 times"),
+        ("a.jsonl", '{"step": 1, "loss": 2.5, "loss": 9}\n', "an object has the key 'loss' twice"),
+        ("a.jsonl", '{"step": 1, "loss": 2.5, "Loss": 9}\n', "line 1, has 'loss' 2 times"),
+        ("a.csv", "step,loss,text\n0,2.5," + "x" * 200_000 + "\n", "field larger than field limit"),
+        ("a.jsonl", '{"step": 1, "loss": ' + "[" * 100_000 + "\n", "more than 64 levels"),
+        ("a.log", "step: 1 loss: 2.5. x\n", r"has the line 'step: 1 loss: 2\.5\. x'; both are numbers"),
+        ("a.log", f"step: {'9' * 5000} loss: 2.5 x\n", "a step is a whole number"),
+    ],
+)
+def test_a_log_that_cannot_be_used_is_named(tmp_path, name, text, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        read(tmp_path / name, text)
+    assert str(error.value).startswith(str(tmp_path / name))
+
+
+def test_columns_that_are_not_read_may_share_a_name(tmp_path):
+    assert read(tmp_path / "a.csv", "step,loss,,,x,X\n0.0,2.5,,,1,2\n") == {0: 2.5}
+    assert read(tmp_path / "b.csv", "step,loss,Loss,mine\n3,2.5,9,1.5\n", loss="mine") == {3: 1.5}
+
+
+def test_damage_to_tensorboard_s_events_is_seen(tmp_path):
+    """Each byte of the file: its record's checksums refuse it. A torn last record alone is left out."""
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(3):
+            writer.add_scalar("train/loss", 2.5 - step / 8, step, walltime=0)
+    (path,) = tmp_path.glob("events*")
+    content = path.read_bytes()
+    whole = foreign_logs.read(tmp_path).losses
+    assert whole == {0: 2.5, 1: 2.375, 2: 2.25}
+    for at in range(0, len(content), 3):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+        with pytest.raises(ConfigError, match=r"cannot be read \(the record of events.* at byte [\d,]+ is damaged"):
+            foreign_logs.read(tmp_path)
+    path.write_bytes(content[:-5])
+    assert foreign_logs.read(tmp_path).losses == {0: 2.5, 1: 2.375}
