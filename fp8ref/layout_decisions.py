@@ -9,6 +9,7 @@ import functools
 import json
 from typing import Any
 
+from fp8ref import files
 from fp8ref.states import Layout
 
 BYTES = 1024
@@ -49,7 +50,10 @@ def differences(layout: Layout, saved: str) -> list[str]:
 
     Raises:   ValueError: text that was not written here.
     """
-    mine, theirs = _flat(json.loads(written(layout))), _flat(json.loads(saved))
+    parsed = files.parse_json(saved)
+    if not isinstance(parsed, dict):
+        raise ValueError("it is no JSON object")
+    mine, theirs = _flat(json.loads(written(layout))), _flat(parsed)
     return [
         f"{key} = {mine.get(key)!r}, saved {theirs.get(key)!r}"
         for key in dict.fromkeys((*mine, *theirs))

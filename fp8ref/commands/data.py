@@ -1,10 +1,10 @@
 """fp8ref data prepare: tokenize text into token shards."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
+from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import INTERRUPTED
 
@@ -47,13 +47,13 @@ def _prepare(known: argparse.Namespace) -> int:
         with signals.exiting_on_sigterm():
             made = prepare(data, known.out, **options)
     except KeyboardInterrupt:
-        print(f"interrupted; {known.out} was not written", file=sys.stderr)
+        console.say(f"interrupted; {known.out} was not written")
         return INTERRUPTED
     except SystemExit:
-        print(f"stopped by SIGTERM; {known.out} was not written", file=sys.stderr)
+        console.say(f"stopped by SIGTERM; {known.out} was not written")
         return signals.TERMINATED
     tokens = {split: sum(f.tokens for name, f in made.files.items() if name.startswith(split)) for split in ("train", "val")}
-    print(
+    console.show(
         f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files\n"
         f"train from them with --data.source {known.out} --model.vocab_size {made.vocab_size}"
     )

@@ -110,7 +110,7 @@ def foreign(tmp_path, monkeypatch):
     sys.modules.pop("foreign_model", None)
 
 
-def test_nothing_is_imported_before_it_is_trusted(foreign):
+def test_nothing_is_imported_before_it_is_trusted(foreign):  # T-10
     keys, ran = foreign
     for use in (
         lambda: custom(keys).decisions(),
@@ -133,7 +133,7 @@ def test_a_module_that_raises_is_named(tmp_path, monkeypatch):
         architecture.imported("raising_model:Made")
 
 
-def test_keys_that_name_code_leave_a_config_json():
+def test_keys_that_name_code_leave_a_config_json():  # K-7, T-10
     nested = {"auto_map": {"AutoModel": "a/b--c.D"}, "_attn_implementation": "owner/kernel", "attn_implementation": "flash_attention_2"}
     given = {"hidden_size": 32, "layer_types": ["full_attention"], "text_config": nested | {"head_dim": 16}, **nested, "parts": [nested]}
     kept = {"hidden_size": 32, "layer_types": ["full_attention"], "text_config": {"head_dim": 16}, "parts": [{}]}

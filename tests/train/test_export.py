@@ -359,7 +359,7 @@ def test_a_state_that_cannot_be_read_is_named_and_not_the_disk(exported, tmp_pat
             loop.trainer(backend, config).load(checkpoint.latest(run, print).state, 2)
 
 
-def test_weights_that_are_not_finite_are_not_exported(exported, tmp_path, monkeypatch):
+def test_weights_that_are_not_finite_are_not_exported(exported, tmp_path, monkeypatch):  # K-7
     folder, _, backend = exported
     library = importlib.import_module(f"fp8ref.train.{backend}.checkpoint")
     plain = library.weights
