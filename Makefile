@@ -1,5 +1,5 @@
-# make setup | demo | test | slow | faults | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-attention-rate | bench-data | bench-recording | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
-# Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
+# make setup | demo | test | slow | faults | gpu | wheels | extras | newest | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-attention-rate | bench-data | bench-recording | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
+# Everything is installed into .venv, but for aot's, aot-torch's and newest's, into .venv-aot, .venv-aot-torch and .venv-newest; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
 unexport PYTHONDONTWRITEBYTECODE
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-attention-rate bench-data bench-recording bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
+.PHONY: setup demo test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-attention-rate bench-data bench-recording bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -83,6 +83,11 @@ wheels: setup
 # Each extra alone in a new environment: make extras EXTRAS='jax torch'; all without, or every fourth where TURN is given.
 extras:
 	$(PYTHON) tests/install/extras.py $(EXTRAS) $(if $(filter command,$(firstword $(origin TURN))),--turn $(TURN))
+
+# A slice of the tests with the newest jax, flax and optax, without constraints.txt, under the newest Python that is here. TORCH=torch
+# takes any build of PyTorch, such as one of gigabytes with CUDA; without it a build for CPUs, if there is one for that Python.
+newest:
+	$(PYTHON) tests/install/newest.py $(if $(TORCH),--torch '$(TORCH)')
 
 exhaustive: setup
 	$(BIN)/python -m pytest -m exhaustive $(TESTS)

@@ -179,6 +179,8 @@ def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
             nested = nested[-1:]
         if eqn.primitive.name == "custom_vjp_call" or eqn.primitive.name == "custom_jvp_call":
             nested = nested[:1]
+        if traced := getattr(eqn.params.get("_prim"), "traced", None):  # a custom_vjp of jax 0.12
+            nested = [traced.jaxpr]
         repeated = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for one in nested:
             yield from _products(getattr(one, "jaxpr", one), inner, repeated)
