@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from fp8ref import llama
 from fp8ref.errors import ConfigError
@@ -28,38 +29,39 @@ class CustomStep:
     """The functions of a step, of a batch's parts [microbatches, B, T + 1].
 
     ``State.params`` is {dotted name: float32 array}, and ``State.fp8`` the hooks' states of delayed scaling.
+
+    fp8     these states before the first step.
     """
 
     def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
         """config: in one recipe, ``config.under`` that of a phase."""
         self.config, self.decisions = config, config.decisions()
-        model = custom_model.build(config.architecture, config.model.vocab_size, seed=config.run.seed)
+        model = self._model()
         self.linears = {d.path: d.recipe for d in self.decisions if d.fp8}
         if self.linears:
             keys = config.numerics
             how: dict = {"filter_fqns": config.filter_fqns, "fp8_fqns": keys.fp8_fqns, "rules": keys.rules or ()}
             fj.convert(model, keys.recipe, **how, multiply=multiply)
-        self._graph, params, fp8, self._rest = nnx.split(model, nnx.Param, fj.Fp8State, ...)
-        leaves, self._tree = jax.tree_util.tree_flatten_with_path(params)
-        self._names = [_name(path) for path, _ in leaves]
-        self._begin = {name: value for name, (_, value) in zip(self._names, leaves, strict=True)}, fp8
-        shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in self._begin[0].items()}
-        self.optimizer = Optimizer(config.optimizer, layout, LayerStacks(0, layout), shapes)
+        self._graph, params, self.fp8, self._rest = nnx.split(model, nnx.Param, fj.Fp8State, ...)
+        self._tree = jax.tree.structure(params)
+        self._shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in _named(params).items()}  # not the arrays
+        self.optimizer = Optimizer(config.optimizer, layout, LayerStacks(0, layout), self._shapes)
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> State:
         """The state before the first step. weights: float32 by name; None: the model's own.
 
         Raises:   ConfigError: weights of other names or shapes.
         """
-        params, fp8 = self._begin
-        if weights is not None:
-            mine, given = ({name: tuple(value.shape) for name, value in of.items()} for of in (params, weights))
+        if weights is None:
+            params = _named(nnx.state(self._model(), nnx.Param))
+        else:
+            mine, given = ({name: tuple(value.shape) for name, value in of.items()} for of in (self._shapes, weights))
             if mine != given:
                 wrong = sorted(name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name))
                 raise ConfigError(f"weights have the names and shapes of the model's parameters; {wrong[0]} does not.")
-            params = {name: jnp.asarray(np.asarray(weights[name][...], np.float32)) for name in params}
+            params = {name: jnp.asarray(np.asarray(weights[name][...], np.float32)) for name in mine}
         masters, optimizer = self.optimizer.begin(params.items())
-        return State(masters, optimizer, fp8, {})
+        return State(masters, optimizer, self.fp8, {})
 
     def train(self, state: State, parts: jax.Array, lr: jax.Array) -> tuple[State, jax.Array, jax.Array]:
         """One step at this learning rate: the new state, the loss, and the norm of the gradients; where either is
@@ -77,7 +79,9 @@ class CustomStep:
     def mean_loss(self, params, fp8, parts: jax.Array) -> jax.Array:
         """The loss of a batch's parts."""
         model = self.merged(params, fp8)
-        return jnp.stack([self._loss(model, part) for part in parts]).mean()
+        if len(parts) == 1:
+            return self._loss(model, parts[0])
+        return lax.map(lambda part: self._loss(model, part), parts).mean()
 
     def logits(self, params, fp8, tokens: jax.Array) -> jax.Array:
         """float32 [B, T, V]."""
@@ -85,12 +89,11 @@ class CustomStep:
 
     def merged(self, params: Mapping[str, jax.Array], fp8) -> nnx.Module:
         """The model on parameters rounded to bfloat16, with the hooks' states."""
-        rounded = [params[name].astype(jnp.bfloat16) for name in self._names]
-        return self._copy_of(rounded, fp8)
+        return self._copy_of(self._rounded(params), fp8)
 
     def states(self, fp8) -> dict[str, dict[str, Any]]:
         """{linear: {role: its state of delayed scaling}}."""
-        model = self._copy_of(list(self._begin[0].values()), fp8)
+        model = self._copy_of(list(self._shapes.values()), fp8)
         return {hook.name: hook.state.get_value() for hook in nnx_hooks.hooks(model).values() if hook.state is not None}
 
     def tensors(self, state: State) -> dict[str, Any]:
@@ -102,31 +105,44 @@ class CustomStep:
 
     def restored(self, state: State, tensors: dict[str, Any]) -> State:
         """A state of the structure of this one, of arrays named as ``tensors`` names them."""
-        model = self._copy_of(list(self._begin[0].values()), state.fp8)
+        model = self._copy_of(list(self._shapes.values()), state.fp8)
         for hook in nnx_hooks.hooks(model).values():
             if hook.state is not None:
                 saved = tensors[train_state.FP8][hook.name]
                 hook.state.set_value({role: type(one)(**saved[role]) for role, one in hook.state.get_value().items()})
         return State(*self.optimizer.restored(state.params, state.optimizer, tensors), nnx.state(model, fj.Fp8State), {})
 
-    def _copy_of(self, values: list[jax.Array], fp8) -> nnx.Module:
-        """The model on other parameters and states, none of which an update of the model changes."""
+    def _model(self) -> nnx.Module:
+        """The user's model, with its own initial weights."""
+        return custom_model.build(self.config.architecture, self.config.model.vocab_size, seed=self.config.run.seed)
+
+    def _rounded(self, params: Mapping[str, jax.Array]) -> list[jax.Array]:
+        return [params[name].astype(jnp.bfloat16) for name in self._shapes]
+
+    def _copy_of(self, values: list, fp8) -> nnx.Module:
+        """The model on other parameters, or shapes, and states, none of which an update of the model changes."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, values), fp8, self._rest, copy=True)
 
     def _differentiated(self, params, fp8, parts: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], Observed]:
         """(loss, gradients, observations) of a batch's parts; gradients are summed in float32 (T-7)."""
-        model = self.merged(params, fp8)
-        total: tuple | None = None
-        for part in parts:
-            loss, grads, seen = fj.value_and_grad(self._loss)(model, part)
-            wide = {_name(path): g.astype(jnp.float32) for path, g in jax.tree_util.tree_leaves_with_path(grads)}
-            before = total
-            total = (
-                (loss, wide, seen) if before is None else (before[0] + loss, jax.tree.map(jnp.add, before[1], wide), merge(before[2], seen))
-            )
-        assert total is not None
+        rounded = self._rounded(params)
+
+        def of_part(part: jax.Array) -> tuple:
+            loss, grads, seen = fj.value_and_grad(self._loss)(self._copy_of(rounded, fp8), part)
+            return loss, {name: g.astype(jnp.float32) for name, g in _named(grads).items()}, seen
+
+        def add(before: tuple, part: jax.Array) -> tuple[tuple, None]:
+            (loss, grads, seen), found = before, of_part(part)
+            return (loss + found[0], jax.tree.map(jnp.add, grads, found[1]), merge(seen, found[2])), None
+
+        if len(parts) == 1:
+            return of_part(parts[0])
+        # A scan keeps one microbatch's activations at a time, and compiles the passes once. Sums begin with -0, which leaves a zero's sign.
+        zeros = {name: jnp.full(shape.shape, -0.0, jnp.float32) for name, shape in self._shapes.items()}
+        begin = (jnp.float32(-0.0), zeros, fj.unseen(self._copy_of(rounded, fp8)))
+        (loss, grads, seen), _ = lax.scan(add, begin, parts)
         share = np.float32(1 / len(parts))
-        return total[0] * share, {name: g * share for name, g in total[1].items()}, total[2]
+        return loss * share, {name: g * share for name, g in grads.items()}, seen
 
     def _loss(self, model: nnx.Module, tokens: jax.Array) -> jax.Array:
         return cross_entropy(self._logits(model, tokens[:, :-1]), tokens[:, 1:]).mean()
@@ -135,6 +151,7 @@ class CustomStep:
         return custom_probe.logits_of(model(tokens), tokens, self.config.model.vocab_size)
 
 
-def _name(path) -> str:
-    """The dotted name of a parameter, from its path in a state: without what a Variable adds to it."""
-    return ".".join(str(part.key) for part in path if hasattr(part, "key"))
+def _named(params) -> dict[str, jax.Array]:
+    """Parameters by dotted name, in the order of their state: the path without what a Variable adds to it."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {".".join(str(part.key) for part in path if hasattr(part, "key")): value for path, value in leaves}

@@ -63,7 +63,7 @@ class Trainer:
         self._state = self._step.begin(weights)
         for recipe in config.recipes[1:]:  # now: a recipe that the model refuses would end the run in its middle
             self._programs[recipe] = self._of_step(recipe)
-            self._fp8[recipe] = self._programs[recipe].step.begin(weights).fp8
+            self._fp8[recipe] = self._programs[recipe].step.fp8
         self._observer: Callable
         self._count, self._store, self.device = 0, Store(), self._layout.description
 

@@ -59,6 +59,23 @@ def test_microbatches_sum_in_float32():  # T-7
         np.testing.assert_array_equal(value, (each[0][name] + each[1][name]) * np.float32(0.5))
 
 
+def test_a_step_keeps_no_initial_parameters():
+    """Those of a further recipe would be 4 bytes a parameter that nothing reads."""
+    step = made(of(numerics={"recipe": "delayed"}))
+    shapes = {shape for shape in of().shapes.parameters.values() if len(shape) == 2}
+    assert not [leaf.shape for leaf in jax.tree.leaves(vars(step)) if isinstance(leaf, jax.Array) and leaf.shape in shapes]
+    assert step.states(step.fp8).keys() == {"up", "down"}
+
+
+def test_microbatches_are_one_pass_in_the_program():  # T-7
+    step = made(of(numerics={"recipe": "delayed"}))
+    shapes = jax.eval_shape(lambda: step.begin({name: np.zeros(shape) for name, shape in of().shapes.parameters.items()}))
+    arguments = shapes.params, shapes.fp8
+    programs = [str(jax.make_jaxpr(step.gradients)(*arguments, np.zeros((parts, 1, 17), np.int32))) for parts in (2, 4)]
+    assert len({program.count("dot_general[") for program in programs}) == 1
+    assert programs[0].count("dot_general[") > 0
+
+
 def test_weights_replace_the_model_s_own():
     step = made(of())
     given = {name: np.full(shape, 0.25, np.float32) for name, shape in of().shapes.parameters.items()}
