@@ -43,6 +43,7 @@ def decode(codes: jax.Array, fmt: Format) -> jax.Array:
     Raises:   ValueError: fmt not FP8; codes of another dtype.
     """
     dtype = _dtype(fmt)
+    check_array(codes, f"codes of {fmt} are an array of uint8 or {jnp.dtype(dtype).name}")
     if codes.dtype == jnp.uint8:
         codes = lax.bitcast_convert_type(codes, dtype)
     if codes.dtype != dtype:
@@ -90,6 +91,12 @@ def without_sign(bits: jax.Array) -> jax.Array:
 def from_magnitude_bits(bits: jax.Array, dtype) -> jax.Array:
     """The magnitudes, as float32, of ``magnitude_bits`` of an array of this dtype."""
     return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
+
+
+def check_array(x: object, what: str = "casts take arrays of float32, float16 or bfloat16") -> None:
+    """ValueError unless x has a dtype and a shape, as arrays of JAX and NumPy do."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise ValueError(f"{what}; got {type(x).__name__}. Convert with jnp.asarray.")
 
 
 def checked(x: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from jax import lax
 
 from fp8ref.hardware import Multiply
 from fp8ref.jax import (
+    cast,
     delayed,
     derivatives,
     explicit_sharding,
@@ -121,6 +122,8 @@ def apply_with_stats(
               rows. An operand that a GEMM takes over from an earlier one, codes and scale, is
               measured once, there.
     """
+    for key, value in (("x", x), ("w", w)):
+        cast.check_array(value, f"{name}: {key} is an array of float32, float16 or bfloat16")
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
 

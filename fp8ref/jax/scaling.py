@@ -74,6 +74,7 @@ def amax(
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the
               reduced axis.
     """
+    cast.check_array(x)
     axes = axis if isinstance(axis, tuple) else (axis,)
     sizes = [granularities.blocks(granularity, x.shape, each, ragged=ragged) for each in axes]  # refuses empty tensors and absent axes
     bits = cast.bits(x)
@@ -140,6 +141,8 @@ def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: s
     Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a
               fmt that is not FP8.
     """
+    cast.check_array(x)
+    cast.check_array(scale, "a scale is an array of float32")
     shape = granularities.scale_shape(granularity, x.shape, axis)
     if scale.shape != shape:
         raise ValueError(f"{granularity} scales of x.shape={x.shape} have shape {shape}; got {scale.shape}.")
@@ -155,6 +158,8 @@ def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: i
     On a CPU XLA makes the division a product with RN32(1 / scale_inv) under jit, as it does in
     flax.
     """
+    cast.check_array(x)
+    cast.check_array(scale_inv, "a scale_inv is an array of float32")
     codes = cast.to_fp8(cast.to_f32(x) / jnp.broadcast_to(scale_inv, x.shape), fmt)
     return Quantized(codes=codes, scale=1 / scale_inv, scale_inv=scale_inv, fmt=fmt, granularity="tensorwise", axis=axis)
 
@@ -165,6 +170,8 @@ def dequantize(q: Quantized) -> jax.Array:
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv. On a
               CPU XLA takes a scale_inv of 2^-127 for zero.
     """
+    if not isinstance(q, Quantized):
+        raise ValueError(f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize.")
     return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
 
 

@@ -202,9 +202,22 @@ def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
     return np.where(np.isnan(x), x, rounded.view(np.float32).reshape(x.shape))
 
 
+_TINY, _HALF, _TWO = np.float32(2.0**-126), np.float32(0.5), np.float32(2)
+
+
+def check_subnormals() -> None:
+    """ValueError if this thread's processor takes subnormals for zeros, in results or operands: both products are exact."""
+    if _TINY * _HALF * _TWO != _TINY:
+        raise ValueError(
+            "the simulator computes with subnormal numbers, and this thread takes them for zeros, as after torch.set_flush_denormal(True) or "
+            "a library built with -ffast-math. Call torch.set_flush_denormal(False) first, or simulate in a process of its own."
+        )
+
+
 def array(x) -> np.ndarray:
-    """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch, or where some
-    elements of x are masked."""
+    """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch, where some
+    elements of x are masked, or as ``check_subnormals``."""
+    check_subnormals()
     if isinstance(x, np.ma.MaskedArray) and np.any(x.mask):
         raise ValueError(
             f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use x.filled(...), or x.data for all of them."

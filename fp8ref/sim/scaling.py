@@ -217,6 +217,7 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
     """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape,
     is not negative, and is NaN only over codes that are NaN or zero (S-5, S-14), or of a format without
     NaN; and the tensor's scale likewise."""
+    cast.check_subnormals()
     if not isinstance(q, Quantized):
         raise ValueError(f"{name} is a Quantized; got {type(q).__name__}. Use scaling.quantize.")
     if not isinstance(q.codes, np.ndarray) or q.codes.dtype != np.uint8:

@@ -54,6 +54,8 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     Raises:   ValueError: fmt not FP8; codes of another dtype.
     """
     dtype = native(fmt)
+    if not isinstance(codes, torch.Tensor):
+        raise ValueError(f"codes of {fmt} are a torch.Tensor; got {type(codes).__name__}. Convert with torch.as_tensor.")
     if codes.dtype == torch.uint8:
         codes = codes.view(dtype)
     if codes.dtype != dtype:
@@ -75,7 +77,13 @@ def to_f32(x: torch.Tensor) -> torch.Tensor:
 
 
 def checked(x: torch.Tensor) -> torch.Tensor:
-    """x itself; ValueError unless it is float32, float16 or bfloat16."""
+    """x itself; ValueError unless it is a tensor of float32, float16 or bfloat16, outside of torch.vmap."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"casts take a torch.Tensor; got {type(x).__name__}. Convert with torch.as_tensor.")
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
+        raise ValueError(
+            "casts to FP8 have no rule for torch.vmap; got a tensor within it. Cast the whole batch, or loop over its examples."
+        )
     if x.dtype not in HIGH_PRECISION:
         raise ValueError(f"casts take float32, float16 or bfloat16; got {x.dtype}. Convert with .float().")
     return x

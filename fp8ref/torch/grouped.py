@@ -95,6 +95,7 @@ def apply(
     """
     bound = recipe if isinstance(recipe, Bound) else bind(recipe)
     recipe = bound.recipe
+    grouped_arguments.check_kinds(x, w, offs, name)
     if (dtype := linear_input.autocast_dtype(x)) is not None:
         x, w = x.to(dtype), w.to(dtype)
     linear_input.check_transforms(name, x, w, otherwise="give each expert an nn.Linear")

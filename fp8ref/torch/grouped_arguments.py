@@ -52,15 +52,22 @@ def states_of(
     return given  # type: ignore[return-value]
 
 
+def check_kinds(x: object, w: object, offs: object, name: str) -> None:
+    """ValueError for what is no tensor."""
+    for key, value in (("x", x), ("w", w)):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} takes {key} as a tensor; got {type(value).__name__}. Convert with torch.as_tensor.")
+    if not isinstance(offs, torch.Tensor):
+        raise ValueError(
+            f"{name} takes offs as a tensor; got {type(offs).__name__}. Use torch.tensor(offs, dtype=torch.int32, device=x.device)."
+        )
+
+
 def check_tensors(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: GroupedRecipe, name: str) -> None:
     """ValueError for shapes, dtypes, devices or groups that do not fit."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(
             f"{name} takes x [M, K] and w [E, N, K] with the same K; got {tuple(x.shape)} and {tuple(w.shape)}. Flatten the tokens."
-        )
-    if not isinstance(offs, torch.Tensor):
-        raise ValueError(
-            f"{name} takes offs as a tensor; got {type(offs).__name__}. Use torch.tensor(offs, dtype=torch.int32, device=x.device)."
         )
     if offs.shape != w.shape[:1] or offs.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} takes offs int32 [E], the end of each of {len(w)} groups; got {offs.dtype} {tuple(offs.shape)}.")

@@ -41,6 +41,8 @@ def taken(x: torch.Tensor, linear: Named) -> torch.Tensor:
     Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; forward
               mode or a transform of torch.func (L-8).
     """
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{_name(linear)} takes a torch.Tensor; got {type(x).__name__}. Convert with torch.as_tensor.")
     if not torch.compiler.is_compiling():
         check_transforms(_name(linear), x, linear.weight)
     w = _of_rank(linear, x)

@@ -67,9 +67,10 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1, ra
 
 def _largest(x: torch.Tensor, granularity: str, axis: int, ragged: bool) -> torch.Tensor:
     """As ``amax``, in x's dtype, which holds every amax exactly."""
+    cast.checked(x)
     # refuses empty tensors and absent axes
     sizes = granularities.blocks(granularity, tuple(x.shape), axis, ragged=ragged)
-    magnitudes = cast.checked(x.detach()).abs()
+    magnitudes = x.detach().abs()
     if granularity == "tensorwise":
         return magnitudes.amax()
     if granularity == "rowwise":
@@ -188,10 +189,13 @@ def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granular
     Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a
               fmt that is not FP8.
     """
+    cast.checked(x)
+    if not isinstance(scale, torch.Tensor):
+        raise ValueError(f"a scale is a torch.Tensor of float32; got {type(scale).__name__}. Convert with torch.as_tensor.")
     shape = granularities.scale_shape(granularity, tuple(x.shape), axis)
     if tuple(scale.shape) != shape:
         raise ValueError(f"{granularity} scales of x.shape={tuple(x.shape)} have shape {shape}; got {tuple(scale.shape)}.")
-    return _quantized(cast.checked(x), scale, scale.reciprocal(), fmt, granularity, axis)
+    return _quantized(x, scale, scale.reciprocal(), fmt, granularity, axis)
 
 
 def requantize(x: torch.Tensor, like: Quantized) -> Quantized:
@@ -204,6 +208,8 @@ def dequantize(q: Quantized) -> torch.Tensor:
 
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv.
     """
+    if not isinstance(q, Quantized):
+        raise ValueError(f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize.")
     return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis)
 
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.jax import scaling
+from fp8ref.jax import cast, linear, scaling
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim
@@ -167,3 +167,23 @@ def test_quantized_is_a_pytree_whose_format_is_static():
 def test_errors(shape, options, message):
     with pytest.raises(ValueError, match=message):
         scaling.quantize(jnp.ones(shape), E4M3FN, **options)
+
+
+@pytest.mark.parametrize("x", [[1.0] * 16, None, "x", 1.0])
+def test_what_is_no_array_is_refused(x):
+    ones = jnp.ones((4, 16))
+    for call in (
+        lambda: scaling.quantize(x, E4M3FN),
+        lambda: scaling.quantize_with(x, jnp.ones(()), E4M3FN),
+        lambda: scaling.quantize_with(ones, x, E4M3FN),
+        lambda: scaling.quantize_divided(ones, x, E4M3FN),
+        lambda: scaling.amax(x),
+        lambda: scaling.dequantize(x),
+        lambda: cast.decode(x, E4M3FN),
+    ):
+        with pytest.raises(ValueError, match=f"; got {type(x).__name__}"):
+            call()
+    with pytest.raises(ValueError, match=f"^up: x is an array .*; got {type(x).__name__}"):
+        linear.apply(x, jnp.ones((16, 16)), recipe="tensorwise", name="up")
+    with pytest.raises(ValueError, match=f"^up: w is an array .*; got {type(x).__name__}"):
+        linear.apply(ones, x, recipe="tensorwise", name="up")

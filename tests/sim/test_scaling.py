@@ -159,3 +159,19 @@ def test_errors(call, message):
 def test_reading_back_under_an_infinite_amax():  # S-3, S-8
     """Scale 0, scale_inv Inf, codes 0 and NaN: every product is NaN, without a warning."""
     assert np.isnan(scaling.dequantize(scaling.quantize(np.float32([1, 0, np.inf]), E4M3FN))).all()
+
+
+def test_a_thread_without_subnormals_is_refused():
+    """Else a product below 2^-126 would be 0, without a word."""
+    torch = pytest.importorskip("torch")
+    x = np.full((4, 16), 2.0**-130, np.float32)
+    q = scaling.quantize(x, E4M3FN)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        for call in (lambda: scaling.dequantize(q), lambda: scaling.quantize(x, E4M3FN), lambda: scaling.amax(x)):
+            with pytest.raises(ValueError, match=r"takes them for zeros.*torch\.set_flush_denormal\(False\)"):
+                call()
+    finally:
+        torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(scaling.amax(x), np.float32(2.0**-130))

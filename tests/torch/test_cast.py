@@ -50,3 +50,10 @@ def test_errors(x, fmt, message):
 def test_decode_refuses_codes_of_another_format():
     with pytest.raises(ValueError, match="float8_e5m2"):
         cast.decode(torch.ones(3).to(torch.float8_e4m3fn), E5M2)
+
+
+@pytest.mark.parametrize("x", [np.ones(16, np.float32), [1.0], None, "x"])
+def test_what_is_no_tensor_is_refused(x):
+    for call in (lambda: cast.encode(x, E4M3FN), lambda: cast.to_fp8(x, E4M3FN), lambda: cast.decode(x, E4M3FN)):
+        with pytest.raises(ValueError, match=rf"torch\.Tensor; got {type(x).__name__}\. Convert with torch\.as_tensor"):
+            call()

@@ -248,3 +248,22 @@ def test_ranks_share_a_scale_where_they_cut_its_group():  # P-5
     expected |= {("rowwise", "weight", "rowwise", -1): "t", ("rowwise", "input", "rowwise", -1): "t"}
     assert {key: group for key, group in shared.items() if group} == expected
     assert Groups().sharing("input", "tensorwise", -1) is None
+
+
+@pytest.mark.parametrize("x", [np.ones((4, 16), np.float32), [[1.0] * 16], None, "x", 1.0])
+def test_what_is_no_tensor_is_refused(x):
+    ones = torch.ones(4, 16)
+    for call in (
+        lambda: scaling.quantize(x, E4M3FN),
+        lambda: scaling.quantize_with(x, torch.ones(()), E4M3FN),
+        lambda: scaling.quantize_with(ones, x, E4M3FN),
+        lambda: scaling.amax(x),
+        lambda: scaling.dequantize(x),
+    ):
+        with pytest.raises(ValueError, match=f"(Tensor.*|Quantized); got {type(x).__name__}"):
+            call()
+
+
+def test_a_cast_within_vmap_is_refused():
+    with pytest.raises(ValueError, match=r"no rule for torch\.vmap.*loop over its examples"):
+        torch.vmap(lambda x: scaling.quantize(x, E4M3FN).codes)(torch.ones(4, 16))
