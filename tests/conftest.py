@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.train.config import Config, DataConfig, RunConfig
+from fp8ref.train.config import Config, DataConfig, RunConfig, StatisticsConfig
 
 # Before anything imports jax: a CPU as eight devices, for meshes. Programs are small: LLVM compiles each in one piece, a tenth cheaper than in parts.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
@@ -138,6 +138,7 @@ def small(text):
         model=MODEL,
         data=DataConfig(source=str(text), sequence_length=16, batch_size=4),
         run=RunConfig(steps=6, eval_every=3, eval_batches=1),
+        statistics=StatisticsConfig(every=0),
     )
 
 

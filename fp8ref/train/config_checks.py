@@ -84,9 +84,9 @@ def check(config: Checked) -> None:
     require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
     schedules.starts(config.phases, config.optimizer, config.run.steps)
     require(
-        config.statistics.every > 0 or not schedules.is_measured(config.numerics.schedule),
-        "measurements in numerics.schedule, 'sqnr' and 'update_error', are of the steps that statistics.every records; got 0. Set it to 1 or "
-        "more.",
+        bool(config.statistics.every) or not schedules.is_measured(config.numerics.schedule),
+        "measurements in numerics.schedule, 'sqnr' and 'update_error', are of the steps that statistics.every records; got "
+        f"{config.statistics.every or 0}. Set it to 1 or more.",
     )
     layout = config.optimizer.moment_layout
     require(

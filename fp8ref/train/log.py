@@ -2,7 +2,7 @@
 
 config.toml       the configuration
 metrics.jsonl     a JSON object for each step: loss, gradient norm, speed
-statistics.jsonl  quantization statistics (Q-8) and health of states (Q-12), under statistics.every
+statistics.jsonl  quantization statistics (Q-8) and health of states (Q-12), of the steps of statistics.every
 manifest.json     versions, device, data, linears, the proof, and the status
 """
 

@@ -237,9 +237,9 @@ class _Training:
             tokens = self.batches.step(step)
         columns: dict[str, float] = {}
         begun = time.perf_counter()
-        if config.statistics.every and step % config.statistics.every == 0:
+        if self.measures(step):
             with watch("measured step"):
-                metrics, found, states = self.model.measured_step(tokens)
+                metrics, found, states = self.measured(step, tokens)
             factors = self.model.gradient_factors() if config.parallel.auto_scale else {}
             more = {"states": states, "gradients": factors}
             self.run.statistics({"step": step, "statistics": found} | {key: value for key, value in more.items() if value})
@@ -260,6 +260,29 @@ class _Training:
             with watch("evaluation"):
                 line |= self.validated(step)
         return line
+
+    def measured(self, step: int, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """``measured_step``; without statistics, a step, where the key that asks for them is not set and
+        they cannot be taken, as of a linear that a pass calls twice."""
+        try:
+            return self.model.measured_step(tokens)
+        except ValueError as error:
+            if self.config.statistics.every is not None:
+                raise
+            if self.processes.first:
+                console.say(f"step {step}: no FP8 statistics: {error}")
+            return self.model.step(tokens), {}, {}
+
+    def measures(self, step: int) -> bool:
+        """Whether statistics of a step are recorded: by default where there is something to record, and where
+        attention is no kernel, into whose tiles nothing looks."""
+        config = self.config
+        if not config.statistics.due(step, config.run.steps):
+            return False
+        if config.statistics.every is not None:
+            return True
+        in_fp8 = any(decision.fp8 for decision in self.model.decisions) or bool(config.attention_in_fp8)
+        return config.parallel.attention != "kernel" and (in_fp8 or config.optimizer.moment_layout is not None)
 
     def validated(self, step: int) -> dict[str, float]:
         """Validation losses after a step: ``val_loss``, and ``val_loss_<name>`` of each set of data.evaluation.

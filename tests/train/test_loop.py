@@ -463,3 +463,48 @@ def test_sigterm_before_the_first_step_is_heard(tmp_path, small, monkeypatch):  
     with pytest.raises(StoppedError, match="before a step was taken; --resume continues"):
         loop.train(small, "jax", tmp_path / "run")
     assert log.read_manifest(tmp_path / "run")["status"] == "stopped"
+
+
+def recorded(path):
+    return [line["step"] for line in log.read_lines(path / log.STATISTICS)] if (path / log.STATISTICS).exists() else []
+
+
+@pytest.mark.parametrize(
+    ("every", "recipe", "steps"),
+    [(None, "rowwise", [0, 5]), (None, "bf16", []), (0, "rowwise", []), (4, "rowwise", [0, 4]), (4, "bf16", [0, 4])],
+)
+def test_the_first_and_the_last_step_are_recorded_by_default(tmp_path, small, monkeypatch, every, recipe, steps):
+    config = small.replace(statistics={"every": every}, numerics={"recipe": recipe})
+    monkeypatch.setattr(loop, "trainer", lambda *_: FakeTrainer(config))
+    loop.train(config, "jax", tmp_path / "run")
+    assert recorded(tmp_path / "run") == steps
+
+
+def test_attention_of_a_kernel_is_not_recorded_by_default(tmp_path, by_kernel, monkeypatch):
+    config = by_kernel.replace(statistics={"every": None}, numerics={"recipe": "delayed"})
+    monkeypatch.setattr(loop, "trainer", lambda *_: FakeTrainer(config))
+    loop.train(config, "jax", tmp_path / "run")
+    assert recorded(tmp_path / "run") == []
+
+
+def test_what_cannot_be_recorded_by_default_trains_all_the_same(tmp_path, small, fake, monkeypatch, capsys):
+    def refused(tokens):
+        raise ValueError("a pass calls it again")
+
+    monkeypatch.setattr(fake(), "measured_step", refused)
+    lines = loop.train(small.replace(statistics={"every": None}, numerics={"recipe": "rowwise"}), "jax", tmp_path / "run")
+    assert len(lines) == small.run.steps
+    assert "step 0: no FP8 statistics: a pass calls it again" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ValueError, match="a pass calls it again"):
+        loop.train(small.replace(statistics={"every": 1}, numerics={"recipe": "rowwise"}), "jax", tmp_path / "asked")
+
+
+@pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
+def test_a_default_run_has_numbers_of_its_operands_and_the_bits_of_one_without(tmp_path, small, backend):
+    config = small.replace(numerics={"recipe": "rowwise"}, run={"steps": 3})
+    plain, measured = (loop.train(config.replace(statistics={"every": every}), backend, tmp_path / str(every)) for every in (0, None))
+    assert [line["loss"] for line in plain] == [line["loss"] for line in measured]
+    assert recorded(tmp_path / "None") == [0, 2]
+    found = log.read_lines(tmp_path / "None" / log.STATISTICS)[-1]["statistics"]
+    assert found
+    assert all(one["sqnr"] > 10 for one in found.values())

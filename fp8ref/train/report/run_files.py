@@ -155,9 +155,10 @@ class NumericsKeys:
 @file_checks.lenient
 @dataclass
 class StatisticsKeys:
-    """Keys of section statistics: steps between records; 0 for none."""
+    """Keys of section statistics: steps between records; 0 for none, None for the first and the last
+    step."""
 
-    every: Whole = 0
+    every: Whole | None = 0
 
 
 @file_checks.lenient

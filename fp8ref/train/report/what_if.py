@@ -104,6 +104,11 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
         raise ConfigError(
             f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any number of steps, in an FP8 recipe."
         )
+    if (every := manifest["config"].get("statistics", {}).get("every", 1)) is None:
+        raise ConfigError(
+            f"a replay takes amaxes of steps at one distance; {run} has statistics of its first and last step alone. "
+            "Train with --statistics.every 1, or any number of steps."
+        )
     if manifest.get("schedule"):
         raise ConfigError(f"a replay takes runs of one recipe; {run} has numerics.schedule. Train without it.")
     try:
@@ -134,7 +139,7 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
         policy=policy,
         history=config.history_length if config else None,
         margin=scaling.margin,
-        every=manifest["config"].get("statistics", {}).get("every", 1),
+        every=every,
         recorded=[line["step"] for line in lines],
         outcomes={name: outcomes[name] for name in amaxes},
     )

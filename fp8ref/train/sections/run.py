@@ -9,11 +9,17 @@ from fp8ref.errors import require
 class StatisticsConfig:
     """Statistics of the operands of FP8 GEMMs, and of optimizer states in a layout, recorded during training (spec Q)."""
 
-    every: int = 0
-    """Record every so many steps, beginning with step 0; 0 records nothing. A record costs about as much as a step."""
+    every: int | None = None
+    """Record every so many steps, beginning with step 0; 0 records nothing. Default: the first and the last step. A record costs about as much as a step."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, f"statistics.every is not negative; got {self.every}.")
+        require(self.every is None or self.every >= 0, f"statistics.every is not negative; got {self.every}.")
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether a step of so many is recorded, as the key says."""
+        if self.every is None:
+            return step in (0, steps - 1)
+        return self.every > 0 and step % self.every == 0
 
 
 @dataclass(frozen=True, kw_only=True)
