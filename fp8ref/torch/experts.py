@@ -3,7 +3,7 @@
 ``convert.convert(model, recipe, experts=True)`` changes the class of each module of experts that is
 known here, and nothing else of it: its Parameters, hooks and keys stay. Known are
 
-    transformers   classes of ``use_experts_implementation``: Mixtral's, Qwen3-MoE's and others'
+    transformers   classes of ``use_experts_implementation``: Mixtral's, Qwen3-MoE's and others'; Llama-4's
     torchtitan     GroupedExperts, by its method _grouped_mm; before it had one, by w1, w2 and w3
 
 Router, activation, weighting and sum over a token's experts stay as they were.
@@ -138,6 +138,24 @@ class OfTransformers(Experts):
         return out + getattr(self, f"{key}_bias")[present].to(out.dtype) if self.has_bias else out
 
 
+class OfSortedRows(Experts):
+    """Llama-4's experts of transformers: every expert multiplies as many rows, which are sorted by expert."""
+
+    is_transposed = True
+    num_experts: int
+    hidden_size: int
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Outputs [E T, H] of rows [E T, H], T of each expert."""
+        rows = hidden_states.reshape(-1, self.hidden_size)
+        ends = torch.arange(1, self.num_experts + 1, device=rows.device, dtype=torch.int32) * (len(rows) // self.num_experts)
+        gate, up = self.product("gate_up_proj", rows, self.gate_up_proj.mT, ends).chunk(2, dim=-1)
+        return self.product("down_proj", up * self.act_fn(gate), self.down_proj.mT, ends)
+
+
 class ByMethod(Experts):
     """torchtitan's GroupedExperts that multiply by a method of their own."""
 
@@ -176,7 +194,7 @@ class ByExpertsForward(ByWeights):
         return self._run(x, num_tokens_per_expert)
 
 
-KINDS = (OfTransformers, ByMethod, ByForward, ByExpertsForward)
+KINDS = (OfTransformers, OfSortedRows, ByMethod, ByForward, ByExpertsForward)
 """How modules of experts are converted."""
 
 
@@ -188,6 +206,12 @@ def kind_of(module: nn.Module) -> type[Experts] | None:
         return OfTransformers
     if not weights_of(module) or not hasattr(module, "num_experts"):
         return None
+    if (
+        set(weights_of(module)) == {"gate_up_proj", "down_proj"}
+        and hasattr(module, "act_fn")
+        and type(module).__name__ == "Llama4TextExperts"
+    ):
+        return OfSortedRows
     if callable(getattr(module, "_grouped_mm", None)):
         return ByMethod
     if any(all(hasattr(module, key) for key in names) for names in NAMES):
@@ -198,6 +222,11 @@ def kind_of(module: nn.Module) -> type[Experts] | None:
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of a module of experts, by name: its parameters of 3 dims."""
     return {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weights of a module of experts are [E, K, N]."""
+    return getattr(module, "is_transposed", kind_of(module) is OfSortedRows)
 
 
 def found(model: nn.Module) -> dict[str, nn.Module]:

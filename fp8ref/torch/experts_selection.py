@@ -14,7 +14,7 @@ from fp8ref.grouped import GroupedRecipe
 from fp8ref.linear_rules import Rule, casts_of
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import Recipe
-from fp8ref.torch.experts import OWN, ByMethod, by_name, found, kind_of, weights_of
+from fp8ref.torch.experts import OWN, ByMethod, by_name, found, is_transposed, kind_of, weights_of
 
 
 def choose(model: nn.Module, recipe: Recipe, filter_fqns: Sequence[str], linears: Iterable[str]) -> tuple[dict[str, nn.Module], list[str]]:
@@ -39,7 +39,7 @@ def left_out(module: nn.Module, recipe: GroupedRecipe) -> str:
         math.lcm(16, by_granularity(spec.b.granularity).reduced or 1) if spec.b is not None else 1
         for spec in (recipe.recipe.output, recipe.recipe.grad_input)
     )
-    turned = getattr(module, "is_transposed", False)
+    turned = is_transposed(module)
     for key, p in weights_of(module).items():
         n, k = p.shape[1:][::-1] if turned else p.shape[1:]
         if k % output or n % grad_input:
@@ -67,7 +67,7 @@ def planned(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe) -> list[Deci
     found = []
     for name, module in chosen.items():
         for key, p in weights_of(module).items() if kind_of(module) is not ByMethod else ():
-            n, k = p.shape[1:][::-1] if getattr(module, "is_transposed", False) else p.shape[1:]
+            n, k = p.shape[1:][::-1] if is_transposed(module) else p.shape[1:]
             found.append(Decision(path=f"{name}.{key}", shape=(n, k), recipe=recipe.recipe, reason="converted", experts=len(p)))
     return found
 

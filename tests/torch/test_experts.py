@@ -335,6 +335,43 @@ def test_under_fsdp2(recipe):
         assert states == [True] * (36 if recipe == "delayed" else 0)
 
 
+def llama4():
+    torch.manual_seed(0)
+    sizes = {
+        **SIZES,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    }
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, moe_layers=[0, 1])).bfloat16()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed"])
+def test_llama4s_experts_are_converted_and_train(recipe, monkeypatch):
+    plain, model = llama4(), ft.linear.convert(llama4(), recipe, filter_fqns=["lm_head"], experts=True)
+    layer, before = (m.model.layers[0].feed_forward for m in (model, plain))
+    assert isinstance(layer.experts, experts.OfSortedRows)
+    assert type(layer.router) is type(before.router)
+    model(IDS, labels=IDS).loss.backward()
+    delayed.update(model)
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in layer.experts.parameters())
+    rows = torch.randn(4 * 16, 32).bfloat16()
+    y, expected = layer.experts(rows), before.experts(rows)
+    # two products of two casts, each by 2^-4 of its number; SwiGLU multiplies two of the first
+    assert (y - expected).norm() < 6 * 2.0**-4 * expected.norm()
+    monkeypatch.setattr(grouped, "apply", in_high_precision)
+    assert torch.equal(layer.experts(rows), before.experts(rows))
+    restored = ft.convert.deconvert(model).model.layers[0].feed_forward.experts
+    assert type(restored) is type(before.experts)
+
+
 def test_in_evaluation_nothing_is_observed():  # H-4
     model = converted("Mixtral", "delayed").eval()
     with pytest.warns(UserWarning, match="q_proj scales by earlier steps under delayed scaling, and no update has set its scales"):
