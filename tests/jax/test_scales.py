@@ -74,3 +74,14 @@ def test_subnormals_underflow_in_every_format_under_every_eps_that_is_taken():  
     for largest, smallest_subnormal in [(448.0, 2.0**-9), (57344.0, 2.0**-16), (240.0, 2.0**-10), (57344.0, 2.0**-17)]:
         assert 2.0**-126 * largest / 1e-27 < smallest_subnormal / 2
         assert np.isfinite(np.float32(largest / 1e-27))
+
+
+@pytest.mark.parametrize("policy", ["mx_rceil", "te_mxfp8", "te_mxfp8_2.13"])
+def test_quotients_below_the_table_have_the_least_exponent(policy):  # S-14
+    """RN32(amax / 448) from the least subnormal number to 2^-127: k is -127, whose bits are 00400000."""
+    quotients = np.append(np.arange(1, 1 << 22, 4099, dtype=np.uint32).view(np.float32), np.float32(2.0**-127))
+    amaxes = (quotients.astype(np.float64) * 448).astype(np.float32)
+    amaxes = amaxes[(amaxes.astype(np.float64) / 448).astype(np.float32) <= np.float32(2.0**-127)]
+    assert len(amaxes) > 1000
+    found = np.asarray(scales.scales_from_amax(jax.numpy.asarray(amaxes), E4M3FN, policy).scale_inv)
+    assert (found.view(np.uint32) == 0x00400000).all()
