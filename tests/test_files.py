@@ -389,6 +389,18 @@ def test_arrays_that_were_exchanged_are_refused(tmp_path):
             files.read_arrays(path)
 
 
+@pytest.mark.parametrize(("at", "value"), [(-12, 2), (-22, 0), (-2, 1)], ids=["fewer arrays", "no end", "a comment"])
+def test_the_directory_of_an_archive_is_whole(tmp_path, at, value):
+    """zipfile reads neither the number of its entries nor what follows them: arrays could be missing."""
+    path = tmp_path / "a.npz"
+    files.write_arrays(path, {"a": np.arange(3), "b": np.arange(3)})
+    content = bytearray(path.read_bytes())
+    content[at] = value
+    path.write_bytes(content + b"x" * (at == -2))
+    with pytest.raises(ValueError, match=r"the directory of the archive is damaged|no intact archive"):
+        files.read_arrays(path)
+
+
 def header(shape, descr="'<f8'") -> bytes:
     text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}".encode().ljust(117) + b"\n"
     return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text
