@@ -48,6 +48,7 @@ class Form:
              before), after (a factor, last), coupled (added to the gradient: Adam), none.
     change   ratio (lr (m / d)), numerator ((lr m) / d), fused (fma(-lr, ratio, p)).
     root     of ROOTS.
+    count    the number of the first step, by which biases are corrected: 1, or 2, a counter that is raised twice.
     """
 
     m: str = "products"
@@ -59,15 +60,16 @@ class Form:
     decay: str = "added"
     change: str = "ratio"
     root: str = "rounded correctly"
+    count: int = 1
 
     @property
     def sound(self) -> bool:
-        """Whether it is AdamW: both moments corrected, and a decoupled decay."""
-        return "none" not in (self.bias_m, self.bias_v) and self.decay not in ("none", "coupled")
+        """Whether it is AdamW: both moments corrected, by the number of the step, and a decoupled decay."""
+        return self.count == 1 and "none" not in (self.bias_m, self.bias_v) and self.decay not in ("none", "coupled")
 
 
-def updates(*, decays: bool) -> Iterator[Form]:
-    """All forms of the weight's update, clause O's first, with O's averages."""
+def updates(*, decays: bool, count: int = 1) -> Iterator[Form]:
+    """All forms of the weight's update that count steps from this number, clause O's first, with O's averages."""
     choices = (
         ("added", "factor", "subtracted", "after", "none") if decays else ("added",),
         ("product", "quotient", "rate", "none"),
@@ -80,7 +82,7 @@ def updates(*, decays: bool) -> Iterator[Form]:
     for decay, bias_m, bias_v, numbers, eps, change, root in itertools.product(*choices):
         if (bias_m, decay) == ("rate", "added") and change != "numerator":  # the rate of the ratio is not that of the decay
             continue
-        yield Form(decay=decay, bias_m=bias_m, bias_v=bias_v, numbers=numbers, eps=eps, change=change, root=root)
+        yield Form(decay=decay, bias_m=bias_m, bias_v=bias_v, numbers=numbers, eps=eps, change=change, root=root, count=count)
 
 
 def averages() -> Iterator[tuple[str, str]]:
@@ -120,7 +122,7 @@ class Numbers:
 
 def update(form: Form, p: np.ndarray, m: np.ndarray, v: np.ndarray, step: int, given: Numbers, bound: float) -> np.ndarray:
     """The new weight of new moments; bound is that of a bounded layout, else infinite."""
-    c1, c2 = (_lacking(b, step, form.numbers) for b in (given.b1, given.b2))
+    c1, c2 = (_lacking(b, step - 1 + form.count, form.numbers) for b in (given.b1, given.b2))
     lr, decay = F32(given.learning_rate), F32(given.weight_decay)
     rate = lr
     with np.errstate(all="ignore"):

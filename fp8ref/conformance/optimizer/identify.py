@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8ref import states
 from fp8ref.conformance import subject as subjects_of_arrays
-from fp8ref.conformance.optimizer import forms, search, subjects
+from fp8ref.conformance.optimizer import damage, forms, search, subjects
 from fp8ref.conformance.optimizer.forms import Form, Numbers
 from fp8ref.conformance.optimizer.outcome import NAMED, OptimizerOutcome, counterexample, findings, summary
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
@@ -49,6 +49,9 @@ def identify_optimizer(
     searched, coupled = found, False
     if fit == "far":
         searched, coupled, fit, updates, masters = _with_decay_in_gradients(found)
+    if fit == "far":
+        ahead = _first_step(found, count=2)
+        fit, updates, masters = ahead if ahead[0] == "exact" else (fit, updates, masters)
     layout, form, exact = _identified(searched, updates, masters, known=fit != "far")
     nearest, of_nearest = (layout, form) if layout is not None else _nearest(searched, form, masters, known=fit != "far")
     if coupled:
@@ -58,6 +61,8 @@ def identify_optimizer(
     same = wanted == nearest and of_nearest.sound
     compared = of_nearest if same else forms.with_averages(sound, wanted.average, wanted.average)
     first = None if exact and wanted == layout and form.sound else found.departure(wanted, compared)
+    hidden = {} if layout is None else damage.hidden(name, optimizer, kind, given, layout)
+    said = "".join(f". {kind} gradients: {words}" for kind, words in hidden.items())
     return OptimizerOutcome(
         name=name,
         kind=kind,
@@ -66,8 +71,9 @@ def identify_optimizer(
         known=fit != "far",
         exact=exact,
         shown=found.shown,
-        findings=findings(searched, layout, of_nearest, exact, known=fit != "far"),
-        summary=summary(layout, of_nearest, exact, nearest, known=fit != "far"),
+        findings=[*findings(searched, layout, of_nearest, exact, known=fit != "far"), *damage.findings(hidden, layout)],
+        summary=summary(layout, of_nearest, exact, nearest, known=fit != "far") + said,
+        damage=hidden,
         expected=expect,
         departure=None if first is None else counterexample(first, wanted),
     )
@@ -89,12 +95,16 @@ def require_optimizer(
     """
     layout, given = states.by_name(layout), numbers or Numbers()
     name = subjects_of_arrays.name_of(optimizer)
-    _, found = _asked(optimizer, name, kind, given, steps)
+    kind, found = _asked(optimizer, name, kind, given, steps)
     first = found.departure(layout, Form(m=layout.average, v=layout.average))
     if first is not None:
         raise AssertionError(
             f"{name} departs from layout {layout.name!r}: {counterexample(first, layout)}; {first.differing} of {first.of} differ"
         )
+    hidden = damage.hidden(name, optimizer, kind, given, layout)
+    if hidden:
+        said = "; ".join(f"{gradients} gradients: {words}" for gradients, words in hidden.items())
+        raise AssertionError(f"{name} departs from layout {layout.name!r}: {said} (O-2)")
 
 
 def _asked(optimizer: Any, name: str, kind: str | None, given: Numbers, steps: int = subjects.STEPS) -> tuple[str, Search]:
@@ -134,7 +144,7 @@ def _identified(found: Search, updates: list[Form], masters: list[Moment], *, kn
             return None, forms.with_averages(updates[0], "products", "products"), False
         if not known:
             return layout, forms.with_averages(updates[0], m, v), False
-        every = [forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found))]
+        every = [forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found), count=updates[0].count)]
         form, exact = _best_update(found, layout, every)
         for other in () if exact else _of_equal_moments(layout, masters):  # neither bound nor master is in the moments
             of_other, explained = _best_update(found, other, every)
@@ -179,10 +189,14 @@ def _with_decay_in_gradients(found: Search) -> tuple[Search, bool, str, list[For
     return found, False, "far", [Form()], [Moment()]
 
 
-def _first_step(found: Search) -> tuple[str, list[Form], list[Moment]]:
+def _first_step(found: Search, *, count: int = 1) -> tuple[str, list[Form], list[Moment]]:
     """The forms of the update that explain the first step of the probe, in which no layout has a part but by its master, "exact", and
     these masters; else the nearest form, "near" or "far", and the master of least precision that could hold the weights."""
-    every = [forms.with_averages(u, "products", v) for v in ("products", "products, (a g) g") for u in forms.updates(decays=_decays(found))]
+    every = [
+        forms.with_averages(u, "products", v)
+        for v in ("products", "products, (a g) g")
+        for u in forms.updates(decays=_decays(found), count=count)
+    ]
     possible = found.masters()
     fit: dict[Form, None] = {}
     masters = []
@@ -264,7 +278,7 @@ def _nearest(found: Search, form: Form, masters: list[Moment], *, known: bool) -
         ends = sorted((ranked[0][m], ranked[1][v]))
         best.append((ends, layout, m, v))
     _, layout, m, v = max(best, key=lambda one: one[0])
-    every = (forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found)))
+    every = (forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found), count=form.count))
     return layout, _best_update(found, layout, every)[0]
 
 

@@ -1,7 +1,7 @@
 """What an optimizer was identified as: the findings with their evidence, the summary, and the first difference."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ FIELDS = {
     "decay": "decay",
     "change": "the change",
     "root": "the root",
+    "count": "the number of the first step",
 }
 """{field of ``Form``: what it is called}."""
 
@@ -45,6 +46,7 @@ class OptimizerOutcome(Result):
     findings   with their evidence.
     expected   the layout that it should have, if any.
     departure  from that layout in the form found, or else from the nearest layout.
+    damage     what it does with NaN and infinite gradients otherwise than clause O, by the gradient; {}: nothing.
     """
 
     name: str
@@ -58,11 +60,14 @@ class OptimizerOutcome(Result):
     summary: str
     expected: str | None = None
     departure: Counterexample | None = field(default=None)
+    damage: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Of the expected layout, or of a named one; AdamW; and every bit is explained."""
-        return self.exact and self.form.sound and (self.layout == self.expected if self.expected else self.layout in NAMED)
+        """Of the expected layout, or of a named one; AdamW; every bit is explained; and no damage is hidden."""
+        return (
+            self.exact and self.form.sound and not self.damage and (self.layout == self.expected if self.expected else self.layout in NAMED)
+        )
 
     @property
     def message(self) -> str:
@@ -90,6 +95,7 @@ class OptimizerOutcome(Result):
             "findings": [finding.to_dict() for finding in self.findings],
             "expected": self.expected,
             "departure": self.departure and self.departure.to_dict(),
+            "damage": dict(self.damage),
         }
 
     def render(self, console: "Console") -> None:
@@ -168,7 +174,7 @@ def summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, 
         return f"no layout explains every bit; the nearest is {nearest.name!r}, in {how}"
     certain = "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
     adam = ". It is Adam, not AdamW: the decay is added to the gradient"
-    faulty = (
-        "" if form.sound else adam if form.decay == "coupled" else ". It is not AdamW: a bias is not corrected, or a decay is not applied"
-    )
+    twice = ". It is not AdamW: its counter is a step ahead, t + 1 at step t, in the correction of biases"
+    faulty = ". It is not AdamW: a bias is not corrected, or a decay is not applied"
+    faulty = "" if form.sound else adam if form.decay == "coupled" else twice if form.count != 1 else faulty
     return f"layout {layout.name!r}, {certain}, in {how}{faulty}"

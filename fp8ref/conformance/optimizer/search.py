@@ -117,7 +117,7 @@ class Search:
 
     def _updated(self, layout: Layout, form: Form, tensor: str, step: int, before: np.ndarray) -> np.ndarray:
         m, v = (self.chain(i, layout, average, tensor, step)[-1][0] for i, average in enumerate((form.m, form.v)))
-        return forms.update(form, before, m, v, step, self.given, forms.bound_of(layout, step, self.given))
+        return forms.update(form, before, m, v, step, self.given, forms.bound_of(layout, step - 1 + form.count, self.given))
 
     def masters(self) -> list[Moment]:
         """Float32's, and those of named layouts that could hold every weight after the first step."""

@@ -199,6 +199,20 @@ def test_v_that_is_not_corrected():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["float32", pytest.param("sqrt_e4m3", marks=pytest.mark.slow)])
+def test_a_counter_that_is_a_step_ahead(layout):
+    """Its biases are corrected by t + 1; it is no other optimizer."""
+
+    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+        numbers = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+        before = states.init(p.shape, layout)._replace(step=1) if state is None else state
+        return states.step(p, g, before, layout=layout, **numbers)
+
+    found = identify_optimizer(step, expect=layout)
+    assert (found.ok, found.known, found.layout, found.exact, found.form.count) == (False, True, layout, True, 2)
+    assert "the number of the first step is 2. It is not AdamW: its counter is a step ahead, t + 1 at step t" in found.message
+
+
 def test_a_decay_in_the_gradient_is_adams():
     """The states are those of other gradients, and their layout is found all the same."""
 
