@@ -61,6 +61,12 @@ _ADAMW_FP8 = ScalePolicy(name="torchao_adamw_fp8", eps=1e-12, ratio="amax/max", 
 # then it had no eps (commit 06231633).
 _DEEPSEEK = dataclasses.replace(_ADAMW_FP8, name="deepseek_v3", eps=1e-4)
 
+# vLLM, fp8_utils.py: _per_token_group_quant_fp8 divides by amax / max. SGLang's
+# _per_token_group_quant_8bit multiplies by its reciprocal; slime, miles and verl do the same. Both
+# floor the amax at 1e-10.
+_VLLM = dataclasses.replace(_ADAMW_FP8, name="vllm", eps=1e-10)
+_SGLANG = ScalePolicy(name="sglang", eps=1e-10, ratio="amax/max")
+
 # microxcaling (commit 3b429a84), mx/mx_ops.py: _shared_exponents, _quantize_mx, on a CPU. gfloat 0.5.2,
 # block.py: compute_scale_amax. Both take log2 in float32.
 _MICROXCALING = ScalePolicy(
@@ -107,8 +113,10 @@ POLICIES = {
             power_of_two="mask",
             e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="as_infinite"),
         ),
+        _SGLANG,
         _ADAMW_FP8,
         _DEEPSEEK,
+        _VLLM,
         dataclasses.replace(_DEEPSEEK, name="deepseek_v3_2024", eps=0.0),
         dataclasses.replace(_DEEPSEEK, name="deepseek_v3_ue8m0", power_of_two="exp2_log2"),
         _MICROXCALING,

@@ -32,7 +32,7 @@ def test_the_backends_policies_differ_in_eps_and_power_of_two_alone():  # S-3
 
 FURTHER = (
     "mx_ceil", "mx_even", "te_block_unmasked_bf16", "torchao_adamw_fp8", "deepseek_v3", "deepseek_v3_2024", "deepseek_v3_ue8m0",
-    "microxcaling", "gfloat", "qwix", "qwix_bf16", "qwix_mx", "qwix_mx_0.1.8",
+    "microxcaling", "gfloat", "qwix", "qwix_bf16", "qwix_mx", "qwix_mx_0.1.8", "vllm",
 )  # fmt: skip
 
 
@@ -40,13 +40,13 @@ def test_backends_implement_none_of_the_further_ones():  # S-20
     assert not any(POLICIES[name].in_backends for name in FURTHER)
     assert [name for name, p in POLICIES.items() if p.in_backends] == [
         "torchao", "torchao_pow2", "torchao_mask", "mx_floor", "mx_rceil", "te_mxfp8", "te_mxfp8_2.13", "deepgemm", "deepgemm_cpu",
-        "deepgemm_ue8m0",
+        "deepgemm_ue8m0", "sglang",
     ]  # fmt: skip
 
 
 def test_every_policy_names_the_clause_that_decides_it():
     clauses = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
-    clauses |= {"deepgemm": "S-17", "deepgemm_cpu": "S-17", "deepgemm_ue8m0": "S-14"}
+    clauses |= {"deepgemm": "S-17", "deepgemm_cpu": "S-17", "sglang": "S-17", "deepgemm_ue8m0": "S-14"}
     clauses |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8", "te_mxfp8_2.13"), "S-14")
     clauses |= dict.fromkeys(("te_current", "te_delayed", "te_block"), "S-9") | dict.fromkeys(FURTHER, "S-20")
     assert {name: p.clause for name, p in POLICIES.items()} == clauses

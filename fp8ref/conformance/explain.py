@@ -70,11 +70,17 @@ def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, 
     return [name for name, codes in others.items() if np.array_equal(cast.canonical_nans(codes.astype(np.uint8), fmt), found)]
 
 
+def has_code(x: np.ndarray, fmt: Format) -> np.ndarray:
+    """Where a cast of x to fmt has a right code: everywhere but at a NaN, if fmt has no NaN (C-9)."""
+    return np.full(np.shape(x), True) if fmt.has_nan else ~np.isnan(cast.exact(x))
+
+
 def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> str:
     """A sentence: which other rule gives all codes found, or all the wrong ones; '' if none does."""
     named = "nearest_even" if rounding == "stochastic" else rounding
     x, found = np.atleast_1d(x), np.atleast_1d(found)
-    wrong = cast.canonical_nans(found, fmt) != cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
+    expected = cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
+    wrong = (cast.canonical_nans(found, fmt) != expected) & has_code(x, fmt)
     for which, what in ((slice(None), "All codes are"), (wrong, "All that differ are")):
         if guess := cast_guess(x[which], found[which], fmt, rounding=rounding, saturate=saturate):
             return f"{what} what {' or '.join(guess)} gives."

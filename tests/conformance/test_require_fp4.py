@@ -57,3 +57,16 @@ def test_require_quantized_takes_libraries_and_shows_a_fault(rng):  # S-22, S-14
     with pytest.raises(ValueError, match="policy 'mx_rceil' has no tensor_scale_inv"):
         require_quantized(x, codes, E2M1FN, e8m0=e8m0.view(torch.uint8), tensor_scale_inv=tensor, granularity="mx_1x32", policy="mx_rceil")
     assert two_level.scales_from_amaxes(np.float32([1]), np.float32(1)).tensor_scale_inv.shape == ()
+
+
+def test_codes_of_nan_are_not_compared():  # C-9
+    """ml_dtypes gives NaN code 8 and -NaN code 0, torchao 3 and 11: none is right, and none wrong."""
+    x = np.array([1.0, np.nan, -np.nan, 6.0], np.float32)
+    right = cast.encode(x, E2M1FN)
+    for codes in ((8, 0), (3, 11), (7, 7)):
+        found = right.copy()
+        found[1:3] = codes
+        require_cast(x, found, E2M1FN)
+        found[0] = 5
+        with pytest.raises(AssertionError, match="1 of 4 codes"):
+            require_cast(x, found, E2M1FN)

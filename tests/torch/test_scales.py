@@ -37,7 +37,7 @@ def test_scales_equal_the_simulators(policy, fmt, rng):  # S-3, S-4, S-14, S-17
 @pytest.mark.parametrize("policy", [p for p in POLICIES.values() if p not in IMPLEMENTED], ids=lambda p: p.name)
 def test_other_policies_are_refused(policy):
     with pytest.raises(
-        ValueError, match=f"te_mxfp8, te_mxfp8_2.13, deepgemm, deepgemm_cpu, deepgemm_ue8m0; got policy '{policy.name}'.*fp8ref.sim"
+        ValueError, match=f"te_mxfp8, te_mxfp8_2.13, deepgemm, deepgemm_cpu, deepgemm_ue8m0, sglang; got policy '{policy.name}'.*fp8ref.sim"
     ):
         scales.scale_from_amax(torch.ones(()), E4M3FN, policy)
 

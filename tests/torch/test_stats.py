@@ -214,3 +214,11 @@ def test_on_a_mesh_with_fsdp_too(small):  # Q-10
             zeros = sum(((codes & 0x7F == 0) & (hp != 0)).sum() for hp, codes, _ in halves)
             assert one[operand.name]["underflow_rate"] == zeros / sum(codes.size for _, codes, _ in halves)
             assert one[operand.name]["amax"] == max(np.abs(hp).max() for hp, *_ in halves)
+
+
+# By the numbers of the formats: max is odd in e5m2 (0x7B) and even in e4m3fn (0x7E).
+@pytest.mark.parametrize(("fmt", "tie", "beyond"), [(E5M2, 61440.0, True), (E4M3FN, 464.0, False)], ids=["odd", "even"])
+def test_the_tie_above_max_overflows_where_max_is_odd(fmt, tie, beyond):  # C-4, Q-8
+    below, above = (float(np.nextafter(np.float32(tie), np.float32(side))) for side in (0, np.inf))
+    x = torch.tensor([1.0, -tie, below, above])
+    assert stats._overflows(x.abs(), fmt).item() == 1 + beyond

@@ -115,16 +115,19 @@ def _codes(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> tuple[n
 
 
 def _is_stochastic(subject: Subject, source: str, fmt: Format) -> bool:
-    """Whether it rounds up as often as the fraction says: within 6 standard deviations for each of eight fractions."""
-    fractions = np.arange(1, 9) / 16
-    x = np.repeat((2 + fractions).astype(np.float32), 32)  # between 2 and 3, which no dtype here rounds
-    ups = np.zeros(8)
+    """Whether it rounds up as often as the fraction says: within 6 standard deviations for each of nine fractions.
+
+    1/512 is one that 8 random bits do not tell from 0 or 1/256: 128 of the 2^16 choices, 11 a standard deviation.
+    """
+    fractions = np.append(np.arange(1, 9) / 16, 1 / 512)
+    x = np.repeat((fractions / 2).astype(np.float32), 256)  # between 0 and 0.5, which no dtype here rounds
+    ups = np.zeros(9)
     for _ in range(CALLS):
-        values = cast.decode(_codes(subject, x, source, fmt)[0], fmt).reshape(8, 32)
-        if not np.isin(values, (2, 3)).all():
+        values = cast.decode(_codes(subject, x, source, fmt)[0], fmt).reshape(9, 256)
+        if not np.isin(values, (0, 0.5)).all():
             return False
-        ups += (values == 3).sum(axis=1)
-    n = CALLS * 32
+        ups += (values == 0.5).sum(axis=1)
+    n = CALLS * 256
     return bool(np.all(np.abs(ups - n * fractions) <= 6 * np.sqrt(n * fractions * (1 - fractions))))
 
 

@@ -27,6 +27,12 @@ REPEATS = 1 << 12
 FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
 """Where those numbers lie between their neighbors, as fractions of the way."""
 
+FINE_FRACTIONS, FINE_REPEATS = (1 / 512, 511 / 512), 1 << 16
+"""A fraction that 8 random bits do not tell from 0 or 1 / 256, and how often it is cast.
+
+At a rate of 1 / 512 the standard deviation of FINE_REPEATS casts is 11 of 128, so that neither passes.
+"""
+
 RARELY = 2.0**-8
 """The rate from which a neighbor counts as occurring: a sixteenth of the smallest fraction."""
 
@@ -49,12 +55,13 @@ class RoundingRates:
 
     x: np.ndarray
     fractions: np.ndarray
-    responses: Responses  # [n * REPEATS]
+    responses: Responses  # [n * repeats]
+    repeats: int = REPEATS
 
     @cached_property
     def away(self) -> np.ndarray:
         """How often [n] the code is the neighbor away from zero, as a fraction of 1."""
-        return (self.responses.codes.reshape(-1, REPEATS) == self.neighbors[:, None]).mean(axis=1)
+        return (self.responses.codes.reshape(-1, self.repeats) == self.neighbors[:, None]).mean(axis=1)
 
     @property
     def neighbors(self) -> np.ndarray:
@@ -71,17 +78,22 @@ class RoundingRates:
     def depart(self) -> np.ndarray:
         """Where the rate is not the fraction f, which is the probability of C-2.
 
-        Of REPEATS independent choices the standard deviation is sqrt(f (1 - f) / REPEATS). By the
-        binomial distribution, a right cast is five of them off at one of 40 fractions once in 36,000.
+        Of n independent choices the standard deviation is sqrt(f (1 - f) / n). By the binomial
+        distribution, a right cast is five of them off at one of 40 fractions once in 36,000.
         """
-        return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / REPEATS)
+        return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / self.repeats)
+
+    @property
+    def digits(self) -> int:
+        """The decimals of a rate as text."""
+        return 3 if self.repeats == REPEATS else 5
 
     def counterexample(self, at: int, expected: str) -> Counterexample:
         """One number, how often it got the neighbor away from zero, and how often it should."""
         a = self.responses
         return Counterexample(
-            input=f"{show(self.x[at])}, {REPEATS} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
-            got=f"{code_or_value(self.neighbors[at], a)} {self.away[at]:.3f} of the time", expected=expected, clause="C-2",
+            input=f"{show(self.x[at])}, {self.repeats} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
+            got=f"{code_or_value(self.neighbors[at], a)} {self.away[at]:.{self.digits}f} of the time", expected=expected, clause="C-2",
         )  # fmt: skip
 
 
@@ -90,14 +102,25 @@ def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
 
     Every format has these four. Fractions that the dtype cannot tell are left out.
     """
+    return _rates(subject, source, fmt, (0, fmt.smallest_subnormal, 1, 12), FRACTIONS, REPEATS)
+
+
+def measure_fine_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
+    """Rates at FINE_FRACTIONS, which few random bits cannot tell: above zero and 1, of both signs."""
+    return _rates(subject, source, fmt, (0, 1), FINE_FRACTIONS, FINE_REPEATS)
+
+
+def _rates(
+    subject: Subject, source: str, fmt: Format, lower: tuple[float, ...], fractions: tuple[float, ...], repeats: int
+) -> RoundingRates:
     n = cast_inputs.with_next(fmt)
-    at = np.searchsorted(n, (0, fmt.smallest_subnormal, 1, 12))
-    # [4, 5]: five fractions of the way from each of these numbers to the next
-    x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(FRACTIONS)).ravel()
-    x, fractions = np.concatenate([x, -x]), np.tile(FRACTIONS, 2 * at.size)
+    at = np.searchsorted(n, lower)
+    # [numbers, fractions]: each fraction of the way from each of these numbers to the next
+    x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(fractions)).ravel()
+    x, every = np.concatenate([x, -x]), np.tile(fractions, 2 * at.size)
     exact = rounded(x, source) == x
     x = rounded(x[exact], source)
-    return RoundingRates(x=x, fractions=fractions[exact], responses=ask_repeatedly(subject, x, REPEATS, source, fmt))
+    return RoundingRates(x=x, fractions=every[exact], responses=ask_repeatedly(subject, x, repeats, source, fmt), repeats=repeats)
 
 
 def ask_repeatedly(subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format) -> Responses:
@@ -131,12 +154,13 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     if not rates.random.any():
         raise _no_chance(subject, a, position, rates)
     differs_again = bool((measure_rates(subject, a.source, a.fmt).responses.codes != rates.responses.codes).any())
+    fine = measure_fine_rates(subject, a.source, a.fmt)
     without_chance = ask_repeatedly(subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt)
     truncated = _truncated(without_chance)
     decided, found = _decide(truncated)
-    # Three sets of inputs must be explained: those without chance, those of the rates, and a.x.
-    unexplained = _neither_neighbor(subject, (without_chance, rates.responses, a), found)
-    how = _rounding(rates, differs_again)
+    # These inputs must be explained: those without chance, those of the rates, and a.x.
+    unexplained = _neither_neighbor(subject, (without_chance, rates.responses, fine.responses, a), found)
+    how = _rounding(rates, fine, differs_again)
     findings = [*findings, how, *decided]
     names, names_but_for_nan, nearest = _behaviors(truncated)
     unexplained = unexplained or nearest
@@ -150,10 +174,10 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     return Outcome(
         name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unexplained,
         found={k: v for k, v in result.items() if k not in NOT_ASKED} | of_chance,
-        summary=_summary(rates, fmt, decided, names, names_but_for_nan),
+        summary=_summary(rates, fine, fmt, decided, names, names_but_for_nan),
         unlike=[*([how.witness] if how.witness else []), *unexplained],
         expected=expect, differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
-        limits=["other dtypes, shapes and strides", *other_devices(subject.framework, subject.device)],
+        limits=["probabilities in steps below 2^-8", "other dtypes, shapes and strides", *other_devices(subject.framework, subject.device)],
     )  # fmt: skip
 
 
@@ -224,12 +248,14 @@ def _neither_neighbor(subject: Subject, responses: tuple[Responses, ...], found:
     return shown[:1]
 
 
-def _rounding(rates: RoundingRates, differs_again: bool) -> Finding:
+def _rounding(rates: RoundingRates, fine: RoundingRates, differs_again: bool) -> Finding:
     """The finding on the rounding: ``stochastic`` if every rate is the distance, else None."""
-    depart, a = np.flatnonzero(rates.depart), rates.responses
+    a = rates.responses
     evidence = f"{REPEATS} times each, {rates.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbors, of both signs, "
-    evidence += "two binades and subnormals; "
-    shown = [f"{show(rates.x[i])} {rates.away[i]:.3f}, not {rates.fractions[i]:g}" for i in depart[:4]]
+    evidence += f"two binades and subnormals, and {FINE_REPEATS} times each, {fine.x.size} at 1/512 and 511/512; "
+    rates = rates if rates.depart.any() else fine
+    depart = np.flatnonzero(rates.depart)
+    shown = [f"{show(rates.x[i])} {rates.away[i]:.{rates.digits}f}, not {rates.fractions[i]:g}" for i in depart[:4]]
     more = f" and {depart.size - 4} more" if depart.size > 4 else ""
     evidence += f"the rates away from zero were {', '.join(shown)}{more}" if depart.size else "each was rounded away from zero at that rate"
     evidence += (
@@ -244,13 +270,17 @@ def _rounding(rates: RoundingRates, differs_again: bool) -> Finding:
     )
 
 
-def _summary(rates: RoundingRates, fmt: Format, decided: list[Finding], names: list[str], names_but_for_nan: list[str]) -> str:
-    of, wrong = rates.responses.fmt, int(rates.depart.sum())
+def _summary(
+    rates: RoundingRates, fine: RoundingRates, fmt: Format, decided: list[Finding], names: list[str], names_but_for_nan: list[str]
+) -> str:
+    of, wrong = rates.responses.fmt, int(rates.depart.sum()) + int(fine.depart.sum())
     found_fmt = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
     how = f"but not by the distance (C-2) at {wrong} of the" if wrong else "with the probability of C-2 at the"
     rest = " and ".join(names or names_but_for_nan) + ("" if names else " except for NaN codes") if names_but_for_nan else "no known cast"
     what = ", ".join(f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided)
-    return f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size} fractions tested, and is otherwise {rest}: {what}"
+    return (
+        f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size + fine.x.size} fractions tested, and is otherwise {rest}: {what}"
+    )
 
 
 def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]) -> list[Counterexample]:

@@ -125,13 +125,15 @@ def coarse(fmt: Format) -> np.ndarray:
 
 def fine(fmt: Format, source: str) -> np.ndarray:
     """Just next to every number and midpoint, at each distance that the source's dtype can tell;
-    both signs.
+    both signs. The nearest are the two neighbors in that dtype.
     """
-    n = with_next(fmt)[1:]
-    at = np.concatenate([n, _midpoints(n)])
+    n = with_next(fmt)
+    at = np.concatenate([n[1:], _midpoints(n)])
     near = np.array([side * 2.0**-k for k in _NEAR[source] for side in (-1, 1)])
     found = (at[:, None] + np.ldexp(near, np.frexp(at)[1][:, None] - 1)).ravel()
-    return np.concatenate([found, -found])
+    kind = dtypes.by_name(source)
+    neighbors = dtypes.values(dtypes.around(at, kind), kind).astype(np.float64)
+    return np.concatenate([found, -found, neighbors])
 
 
 def special(fmt: Format) -> np.ndarray:

@@ -4,6 +4,8 @@
 ``identifying`` tells policies apart. ``samples`` makes what the backends are compared on.
 """
 
+import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -22,6 +24,8 @@ PATTERNS = ("ordinary", "outliers", "wide", "subnormal", "zeros", "zero lines", 
 # What the elements behind a group's largest are, relative to it: of both signs, ties, small ones
 # that underflow, zeros.
 _PARTS = np.array([1, -0.5, 0.3, 0.7, 0.9, 2.0**-5, -(2.0**-9), 2.0**-12, 0, -0.0, -0.99, 0.01], np.float32)
+
+_DISPUTED = 32
 
 
 def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarray:
@@ -49,10 +53,12 @@ class Amaxes:
 
     largest   the elements of largest magnitude, of either sign; float32 [n].
     kind      indices of AMAX_RANGES; int [n].
+    beside    for each, smaller elements that ways of scaling cast differently; float32 [n, 32].
     """
 
     largest: np.ndarray
     kind: np.ndarray
+    beside: np.ndarray
 
     @property
     def amax(self) -> np.ndarray:
@@ -73,8 +79,9 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
     powers = np.ldexp(1.0, np.arange(-37, 110, 8)).astype(np.float32)
     below = np.concatenate([np.nextafter(powers, np.float32(0)), np.float32(0.999) * powers])  # 0.999 is 1 in bfloat16
     random = np.abs(rng.standard_normal(64)) * 10.0 ** rng.integers(-6, 7, 64)
+    ordinary = [2.0 ** np.arange(-30, 61, 5), near.ravel().view(np.float32), below, random, _separating(fmt, dtype)]
     by_kind = {
-        "ordinary": np.concatenate([2.0 ** np.arange(-30, 61, 5), near.ravel().view(np.float32), below, random]),
+        "ordinary": np.concatenate(ordinary),
         "tiny": [2.0**-126, 1e-37, 1.25e-36, 1.3e-36, 1.32e-36, 1.6e-34, 2e-34, 1e-30, 1e-20, 1e-13, 0.99e-12, 1.01e-12],
         "huge": [np.finfo(np.float32).max, 2.0**127, 3e38, 1e37],
         "subnormal": [2.0**-149, 1e-44, 1e-40, 2.0**-127],
@@ -91,7 +98,61 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
         values = np.unique(values).astype(np.float32) if name in NONZERO_RANGES else values.astype(np.float32)
         largest.append(values * np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1)))
         kind.append(np.full(values.size, i))
-    return Amaxes(largest=np.concatenate(largest), kind=np.concatenate(kind))
+    every = np.concatenate(largest)
+    return Amaxes(largest=every, kind=np.concatenate(kind), beside=disputed(every, fmt, dtype))
+
+
+def disputed(largest: np.ndarray, fmt: Format, dtype: str) -> np.ndarray:
+    """For each amax, 32 numbers of dtype at which ways of scaling give different codes; float32 [n, 32].
+
+    A way has one or two roundings more than another, so that its scaled numbers are on another side of
+    a tie. Random numbers show that once in thousands, so the candidates are all ties of the format and
+    their neighbors. Where fewer are disputed, other candidates follow. Zeros beside a zero, NaN or Inf.
+    """
+    amax = np.abs(largest)
+    amax = np.where(np.isfinite(amax), amax, np.float32(0))[:, None]
+    x, codes = _cast_near_ties(amax, fmt, dtype)
+    order = np.random.default_rng(0).random(x.shape) - np.any([c != codes[0] for c in codes], axis=0)
+    return np.take_along_axis(x, np.argsort(order, axis=1)[:, :_DISPUTED], axis=1)
+
+
+@functools.cache
+def _separating(fmt: Format, dtype: str) -> np.ndarray:
+    """Amaxes of a dtype of 16 bits beside which two ways of scaling differ: three for each two ways, if there are.
+
+    In float32 a tie has a neighbor that shows it beside nearly every amax.
+    """
+    if dtype == "float32":
+        return np.zeros(0)
+    bits = dtypes.by_name(dtype).mantissa_bits
+    # float16 holds few elements exactly that are far below their amax: more amaxes show more of them.
+    powers = np.array([[2.0**14], [2.0**15], [2.0**13]][: 3 if dtype == "float16" else 1], np.float32)
+    amax = (powers * np.arange(1, 2, 2.0**-bits, np.float32)).ravel()
+    amax = amax[amax <= 65504]
+    _, codes = _cast_near_ties(amax[:, None], fmt, dtype)
+    return np.concatenate([amax[np.any(a != b, axis=1)][:3] for a, b in itertools.combinations(codes, 2)])
+
+
+def _cast_near_ties(amax: np.ndarray, fmt: Format, dtype: str) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Numbers of dtype next to the ties under an amax [n, 1]: float32 [n, ties]; and their codes in each way of scaling."""
+    numbers = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    most = np.finfo(np.float32).max
+    with np.errstate(all="ignore"):
+        at = dtypes.rounded((ties / np.minimum(fmt.max / amax.astype(np.float64), most)).astype(np.float32), dtype)
+        x = np.concatenate([at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))], axis=1)
+        x = np.where(amax > 0, np.minimum(dtypes.rounded(x, dtype), amax), np.float32(0))
+        return x, [cast.encode(np.clip(y, -fmt.max, fmt.max), fmt) for y in _scaled(x, amax, fmt)]
+
+
+def _scaled(x: np.ndarray, amax: np.ndarray, fmt: Format) -> list[np.ndarray]:
+    """x in each of the ways that libraries scale it by its amax; S-9, S-13, S-17, S-20."""
+    most, bfloat16_most = np.float32(np.finfo(np.float32).max), np.float32(BFLOAT16.max)
+    scale = (fmt.max / amax.astype(np.float64)).astype(np.float32)
+    inverses = [(amax.astype(np.float64) / fmt.max).astype(np.float32), amax * np.float32(1 / fmt.max), np.float32(1) / scale]
+    scales = [np.minimum(scale, most), np.minimum(scale, bfloat16_most), *(np.float32(1) / inverse for inverse in inverses)]
+    in_bfloat16 = cast.round_to(x, BFLOAT16) / cast.round_to(inverses[0], BFLOAT16)
+    return [*(x * scale for scale in scales), *(x / inverse for inverse in inverses), cast.round_to(in_bfloat16, BFLOAT16)]
 
 
 def groups(shape: tuple[int, int], granularity: str, axis: int) -> np.ndarray:
@@ -102,11 +163,11 @@ def groups(shape: tuple[int, int], granularity: str, axis: int) -> np.ndarray:
     return rows[:, None] * counts[1] + columns[None, :]
 
 
-def tensor(largest: np.ndarray, group: np.ndarray, dtype: str) -> np.ndarray:
+def tensor(largest: np.ndarray, beside: np.ndarray, group: np.ndarray, dtype: str) -> np.ndarray:
     """Numbers [M, K] of dtype whose groups have these elements of largest magnitude.
 
-    Order:    a group's first element is its largest; fixed fractions of it follow, then random
-              ones.
+    Order:    a group's first element is its largest; fixed fractions of it follow, then four
+              ``beside`` it [n, 32], then in turn one of these and a random one, then random ones.
     """
     x = np.zeros(group.shape, np.float32)
     flat, of = x.reshape(-1), group.reshape(-1)
@@ -120,6 +181,10 @@ def tensor(largest: np.ndarray, group: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(under="ignore"):
         values = finite * parts
     flat[order] = np.where((place == 0) & ~np.isfinite(base), base, values)
+    turn, odd = np.divmod(place - _PARTS.size + 4, 2)
+    turn = np.where(place < _PARTS.size + 4, place - _PARTS.size, turn)  # groups of 16 have four of them
+    at = (turn >= 0) & (turn < beside.shape[1]) & ((odd == 0) | (turn < 4)) & (base != 0) & np.isfinite(base)
+    flat[order[at]] = beside[of[order][at], turn[at]] * np.where(turn[at] % 2, np.float32(-1), np.float32(1))
     return dtypes.rounded(x, dtype)
 
 

@@ -180,15 +180,21 @@ def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) 
 
 def unexpected_policy(
     quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, responses: Sequence[Response], scale_layout: ScaleLayout, matched: PolicyMatch, found_fmt: Format,
+    *, right_cast: bool,
 ) -> list[Counterexample]:  # fmt: skip
-    """Counterexamples to an expected policy: to its scales, else to its codes."""
+    """Counterexamples to an expected policy: to its scales and its codes.
+
+    right_cast  False for a cast that is not that of S-5: then scales alone are compared, where there are some.
+    """
     # XLA may flush subnormals to zeros (S-12).
     ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
     agreements = [
         candidates.agreement(Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt, flushes=f), responses, scale_layout) for f in ways
     ]
     agreed = max(agreements, key=lambda a: policy_match.score(a, matched.considered))
-    if (agreed.deciding | ~matched.considered).all() and found_fmt is fmt:
+    # The same scales are not enough: x * (1 / s) and x / s give other codes.
+    right = agreed.both if right_cast else agreed.deciding
+    if (right | ~matched.considered).all() and found_fmt is fmt:
         return []
     found = for_policy(quantizer, matched, agreed, scale_layout)
     if found_fmt is not fmt:

@@ -121,7 +121,9 @@ def identify_quantizer(
     # What was expected is compared separately: the function may be identified as something else.
     differences = []
     if wanted is not None:
-        differences = counterexamples.unexpected_policy(quantizer, wanted, fmt, responses, scale_layout, matched, found_fmt)
+        differences = counterexamples.unexpected_policy(
+            quantizer, wanted, fmt, responses, scale_layout, matched, found_fmt, right_cast=not different
+        )
         differences += counterexamples.unexpected_granularity(
             quantizer, group, granularity, axis, Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt), scale_layout
         )

@@ -238,8 +238,9 @@ def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity:
         some, kinds = what.largest[begin : begin + count], what.kind[begin : begin + count]
         missing = count - some.size
         largest = np.concatenate([some, np.zeros(missing, np.float32)])
+        beside = np.pad(what.beside[begin : begin + count], ((0, missing), (0, 0)))
         kind = np.concatenate([kinds, np.full(missing, AMAX_RANGES.index("zero"))])
-        x = quantizer_inputs.tensor(largest, group, quantizer.dtype)
+        x = quantizer_inputs.tensor(largest, beside, group, quantizer.dtype)
         try:
             output = quantizer.ask(x)
         except RefusedError as error:

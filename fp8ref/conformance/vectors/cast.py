@@ -85,7 +85,8 @@ class Rules:
 
 
 def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5)."""
+    """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5); any code of a
+    NaN does in a format without NaN (C-9)."""
     source, fmt = dtypes.by_name(question.source), question.fmt
     answered: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in text.batches(vectors):
@@ -93,7 +94,7 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
         found = np.array([v.number(1, fmt.bits, f"a code of {fmt}") for v in batch], np.uint8)
         x = dtypes.values(bits, source)
         expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
-        differ = cast.canonical_nans(found, fmt) != expected
+        differ = (cast.canonical_nans(found, fmt) != expected) & explain.has_code(x, fmt)
         lines, of_kinds = question.lines(bits), question.kinds(bits)
         answered.append((x, found))
         for i, vector in enumerate(batch):

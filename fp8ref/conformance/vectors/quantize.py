@@ -135,6 +135,8 @@ def difference(
     A differing scale comes before differing codes, which follow from it; of either the simplest is
     described.
 
+    An element whose scaled value is NaN has no right code in a format without NaN (C-9).
+
     Shapes:   x and codes alike; made_bits, of the scales, flat, as ``scale.expected`` returns them.
     """
     q = _quantized(x, fmt, policy=policy, granularity=granularity, axis=axis)
@@ -152,16 +154,16 @@ def difference(
             "rule": f"{explain.scale_rule(kind, policy)}. {int(wrong.sum())} of {specified.size} scales differ.",
         }
     # scales agree from here on, so that a wrong code comes from the multiplication or the cast
-    differ = cast.canonical_nans(codes, fmt) != q.codes
+    divides = policies.by_name(policy).stored == "scale_inv"
+    factors = scaling.spread(q.scale_inv if divides else q.scale, x.shape, granularity, axis)
+    with np.errstate(all="ignore"):
+        every = x.astype(np.float32) / factors if divides else x.astype(np.float32) * factors
+    differ = (cast.canonical_nans(codes, fmt) != q.codes) & explain.has_code(every, fmt)
     if not differ.any():
         return None
     i = explain.simplest(x, differ)
-    divides = policies.by_name(policy).stored == "scale_inv"
-    factors = q.scale_inv if divides else q.scale
-    factor = np.broadcast_to(scaling.spread(factors, x.shape, granularity, axis), x.shape).ravel()[i]
-    value = np.ravel(x)[i].astype(np.float32)
-    with np.errstate(all="ignore"):
-        scaled = value / factor if divides else value * factor
+    factor = np.broadcast_to(factors, x.shape).ravel()[i]
+    value, scaled = np.ravel(x)[i].astype(np.float32), every.ravel()[i]
     how = "RN32(x / scale_inv)" if divides else "RN32(x * scale)"
     return {
         "vector": f"element{at(i, x.shape)}, {explain.decimal(value)}, under {'scale_inv' if divides else 'scale'} {explain.decimal(factor)}",

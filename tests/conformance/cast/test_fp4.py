@@ -112,3 +112,29 @@ def test_errors():
     assert not other.ok
     assert "codes (8, 0)" in str(other.differences[0])
     assert torch.tensor(0).dtype == torch.int64
+
+
+def test_a_number_just_above_the_first_tie_is_asked():  # C-1, tt-metal#51971
+    def function(x):
+        return np.where(np.abs(x) == np.nextafter(np.float32(0.25), np.float32(1)), np.uint8(0), cast.encode(x, E2M1FN))
+
+    found = identify_cast(function, E2M1FN, expect="saturating")
+    assert not found.ok
+    assert "0.2500000" in found.message
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_random_bits_are_no_stochastic_rounding(bits):  # C-2
+    rng = np.random.default_rng(1)
+
+    def function(x):
+        steps = np.clip(np.nan_to_num(np.abs(x) / 0.5), 0, 1)
+        up = np.floor(steps * 2**bits) / 2**bits > rng.integers(0, 2**bits, x.shape) / 2**bits
+        low = np.where(up, np.uint8(1), np.uint8(0)) | np.where(np.signbit(x), np.uint8(8), np.uint8(0))
+        return np.where(np.abs(x) < 0.5, low, cast.encode(x, E2M1FN, rounding="stochastic", seed=int(rng.integers(1 << 60)))).astype(
+            np.uint8
+        )
+
+    found = identify_cast(function, E2M1FN)
+    assert not found.identified
+    assert "a biased code" in str(found.unlike[0])

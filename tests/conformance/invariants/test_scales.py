@@ -33,6 +33,8 @@ BREAK = {
     "torchao_adamw_fp8": {"reciprocal"},  # scale_inv first
     "deepseek_v3": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_2024": {"finite", "reciprocal"},  # no eps
+    "vllm": {"reciprocal"},
+    "sglang": {"reciprocal"},
     "deepseek_v3_ue8m0": {"power_of_two_equivariance", "range_used"},
     "qwix": {"reciprocal"},
     "qwix_bf16": {"reciprocal"},

@@ -97,8 +97,6 @@ def test_every_policy_of_the_simulator(policy, given):  # S-9, S-13 to S-16
         assert policy in names
     elif policy in ("te_current", "te_delayed"):  # kept at first is 1: one call cannot tell
         assert names == ["te_current", "te_delayed"]
-    elif policy in ("deepgemm_cpu", "deepseek_v3"):  # a product, or a quotient, of the same scale_inv
-        assert names == ["deepgemm_cpu", "deepseek_v3"]
     else:
         assert names == [policy]
 
