@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import fp8ref
 from fp8ref import console, extras, specification
-from fp8ref.commands import ablate, certify, conform, crosscheck, data, demo, estimate, probe, runs, sweep, train, vectors
+from fp8ref.commands import ablate, certify, conform, crosscheck, data, demo, estimate, probe, runs, supervision, sweep, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
 
@@ -27,7 +27,12 @@ def run() -> NoReturn:
     After Ctrl-C it ends at once: XLA may still compile in a thread, which the interpreter's end
     would crash.
     """
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        supervision.report(DEFECT)
+        raise
+    supervision.report(code)
     if code == INTERRUPTED:
         for child in multiprocessing.active_children():
             child.terminate()
@@ -43,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises:   SystemExit: invalid arguments, --help and --version; any exception of a bug in fp8ref.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    known, options = _parser().parse_known_args(arguments)
+    supervised = arguments is None and not supervision.is_child()
+    known, options = _parser().parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        code = known.run(known, options)
+        code = supervision.in_child(known.timeout) if supervised and known.timeout is not None else _run(known, options)
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         with contextlib.suppress(BrokenPipeError):  # whoever reads it may have ended of the same Ctrl-C
@@ -72,11 +77,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _run(known: argparse.Namespace, options: list[str]) -> int:
+    """The exit code of a command; what a function raises that is no Exception is no verdict."""
+    try:
+        return known.run(known, options)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if known.timeout is None or isinstance(error, Exception):
+            raise
+        raise ValueError(
+            f"the function raised {type(error).__name__}({error}), and there is no verdict. Let it raise an Exception."
+        ) from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and compare both with the specification."
     )
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
+    parser.set_defaults(timeout=None)  # of a command that runs in a child
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for kind in (train, sweep, ablate, demo, estimate, crosscheck, certify, conform, probe, vectors, runs, data):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fp8ref import console
-from fp8ref.commands import probe, shared
+from fp8ref.commands import probe, shared, supervision
 from fp8ref.commands.shared import check_json, conclude
 
 
@@ -60,6 +60,7 @@ def add(commands) -> None:
     )
     conform.add_argument("--alignment", metavar="NAME", help="of attention: end (the default) or start, to which its masks align queries")
     conform.add_argument("--steps", type=int, metavar="N", help="of an optimizer: the steps that are compared (default 6)")
+    supervision.add_timeout(conform)
     conform.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from fp8ref import console
-from fp8ref.commands import shared
+from fp8ref.commands import shared, supervision
 from fp8ref.commands.shared import check_json, conclude
 
 SHAPE, FORMATS = (128, 128, 4096), ("e4m3fn", "e4m3fn")
@@ -48,6 +48,7 @@ def add(commands) -> None:
     )
     probe.add_argument("--framework", metavar="NAME", help="the arrays that attention takes: numpy, torch or jax")
     probe.add_argument("--seed", type=int, default=0, help="seed of the random operands (default 0)")
+    supervision.add_timeout(probe)
     probe.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     probe.add_argument("--record", type=Path, metavar="DIR", help="save operands and results in DIR, to verify later without the hardware")
     probe.add_argument(

@@ -1,0 +1,62 @@
+"""A command that calls somebody's function runs in a child process, so that no end of the function passes for a verdict.
+
+A function may end its process, hang, or raise what is no Exception. The parent starts the same command again and
+waits for the exit code that the child reports after its verdict; without one it never ends with 0.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import subprocess
+import sys
+
+VARIABLE = "FP8REF_VERDICT"
+"""Names, in the environment of a child, the pipe that it reports to."""
+
+
+def add_timeout(command: argparse.ArgumentParser) -> None:
+    """Add ``--timeout``; a command that has it runs in a child."""
+    command.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="stop a function that does not return (default 3600)"
+    )
+
+
+def is_child() -> bool:
+    """Whether this process is a child that reports its exit code."""
+    return VARIABLE in os.environ
+
+
+def report(code: int) -> None:
+    """Report the exit code of a finished command to the parent, if there is one."""
+    if pipe := os.environ.pop(VARIABLE, None):
+        os.write(int(pipe), bytes([code]))
+
+
+def in_child(timeout: float) -> int:
+    """Run this process's command line in a child, and return the exit code that it reports.
+
+    Raises:   ValueError: a timeout that is not positive and finite; a child that does not end in time, or ends
+              without a verdict.
+    """
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"--timeout is a number of seconds above 0; got {timeout:g}.")
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)  # processes that the function started may keep the pipe open
+    child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=os.environ | {VARIABLE: str(writer)}, pass_fds=(writer,))
+    try:
+        os.close(writer)
+        child.wait(timeout)
+        with contextlib.suppress(BlockingIOError):
+            if verdict := os.read(reader, 1):
+                return verdict[0]
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"no verdict within --timeout {timeout:g} seconds: the function may hang. Mend it, or allow more time.") from None
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+        os.close(reader)
+    code = child.returncode
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    raise ValueError(f"the function ended the process ({how}), and there is no verdict. Let it return.")
