@@ -65,16 +65,23 @@ def granularities() -> st.SearchStrategy[str]:
     return st.sampled_from(list(GRANULARITIES))
 
 
-def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6) -> st.SearchStrategy[tuple[int, int]]:
+def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6, ragged: bool = False) -> st.SearchStrategy[tuple[int, int]]:
     """Shapes (M, N) that a granularity takes.
 
     The reduced axis has one or two whole blocks; the other may also end in a ragged one. An axis
     without blocks has 1 to ``most`` elements.
 
+    ragged  the last block of the reduced axis may be ragged too, as of a function that fills it with zeros: give
+            the shape to ``tensors``, and compare with a tensor that zeros fill up.
+
     Raises:   ValueError: an unknown granularity.
     """
     of = by_name(granularity)
-    reduced = st.integers(1, most) if of.reduced is None else st.integers(1, 2).map(lambda n: n * (of.reduced or 1))
+    block = of.reduced or 1
+    whole = st.integers(1, 2).map(lambda n: n * block)
+    if ragged:
+        whole = st.one_of(st.sampled_from([block + 1, 2 * block - 1, 1]), st.integers(1, 2 * block))
+    reduced = st.integers(1, most) if of.reduced is None else whole
     other = st.integers(1, most) if of.other in (None, 1) else st.sampled_from([1, 2, of.other, (of.other or 1) + 1])
     return st.tuples(other, reduced) if axis % 2 else st.tuples(reduced, other)
 

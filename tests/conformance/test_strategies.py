@@ -203,6 +203,33 @@ def test_specials_come_in_every_place_alone(special):
     assert alone.all()
 
 
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_wrong_ragged_last_block_is_noticed(axis):
+    """A quantizer whose last block has the amax of the block before it, or of whole blocks alone."""
+
+    def quantize(x, amax_of):
+        lines = x.T if axis == 0 else x
+        parts = [lines[:, begin : begin + 32] for begin in range(0, lines.shape[1], 32)]
+        return np.concatenate([cast.encode(part * (448 / np.maximum(amax_of(parts, i), 1e-12)), E4M3FN) for i, part in enumerate(parts)], 1)
+
+    def own(parts, i):
+        return np.abs(parts[i]).max(1, keepdims=True)
+
+    def of_the_block_before(parts, i):
+        return own(parts, i - 1 if i and parts[i].shape[1] < 32 else i)
+
+    def wrong(x):
+        return not np.array_equal(quantize(x, own), quantize(x, of_the_block_before))
+
+    shapes = strategies.shapes("mx_1x32", axis=axis, ragged=True)
+    find(
+        shapes.flatmap(lambda shape: strategies.tensors(granularity="mx_1x32", axis=axis, shape=shape, finite=True)),
+        wrong,
+        settings=looking,
+    )
+    assert all(shape[axis] % 32 == 0 for shape in strategies.examples(strategies.shapes("mx_1x32", axis=axis), 20))
+
+
 @pytest.mark.parametrize("shape", [None, (2, 3)])
 def test_an_unknown_granularity_is_refused(shape):
     message = r"granularity is one of tensorwise, .*; got 'columnwise'"

@@ -134,19 +134,22 @@ def check_strides(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, *, large: bool = True
 ) -> tuple[list[Finding], list[Counterexample]]:
     """Compare tensors that are not contiguous in memory with the candidate."""
-    tensor = planted_tensors.random((128, 256), quantizer)
+    groups = quantizer_inputs.groups((128, 256), scale_layout.granularity, scale_layout.axis)
+    tensors = [planted_tensors.random((128, 256), quantizer)]
+    tensors += [] if quantizer.memory else planted_tensors.tiny(groups, quantizer)
     taken, refused, found = [], [], list[Counterexample]()
     for view in VIEWS if quantizer.subject.framework != "jax" else ():
         try:
-            output = quantizer.ask(tensor.x, view=view)
+            outputs_of_view = [quantizer.ask(tensor.x, view=view) for tensor in tensors]
         except RefusedError:
             refused.append(view)
             continue
         taken.append(view)
-        found = found or [
-            replace(w, input=f"{w.input}, {view} in memory")
-            for w in _counterexample(tensor, output, candidate, scale_layout, quantizer.dtype)
-        ]
+        for tensor, output in zip(tensors, outputs_of_view, strict=True):
+            found = found or [
+                replace(w, input=f"{w.input}, {view} in memory")
+                for w in _counterexample(tensor, output, candidate, scale_layout, quantizer.dtype)
+            ]
     return [strides_finding(taken, refused, found)], found
 
 

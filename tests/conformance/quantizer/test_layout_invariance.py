@@ -1,14 +1,20 @@
 """Planted kernels that are right in the first tensors asked, and wrong in another shape, dtype, place or stride."""
 
 import jax.numpy as jnp
+import numpy as np
 import planted_kernels as planted
+import planted_quantizers
 import pytest
 import torch
 
-from fp8ref.conformance import identify_quantizer
+from fp8ref.conformance import identify_quantizer, subject
+from fp8ref.conformance.quantizer import layout_invariance
+from fp8ref.conformance.quantizer.candidates import Candidate
+from fp8ref.conformance.quantizer.outputs import Quantizer, ScaleLayout
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.formats import E4M3FN
 from fp8ref.jax import scaling as jax_scaling
+from fp8ref.policy import POLICIES
 
 
 def identified(function, expect="torchao"):
@@ -167,3 +173,26 @@ def test_shapes_that_it_does_not_take_are_said():
         "it raises for [1, 1], [2, 3], [3, 17], [4, 1000], [1, 128], [3, 256], [131, 128], [3, 28672], [1031, 1152]"
         in {f.what: f.evidence for f in found.findings}["shapes"]
     )
+
+
+# vllm#53346: the scale rule of another path of the kernel.
+def another_floor_by_stride(x):
+    return planted_quantizers.blocks(
+        x, lambda amax: np.float32(448) / np.maximum(amax, np.float32(1e-12 if x.flags.c_contiguous else 1e-6))
+    )
+
+
+def no_floor_of_many_rows(x):
+    return planted_quantizers.blocks(x, lambda amax: np.float32(448) / np.maximum(amax, np.float32(1e-12 if len(x) <= 256 else 2.0**-149)))
+
+
+@pytest.mark.parametrize(("function", "what"), [(another_floor_by_stride, "strides"), (no_floor_of_many_rows, "shapes")])
+def test_a_scale_rule_of_some_tensors_alone(function, what):  # S-16
+    quantizer = Quantizer(subject=subject.wrap("mine", function, framework="numpy", device="cpu", shape=(256, 384)), dtype="float32")
+    candidate = Candidate(policy=POLICIES["torchao"], scale_fmt=E4M3FN, fmt=E4M3FN)
+    scale_layout = ScaleLayout(granularity="blockwise_1x128", axis=-1, kinds={"[1]": "scale"})
+    check = layout_invariance.check_strides if what == "strides" else layout_invariance.check_shapes
+    findings, found = check(quantizer, candidate, scale_layout)
+    assert findings[0].what == what
+    assert findings[0].text == "not all alike"
+    assert "zero and tiny groups in turn" in found[0].input
