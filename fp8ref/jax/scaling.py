@@ -169,6 +169,7 @@ def dequantize(q: Quantized) -> jax.Array:
 
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv. On a
               CPU XLA takes a scale_inv of 2^-127 for zero.
+    Raises:   ValueError: q not a Quantized.
     """
     if not isinstance(q, Quantized):
         raise ValueError(f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize.")

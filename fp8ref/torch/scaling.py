@@ -207,6 +207,7 @@ def dequantize(q: Quantized) -> torch.Tensor:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8).
 
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv.
+    Raises:   ValueError: q not a Quantized.
     """
     if not isinstance(q, Quantized):
         raise ValueError(f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize.")

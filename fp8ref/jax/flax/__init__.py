@@ -39,6 +39,7 @@ hook sees it, and adds the bias after the output is rounded.
 """
 
 from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed, merge
+from fp8ref.jax.flax.calibration import calibrate
 from fp8ref.jax.flax.convert import convert, deconvert, report
 from fp8ref.jax.flax.fp8_ops_state import flax_recipe, from_flax, to_flax
 from fp8ref.jax.flax.grouped_linear import GroupedLinear
@@ -54,6 +55,7 @@ __all__ = [
     "GroupedLinear",
     "Observed",
     "Seen",
+    "calibrate",
     "convert",
     "deconvert",
     "flax_recipe",

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from fp8ref.jax import delayed, derivatives
+from fp8ref.jax import delayed, derivatives, scaling
 from fp8ref.recipe import Recipe
 
 STATE, SEEN = "fp8_state", "fp8_seen"  # linen's collections; a state is read, observations are threaded
@@ -30,12 +30,14 @@ class Observers:
     threaded   paths of linen's hooks that change SEEN.
     given      the observations that linen's hooks take and do not change, by path: tracers, one for each use.
     delivered  paths of the hooks in ``given`` whose backward pass ran.
+    calibrates whether hooks observe and multiply in high precision, for ``calibrate``.
     """
 
     names: set[str] = field(default_factory=set)
     threaded: set[str] = field(default_factory=set)
     given: dict[str, list] = field(default_factory=dict)
     delivered: set[str] = field(default_factory=set)
+    calibrates: bool = False
 
 
 _observing: ContextVar[Observers | None] = ContextVar("fp8ref_jax_flax_observing", default=None)
@@ -93,9 +95,9 @@ def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
 
 
 @contextmanager
-def observing():
+def observing(*, calibrates: bool = False):
     """In this context, hooks with a state must deliver their observations. Yields those that did."""
-    observers = Observers()
+    observers = Observers(calibrates=calibrates)
     token = _observing.set(observers)
     try:
         yield observers
@@ -143,6 +145,18 @@ def warned(y: jax.Array, recipe: Recipe, name: str) -> jax.Array:
         f"recipe {recipe.name!r} scales by past amaxes, and this gradient observes none: a model that it trains keeps its first scales. "
         "Use fj.flax.value_and_grad in place of jax.grad or nnx.grad.",
     )
+
+
+def calibrating() -> bool:
+    """Whether ``calibrate`` runs the model."""
+    found = _observing.get()
+    return found is not None and found.calibrates
+
+
+def observed(seen: delayed.Seen, operands: tuple) -> dict:
+    """seen, merged with the amaxes of an input and a weight, the first arrays among these operands of a product."""
+    x, w = [v for v in operands if hasattr(v, "ndim")][:2]
+    return delayed.merged(seen, {"input": scaling.amax(x), "weight": scaling.amax(w)}, seen) if x.size else dict(seen)
 
 
 def check_precision(name: str, recipe: Recipe, precision) -> None:

@@ -80,6 +80,9 @@ class RaggedDot(Hook):
         """rows [M, K] x kernel [E, K, N] -> [M, N]."""
         return self._contract(functools.partial(self._apply, rows, kernel, group_sizes), None, None, None)
 
+    def _in_high_precision(self, use: Callable) -> jax.Array:
+        return lax.ragged_dot(*use.args)
+
     def _apply(self, rows: jax.Array, kernel: jax.Array, group_sizes: jax.Array, *, name: str, state=None, seen=None, **_):
         """``grouped.apply`` of what ``_contract`` gives, of which a hook of experts has the name and the state alone."""
         return grouped.apply(rows, kernel, group_sizes, recipe=self.of_groups, state=state, seen=seen, name=name)

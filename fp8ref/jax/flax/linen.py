@@ -14,7 +14,7 @@ from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import amax_observations
 from fp8ref.jax.flax.amax_observations import SEEN, STATE
 from fp8ref.jax.sharding import Placement
-from fp8ref.recipe import Recipe, Role
+from fp8ref.recipe import RECIPES, Recipe, Role
 
 
 class LayerState(struct.PyTreeNode):
@@ -169,6 +169,9 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
     observers, path = amax_observations.observers(), state.model + ".".join(hook.path)
     if hook.has_variable(SEEN, "seen") and hook.is_mutable_collection(SEEN):
         seen = hook.variable(SEEN, "seen")
+        if amax_observations.calibrating():
+            seen.value = amax_observations.observed(seen.value, use.args)
+            return use(recipe=RECIPES["bf16"])[0]
         y, seen.value = use(state=state.roles, seen=seen.value)
         if observers:
             observers.threaded.add(path)

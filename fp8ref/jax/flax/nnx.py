@@ -11,7 +11,7 @@ from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import amax_observations
 from fp8ref.jax.sharding import Placement
-from fp8ref.recipe import Recipe
+from fp8ref.recipe import RECIPES, Recipe
 
 
 class Fp8State(nnx.Variable):
@@ -74,6 +74,9 @@ class Hook(nnx.Module):
             )
             y = use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
             return amax_observations.warned(y, self.recipe, self.name)
+        if amax_observations.calibrating():
+            self.seen.set_value(amax_observations.observed(self.seen.get_value(), use.args))
+            return self._in_high_precision(use)
         y, after = use(state=state, seen=self.seen.get_value())
         try:
             # NNX refuses to change a Variable of another trace: the layer was closed over, and its
@@ -88,6 +91,9 @@ class Hook(nnx.Module):
         if observers := amax_observations.observers():
             observers.names.add(self.name)
         return y
+
+    def _in_high_precision(self, use: Callable) -> jax.Array:
+        return use(recipe=RECIPES["bf16"])[0]
 
 
 class DotGeneral(Hook):

@@ -1,0 +1,68 @@
+"""The first scales of a Flax model under delayed scaling, before it is evaluated."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from flax import nnx, traverse_util
+
+from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.flax.amax_observations import SEEN, Observed
+from fp8ref.jax.flax.linen import collection
+from fp8ref.jax.flax.nnx import Seen, hooks
+from fp8ref.jax.flax.training import unseen, update
+
+
+def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable | None = None):
+    """Set the first scales of a model by forward passes, so that it can be evaluated before it is trained.
+
+        fj.flax.calibrate(model, batches)                                   # NNX
+        variables = fj.flax.calibrate(variables, batches, apply=net.apply)  # linen
+
+    batches   a few typical inputs: of each an array, a tuple of arguments, or a mapping of named ones.
+    apply     linen's: called with the variables, a batch and mutable=[SEEN].
+    Order:    hooks multiply in high precision, and observe input and weight; then ``update``.
+    Returns:  as ``update``.
+    Specials: grad_output is not observed: training begins with its first scale, 1 (H-2). An NNX model
+              runs in its present mode: call model.eval() before.
+    Raises:   ValueError: no batch; a model without delayed scaling; linen without apply.
+    """
+    begun, calls = unseen(model).layers, [_arguments(batch) for batch in batches]
+    if not begun:
+        raise ValueError(
+            "calibrate sets the scales of delayed scaling; the model has none. Convert it to a recipe such as 'delayed' first."
+        )
+    if not calls:
+        raise ValueError("calibrate takes at least one batch of the model's inputs; got none.")
+    if isinstance(model, nnx.Module):
+        return update(model, Observed(layers=_of_nnx(model, begun, calls)))
+    if apply is None:
+        raise ValueError("calibrate runs a linen model by its apply; got none. Pass apply=net.apply.")
+    seen = collection({tuple(path.split(".")): of_layer for path, of_layer in begun.items()}, "seen")
+    with amax_observations.observing(calibrates=True):
+        for args, kwargs in calls:
+            seen = apply({**model, SEEN: seen}, *args, mutable=[SEEN], **kwargs)[1][SEEN]
+    layers: dict[str, dict] = {}
+    for path, observed in traverse_util.flatten_dict(seen).items():
+        layers.setdefault(".".join(path[:-2]), {})[path[-1]] = observed
+    return update(model, Observed(layers=layers))
+
+
+def _of_nnx(model: nnx.Module, begun: Mapping, calls: list[tuple[tuple, dict]]) -> dict:
+    """The observations of an NNX model's hooks, by path."""
+    stateful = {path: hook for path, hook in hooks(model).items() if path in begun}
+    try:
+        for path, hook in stateful.items():
+            hook.seen = nnx.data(Seen(dict(begun[path])))
+        with amax_observations.observing(calibrates=True):
+            for args, kwargs in calls:
+                model(*args, **kwargs)  # type: ignore[operator]
+        return {path: hook.seen.get_value() for path, hook in stateful.items()}
+    finally:
+        for hook in stateful.values():
+            hook.seen = nnx.data(None)
+
+
+def _arguments(batch) -> tuple[tuple, dict]:
+    """A batch as arguments by position and by name."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})

@@ -1,0 +1,70 @@
+"""A Flax model under delayed scaling that is evaluated before any update."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fp8ref.jax import flax as fp8
+
+X = jax.random.normal(jax.random.key(1), (24, 32))
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        rngs, small = nnx.Rngs(0), nnx.initializers.normal(2.0**-10)
+        self.up, self.down = nnx.Linear(32, 64, kernel_init=small, rngs=rngs), nnx.Linear(64, 16, kernel_init=small, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    hook: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        more = {} if self.hook is None else {"dot_general_cls": self.hook}
+        small = nn.initializers.normal(2.0**-10)
+        return nn.Dense(16, kernel_init=small, **more)(nn.gelu(nn.Dense(64, kernel_init=small, **more)(x)))
+
+
+def close(y, expected):
+    """Two casts of e4m3, each within 2^-4 of its number, in each of two linears."""
+    return jnp.linalg.norm(y - expected) < 4 * 2.0**-4 * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("batches", [[X], [(X[:8],), (X[8:],)], [{"x": X}]])
+def test_calibration_sets_the_scales_of_an_nnx_evaluation(batches):  # TransformerEngine#982
+    expected, model = Model()(X), fp8.convert(Model(), "delayed")
+    assert not close(model(X), expected)
+    fp8.calibrate(model, batches)
+    states = model.up.dot_general.state.get_value()
+    for role, tensor in (("input", X), ("weight", model.up.kernel.get_value())):
+        np.testing.assert_array_equal(states[role].amax_history[0], jnp.abs(tensor).max())
+        assert states[role].step == 1
+    assert (states["grad_output"].step, states["grad_output"].stored) == (0, 1)
+    assert model.up.dot_general.seen is None
+    assert close(model(X), expected)
+
+
+def test_calibration_sets_the_scales_of_a_linen_evaluation():
+    net = Net(fp8.linen_dot_general("delayed"))
+    variables = net.init(jax.random.key(0), X)
+    expected = Net().apply({"params": jax.tree.map(lambda p: p, variables["params"])}, X)
+    before = net.apply(variables, X)
+    after = fp8.calibrate(variables, [X[:8], X[8:]], apply=net.apply)
+    assert not close(before, expected)
+    assert close(net.apply(after, X), expected)
+
+
+def test_calibration_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"the model has none\. Convert it"):
+        fp8.calibrate(Model(), [X])
+    with pytest.raises(ValueError, match=r"at least one batch.*got none"):
+        fp8.calibrate(fp8.convert(Model(), "delayed"), [])
+    net = Net(fp8.linen_dot_general("delayed"))
+    with pytest.raises(ValueError, match=r"Pass apply=net\.apply"):
+        fp8.calibrate(net.init(jax.random.key(0), X), [X])
