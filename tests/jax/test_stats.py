@@ -150,3 +150,9 @@ def test_of_copies_one_is_counted(small, mesh, linear, parts):  # Q-10
 def test_without_fp8_there_is_nothing(small):
     trainer = Trainer(small.replace(numerics={"recipe": "bf16"}))
     assert trainer.statistics(loader.open_batches(small).step(0)) == {}
+
+
+# By the numbers of the formats: max is odd in e5m2 (0x7B) and even in e4m3fn (0x7E).
+@pytest.mark.parametrize(("fmt", "tie", "above_alone"), [(E5M2, 61440.0, False), (E4M3FN, 464.0, True)], ids=["odd", "even"])
+def test_the_tie_above_max_overflows_where_max_is_odd(fmt, tie, above_alone):  # C-4, Q-8
+    assert stats._overflow_bound(fmt) == (tie, above_alone)
