@@ -175,8 +175,8 @@ def contract(
     known: dict = dict(delayed.scales(state or {}, use.recipe))
     if prepared is not None:
         known["weight"] = linear_arguments.checked_weight(prepared, w, use)
-    y, after, tap = _linear(x, w, known, dict(seen or {}), tap, mu, use)
-    return y, None if seen is None else after, tap
+    y, after, measured = _linear(x, w, known, dict(seen or {}), tap, mu, use)
+    return y, None if seen is None else after, None if tap is None else measured
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -218,8 +218,8 @@ def _forward(
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
     saved = {role: v for role, v in {"input": x, "weight": w}.items() if role not in codes or use.observer}
     residuals = derivatives.saved((saved, codes, known, seen, mu))
-    tap = None if tap is None else tap + stats.rows(measured)
-    return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), residuals
+    after = () if tap is None else tap + stats.rows(measured)  # no None: jax 0.12's vmap takes it for an array
+    return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), after), residuals
 
 
 def _backward(use: Use, residuals, cotangents):
@@ -261,7 +261,7 @@ def _backward(use: Use, residuals, cotangents):
             "grad_weight", tensors, quantized, known, use, mu, whole=of_columns
         )  # [M, N] x [M, K] -> [N, K]
     grad_input = operands.unflattened(grad_input, g, use)
-    tap = None if tap is None else tap + stats.rows(of_first | of_second)
+    tap = None if isinstance(tap, tuple) else tap + stats.rows(of_first | of_second)
     of_seen = _observed(later, {"grad_output": observed}, seen, use)
     return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, known), of_seen, tap, saturated
 
