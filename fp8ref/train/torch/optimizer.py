@@ -75,7 +75,8 @@ def gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """The gradients of all parameters that are trained.
 
     One that no pass of the step used gets zeros, so that the steps of all parameters count alike (T-1):
-    torch's optimizers would pass it by, and a checkpoint holds one count.
+    torch's optimizers would pass it by, and a checkpoint holds one count. One that is still a sum over
+    ranks, as of norms under sequence parallelism, is summed: its norm is not that of its terms (T-2).
     """
     trained = [p for p in params if p.requires_grad]
     for p in trained:
@@ -83,6 +84,8 @@ def gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
             dtype = p.grad_dtype or p.dtype
             whole = isinstance(p, DTensor)
             p.grad = torch.zeros_like(p, dtype=dtype) if whole else torch.zeros(p.shape, dtype=dtype, device=p.device)
+        elif isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
     return [p.grad for p in trained if p.grad is not None]
 
 

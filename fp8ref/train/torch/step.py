@@ -120,7 +120,7 @@ class Step:
                 loss.backward()  # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
                 losses.append(loss.detach())
         if len(parts) > 1:
-            grads = [local_part(p.grad) for p in self.params.values() if p.grad is not None]
+            grads = [local_part(g) for g in optimizer.gradients(self.params.values())]
             # the product with a float32 reciprocal, as in JAX, and not a quotient (T-7)
             torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
         return torch.stack(losses)
