@@ -62,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = PIPE
     except Exception as error:
-        code = _code_of(error)
-        if code is None and known.leave is None:
+        failed = _code_of(error)
+        if failed is None and known.leave is None:
             raise
-        if code is None:
+        if failed is None:
             traceback.print_exc()
             code = DEFECT
         else:

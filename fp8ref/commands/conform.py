@@ -105,6 +105,7 @@ def _attention(known: argparse.Namespace):
     """The outcome of an attention function; None if the subject is none."""
     from fp8ref import formats
     from fp8ref.conformance.attention import identify_attention, subjects
+    from fp8ref.conformance.attention.arguments import Alignment
     from fp8ref.conformance.gemm import library_gemms
 
     if known.kind not in (None, "attention"):
@@ -119,7 +120,8 @@ def _attention(known: argparse.Namespace):
     if known.format not in formats.FP8_FORMATS:
         raise ValueError(f"--format of attention is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
     where = {"name": known.subject, "framework": known.framework, "device": known.device, "layout": known.layout or subjects.LAYOUTS[0]}
-    fmt, alignment = formats.FP8_FORMATS[known.format], known.alignment or "end"
+    fmt = formats.FP8_FORMATS[known.format]
+    alignment: Alignment = known.alignment or "end"
     return identify_attention(found, expect=known.expect, fmt=fmt, alignment=alignment, **where)
 
 

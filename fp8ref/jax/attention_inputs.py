@@ -136,7 +136,12 @@ def prepare(
         )
     found = _documents(documents, b, tq, of_k[2])
     if found is not None:
-        tensors = tuple(without_padding(x, ids) for x, ids in zip(tensors, (found[0], found[1], found[1]), strict=True))
+        of_q, of_keys = found
+        tensors = (
+            without_padding(tensors[0], of_q),
+            without_padding(tensors[1], of_keys),
+            without_padding(tensors[2], of_keys),
+        )
     return use, _on_devices(Inputs(*tensors, found, _sinks(sinks, h)), use)
 
 

@@ -21,7 +21,12 @@ from jax.interpreters import ad, batching, mlir
 # Under a vmap observations are one output of all examples, with a cotangent of later uses. jax 0.12 refuses
 # that unless the rules say that they merge what examples give back; an earlier one has no such argument.
 _SHARED = "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
-defvjp = functools.partial(jax.custom_vjp.defvjp, generic_batching=True) if _SHARED else jax.custom_vjp.defvjp  # type: ignore[call-arg]
+defvjp = (
+    functools.partial(jax.custom_vjp.defvjp, generic_batching=True)  # type: ignore[call-arg]
+    if _SHARED
+    else jax.custom_vjp.defvjp
+)
+"""``jax.custom_vjp.defvjp``, of a function whose outputs ``jax.vmap`` may find shared by the batch."""
 
 Kind = Literal["linear", "attention"]
 """What kind of layer is named."""

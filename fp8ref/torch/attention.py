@@ -246,9 +246,10 @@ def backward(
     return found._replace(**{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")})
 
 
-def _without_padding(q: Tensor, k: Tensor, v: Tensor, at: Documents) -> list[Tensor]:
+def _without_padding(q: Tensor, k: Tensor, v: Tensor, at: Documents) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with zeros for padding."""
-    return [attention_inputs.without_padding(x, ids) for x, ids in ((q, at.q), (k, at.k), (v, at.k))]
+    zeroed = attention_inputs.without_padding
+    return zeroed(q, at.q), zeroed(k, at.k), zeroed(v, at.k)
 
 
 def _gradients(
@@ -265,7 +266,8 @@ def _gradients(
     o, of_o = (result.tensors["o"].codes, result.tensors["o"].scale_inv) if low else (result.o.to(DTYPES[spec.variant.out.name]), None)
     saved = Saved(result.tensors, o, of_o, result.lse, scale_p, scale_inv_p)
     if spec.variant.granularity == "mx_1x32":
-        return attention_gradients_mx.gradients(do, *tensors[:2], saved, spec, shape, at, **more)
+        q, k, _ = tensors
+        return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, **more)
     gradients = (attention_fast_gradients if spec.arithmetic == "fast" else attention_gradients).gradients
     return gradients(do, saved, spec, shape, at, given, **more)
 

@@ -99,8 +99,8 @@ def _cases(asked: Attention, variant: Variant, tokens: int, alignment: Alignment
     """(argument, its cases)."""
     rng = np.random.default_rng(1)
 
-    def case(name: str, tq: int = tokens, tk: int = tokens, *, heads: tuple = (1, 2, 2), features: int = 64, **more) -> Case:
-        return Case(name, Question(*random_operands(rng, *heads, tq, tk, features), **more))
+    def case(name: str, tq: int = tokens, tk: int = tokens, *, heads: tuple[int, int, int] = (1, 2, 2), features: int = 64, **more) -> Case:
+        return Case(name, Question(*random_operands(rng, heads, tq, tk, features), **more))
 
     ragged = tokens + 37
     lengths = [(ragged, ragged), (40, ragged), (ragged, 60), (1, ragged)]

@@ -6,7 +6,6 @@ key that draws most of the weight.
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,10 +68,17 @@ class Agreement:
         return self.near >= NEAR * self.compared
 
 
-def random_operands(rng: np.random.Generator, b: int, h: int, kv: int, tq: int, tk: int, features: int) -> Iterator[np.ndarray]:
-    """q, k and v of normal numbers."""
-    for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features)):
-        yield rng.standard_normal(shape).astype(np.float32)
+Operands = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""q, k and v."""
+
+
+def random_operands(rng: np.random.Generator, heads: tuple[int, int, int], tq: int, tk: int, features: int) -> Operands:
+    """q, k and v of normal numbers. heads: sequences, and heads of q and of k and v."""
+    b, h, kv = heads
+    q, k, v = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features))
+    )
+    return q, k, v
 
 
 def plain_cases(tokens: int) -> list[Case]:
@@ -82,8 +88,8 @@ def plain_cases(tokens: int) -> list[Case]:
     """
     rng = np.random.default_rng(0)
     several = tokens // 2 * 5 if tokens <= 512 else tokens
-    ordinary = Question(*random_operands(rng, 1, 1, 1, several, several, 64))
-    q, k, v = random_operands(rng, 2, 1, 1, tokens, tokens, 64)
+    ordinary = Question(*random_operands(rng, (1, 1, 1), several, several, 64))
+    q, k, v = random_operands(rng, (2, 1, 1), tokens, tokens, 64)
     q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
     k[:, :, 0] *= 4  # a key that draws weight
     v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
@@ -100,14 +106,14 @@ def cases(mask: Mask = FULL, *, features: int = 64, softcap: float | None = None
     softcap, sinks  of all of them: a number, and whether there are random ones.
     """
     rng = np.random.default_rng(0)
-    q, k, v = random_operands(rng, 1, 4, 2, 70, 700, features)
+    q, k, v = random_operands(rng, (1, 4, 2), 70, 700, features)
     ordinary = Question(q, k, v, mask)
-    q, k, v = random_operands(rng, 2, 2, 2, 40, 333, features)
+    q, k, v = random_operands(rng, (2, 2, 2), 40, 333, features)
     q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
     k[:, :, 0] *= 4  # a key that draws weight
     v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
     made = [Case("ordinary", ordinary), Case("wide scores, outliers in v", Question(q, k, v, mask))]
-    q, k, v = random_operands(rng, 1, 2, 2, 300, 300, features)
+    q, k, v = random_operands(rng, (1, 2, 2), 300, 300, features)
     made.append(Case("square", Question(2 * q, k, v, mask)))
     made.append(Case("ties of bfloat16", _ties(mask, features)))
     if softcap is None and not sinks:

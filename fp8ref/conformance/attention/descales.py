@@ -25,8 +25,8 @@ def findings(asked: Attention) -> list[Finding]:
     if asked.descale_names is None:
         return []
     rng = np.random.default_rng(2)
-    drawn = random_operands(rng, HEADS, HEADS, HEADS, TOKENS, TOKENS, 64)
-    question = Question(*(cast.round_to(x, asked.fmt) for x in drawn))
+    q, k, v = (cast.round_to(x, asked.fmt) for x in random_operands(rng, (HEADS, HEADS, HEADS), TOKENS, TOKENS, 64))
+    question = Question(q, k, v)
     alone = dataclasses.replace(asked, ones=True)
     base = alone.ask(question).o
     return [_finding(alone, question, base, role, name) for role, name in zip("qkv", asked.descale_names, strict=True)]

@@ -127,7 +127,7 @@ def _separating(fmt: Format, dtype: str) -> np.ndarray:
     bits = dtypes.by_name(dtype).mantissa_bits
     # float16 holds few elements exactly that are far below their amax: more amaxes show more of them.
     powers = np.array([[2.0**14], [2.0**15], [2.0**13]][: 3 if dtype == "float16" else 1], np.float32)
-    amax = (powers * np.arange(1, 2, 2.0**-bits, np.float32)).ravel()
+    amax = (powers * np.arange(1.0, 2.0, 2.0**-bits, dtype=np.float32)).ravel()
     amax = amax[amax <= 65504]
     _, codes = _cast_near_ties(amax[:, None], fmt, dtype)
     return np.concatenate([amax[np.any(a != b, axis=1)][:3] for a, b in itertools.combinations(codes, 2)])

@@ -15,10 +15,14 @@ from fp8ref.conformance.optimizer.subjects import Inputs, Snapshot
 from fp8ref.sim import states as sim
 from fp8ref.states import Layout
 
-DAMAGED = {"NaN": np.nan, "+Inf": np.inf, "-Inf": -np.inf}
+DAMAGED: dict[str, float] = {"NaN": np.nan, "+Inf": np.inf, "-Inf": -np.inf}
 """The gradients that are asked, each the only bad one of its tensor."""
 
-REPLACED = {"0": 0.0, "the largest float32": np.finfo(np.float32).max, "the least float32": np.finfo(np.float32).min}
+REPLACED: dict[str, float] = {
+    "0": 0.0,
+    "the largest float32": float(np.finfo(np.float32).max),
+    "the least float32": float(np.finfo(np.float32).min),
+}
 """The finite numbers that may take their place."""
 
 AT = (3, 70)

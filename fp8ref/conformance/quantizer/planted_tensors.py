@@ -89,7 +89,7 @@ def tiny(groups: np.ndarray, quantizer: Quantizer) -> Iterator[PlantedTensor]:
     """
     count = int(groups.max()) + 1
     for first in range(1 if count > len(_TINY) else 4):
-        magnitudes = np.float32(_TINY)[(groups + (0, 2, 4, 6)[first]) % len(_TINY)]
+        magnitudes = np.array(_TINY, np.float32)[(groups + (0, 2, 4, 6)[first]) % len(_TINY)]
         x = _small(groups.shape, np.random.default_rng(first)) * 256 * magnitudes
         yield PlantedTensor(x=rounded(x.astype(np.float32), quantizer.dtype), planted="zero and tiny groups in turn")
 

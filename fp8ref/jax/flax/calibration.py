@@ -54,7 +54,7 @@ def _of_nnx(model: nnx.Module, begun: Mapping, calls: list[tuple[tuple, dict]]) 
             hook.seen = nnx.data(Seen(dict(begun[path])))
         with amax_observations.observing(calibrates=True):
             for args, kwargs in calls:
-                model(*args, **kwargs)  # type: ignore[operator]
+                model(*args, **kwargs)
         return {path: hook.seen.get_value() for path, hook in stateful.items()}
     finally:
         for hook in stateful.values():

@@ -81,6 +81,7 @@ class RaggedDot(Hook):
         return self._contract(functools.partial(self._apply, rows, kernel, group_sizes), None, None, None)
 
     def _in_high_precision(self, use: Callable) -> jax.Array:
+        assert isinstance(use, functools.partial)
         return lax.ragged_dot(*use.args)
 
     def _apply(self, rows: jax.Array, kernel: jax.Array, group_sizes: jax.Array, *, name: str, state=None, seen=None, **_):

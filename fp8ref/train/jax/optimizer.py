@@ -193,7 +193,8 @@ class Optimizer:
         """What is stored of each parameter, as ``fp8ref.jax.states`` has it: a tree for each field."""
         assert self._moments is not None
         each, structure = jax.tree.flatten(tree, is_leaf=is_stored)
-        stacks = jax.tree.leaves(_stacks(structure.unflatten([one.codes for one in each])))
+        codes = jax.tree.unflatten(structure, [one.codes for one in each])
+        stacks = jax.tree.leaves(_stacks(codes))
         return adamw_state.by_field(each, structure, self._moments.kept[which], stacks)
 
     def _by_parameter(self, trees: MomentState, which: int):
@@ -202,7 +203,8 @@ class Optimizer:
         codes, structure = jax.tree.flatten(trees.codes)
         sizes = [math.prod(x.shape[s:]) for x, s in zip(codes, jax.tree.leaves(_stacks(trees.codes)), strict=True)]
         owns = [self._moments.of(size).kept[which] for size in sizes]
-        return structure.unflatten(adamw_state.by_parameter(trees, structure, self._moments.kept[which], owns))
+        each = adamw_state.by_parameter(trees, structure, self._moments.kept[which], owns)
+        return jax.tree.unflatten(structure, each)
 
     def _apart(self, params, adam: optax.ScaleByAdamState | AdamWState) -> tuple[Any, OptimizerState]:
         """(masters, state) of parameters and of the state of either AdamW, which may hold the masters."""

@@ -119,8 +119,8 @@ def grade_gemm(
     ends = edges.examine(scaled, asked.run, formats, {} if causes else at_edges)
     causes += ends.causes
     if not causes:
-        found, refusals = scale_ends.examine(asked, asked.short(taken))
-        causes += found
+        of_scales, refusals = scale_ends.examine(asked, asked.short(taken))
+        causes += of_scales
         unasked += refusals
     unasked += [f"{', '.join(ends.refused)}, for which it raised"] if ends.refused else []
     wrong = bool(causes)

@@ -32,6 +32,7 @@ class RowBits(NamedTuple):
 
 
 NOT_ASKED = RowBits(())
+"""Of a GEMM that takes no other number of rows, or is wrong."""
 
 
 def compare(asked: Any, stimulus: Stimulus, found: np.ndarray) -> RowBits:
