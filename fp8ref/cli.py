@@ -30,6 +30,8 @@ def run() -> NoReturn:
     try:
         code = main()
     except Exception:
+        if supervision.is_child():
+            traceback.print_exc()
         supervision.report(DEFECT)
         raise
     supervision.report(code)
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             remedy = extras.remedy(error) if isinstance(error, ImportError) else None
             lines = [f"fp8ref: {remedy or error}", *specification.addresses(remedy or str(error))]
             print(console.printable("\n  ".join(lines)), file=sys.stderr)
+            code = failed
     if known.leave:
         known.leave(code)
     return code

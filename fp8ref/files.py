@@ -4,6 +4,7 @@ Whatever a file holds, only OSError and ValueError come out. The message says wh
 file it is. A file of ``write_arrays`` has a checksum of its arrays.
 """
 
+import collections
 import errno
 import functools
 import hashlib
@@ -44,7 +45,7 @@ CHECKSUM = "sha256"
 """The name of the checksum among the arrays of a file."""
 
 _TOML_STRINGS = re.compile(
-    r'"""(?:[^\\]|\\.)*?(?:"""|\Z)|\'\'\'.*?(?:\'\'\'|\Z)|"(?:[^"\\\n]|\\.)*(?:"|\\?$)|\'[^\'\n]*(?:\'|$)|#[^\n]*',
+    r'"""(?:[^\\]|\\.)*?(?:"{3,5}|\Z)|\'\'\'.*?(?:\'{3,5}|\Z)|"(?:[^"\\\n]|\\.)*(?:"|\\?$)|\'[^\'\n]*(?:\'|$)|#[^\n]*',
     re.DOTALL | re.MULTILINE,
 )
 """Strings and comments, also unterminated ones, so that no character is looked at twice."""
@@ -114,7 +115,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     steps = (1 if c in "[{" else -1 for c in bare if c in "[]{}")
     if max(itertools.accumulate(steps), default=0) > DEPTH or re.search(rf"(?:\.[^\s=.\[\]{{}},]*){{{DEPTH}}}", bare):
         raise ValueError(_too_deep())
-    tables = tomllib.loads(text)
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
     _check_depth(tables)
     return tables
 
@@ -174,7 +178,8 @@ def _array(content: bytes) -> np.ndarray:
     except Exception as error:  # NumPy raises many unrelated types for a damaged header
         raise ValueError(f"an array has no header of NumPy ({error})") from error
     held = len(content) - stream.tell()
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize != held:
+    whole = all(type(n) is int and n >= 0 for n in shape)
+    if dtype.hasobject or not dtype.itemsize or not whole or math.prod(shape) * dtype.itemsize != held:
         raise ValueError(f"an array of {dtype} claims the shape {shape}; it has {held:,} bytes")
     if not held:
         return np.zeros(shape, dtype)
@@ -192,8 +197,7 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
 def _object(kind: type[dict[str, Any]], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = kind(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"an object has the key {twice!r} twice")
     return value
 

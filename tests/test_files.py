@@ -489,3 +489,28 @@ def test_a_forged_manifest_is_refused(tmp_path, small, key):
         said = guarded(lambda: export.export(tmp_path, tmp_path / "out", say=lambda _: None))
         assert "could not be written" not in said
         assert said
+
+
+def test_brackets_behind_a_string_that_ends_in_a_quote_are_counted(tmp_path):
+    """A string may end in four or five quotes, which begin no other one."""
+    for quotes in ('"""', "'''"):
+        path = tmp_path / "deep.toml"
+        path.write_text(f"a = [{quotes}x{quotes}{quotes[0]}, {'[' * 5000}{']' * 5000}]")
+        with pytest.raises(ValueError, match="levels"):
+            files.read_toml(path)
+
+
+def test_a_key_that_occurs_twice_among_many_is_named():
+    many = ", ".join(f'"{i}": 0' for i in range(20_000))
+    with pytest.raises(ValueError, match="has the key '7' twice"):
+        files.parse_json(f'{{{many}, "7": 1}}')
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("|S0", (3_000_000_000,)), ("<f4", (True, 1)), ("<f4", (-1, -1))])
+def test_an_array_of_an_impossible_claim_is_refused(dtype, shape, tmp_path):
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    path = tmp_path / "x.npy"
+    content = b"" if dtype == "|S0" else bytes(4)
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + content)
+    with pytest.raises(ValueError, match=r"an array"):
+        files.read_array(path)

@@ -8,11 +8,14 @@ import argparse
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import sys
 
 VARIABLE = "FP8REF_VERDICT"
 """Names, in the environment of a child, the pipe that it reports to."""
+
+_pipe = os.environ.pop(VARIABLE, None)  # not for processes that the function starts
 
 
 def add_timeout(command: argparse.ArgumentParser) -> None:
@@ -24,13 +27,19 @@ def add_timeout(command: argparse.ArgumentParser) -> None:
 
 def is_child() -> bool:
     """Whether this process is a child that reports its exit code."""
-    return VARIABLE in os.environ
+    return _pipe is not None
 
 
 def report(code: int) -> None:
-    """Report the exit code of a finished command to the parent, if there is one."""
-    if pipe := os.environ.pop(VARIABLE, None):
-        os.write(int(pipe), bytes([code]))
+    """Report the exit code of a finished command to the parent, if there is one, and leave.
+
+    A thread that the function left behind would keep the process.
+    """
+    if _pipe is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(int(_pipe), bytes([code]))
+        os._exit(code)
 
 
 def in_child(timeout: float) -> int:
@@ -43,7 +52,13 @@ def in_child(timeout: float) -> int:
         raise ValueError(f"--timeout is a number of seconds above 0; got {timeout:g}.")
     reader, writer = os.pipe()
     os.set_blocking(reader, False)  # processes that the function started may keep the pipe open
-    child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=os.environ | {VARIABLE: str(writer)}, pass_fds=(writer,))
+    child = subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        env=os.environ | {VARIABLE: str(writer)},
+        pass_fds=(writer,),
+        process_group=0,
+    )
+    ended = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         os.close(writer)
         child.wait(timeout)
@@ -53,9 +68,10 @@ def in_child(timeout: float) -> int:
     except subprocess.TimeoutExpired:
         raise ValueError(f"no verdict within --timeout {timeout:g} seconds: the function may hang. Mend it, or allow more time.") from None
     finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
+        signal.signal(signal.SIGTERM, ended)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # with the processes that the function started
+        child.wait()
         os.close(reader)
     code = child.returncode
     how = f"signal {-code}" if code < 0 else f"exit code {code}"

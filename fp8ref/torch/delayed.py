@@ -179,13 +179,14 @@ class RoleState(nn.Module):
         loaded = {key: state_dict[name] for key in DelayedState._fields if (name := f"{prefix}{key}") in state_dict}
         # an assigned state may be on another device
         device = loaded["scale"].device if metadata.get("assign_to_params_buffers") and "scale" in loaded else self.seen.device
-        self.seen = torch.zeros_like(self.seen, device=device)
-        if not loaded:
-            return
         if wrong := delayed_checks.wrong_values(loaded):
             errors.append(f"{prefix}{wrong} Load another checkpoint, or leave the states out and call delayed.calibrate.")
             return
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        self.seen = torch.zeros_like(self.seen, device=device)
+        needed = missing if loaded else []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, needed, unexpected, errors)
+        if not loaded:
+            return
         self.missed, self.version = 0, None
         self.updated |= "scale" in loaded
         self.scaled = "step" in loaded and (loaded["step"].is_meta or bool(loaded["step"] > 0))
@@ -203,6 +204,7 @@ class RoleStates(nn.ModuleDict):
                 f"{len(names) - len(absent)} others are there. Save the whole model.state_dict(), or load convert.weights of the model "
                 "that was saved, and call delayed.calibrate."
             )
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:

@@ -71,6 +71,8 @@ class Float8Linear(float8_linear.Float8Linear):
         if pads(x) and not isinstance(x, Float8TrainingTensor):
             config = LinearMMConfig(config.output, config.grad_input, config.grad_weight._replace(pad_inner_dim=True))
         output = _Product.apply(x, self.weight.t(), config, self.config)
+        if torch.compiler.is_compiling():  # a compiled graph records the view again
+            output = torch.ops.aten._unsafe_view(output, output.shape)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 

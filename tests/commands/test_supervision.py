@@ -40,6 +40,23 @@ def test_a_function_that_hangs_is_stopped(monkeypatch):
         in_child(monkeypatch, "import time; time.sleep(600)", 0.5)
 
 
+def test_a_thread_that_is_left_keeps_no_verdict(monkeypatch):
+    script = (
+        "import threading, time; from fp8ref.commands import supervision; "
+        "threading.Thread(target=time.sleep, args=(600,)).start(); supervision.report(0)"
+    )
+    assert in_child(monkeypatch, script) == 0
+
+
+def test_processes_of_the_function_are_no_children_of_the_command(monkeypatch):
+    inner = f"import os; os._exit({supervision.VARIABLE!r} in os.environ)"
+    script = (
+        "import subprocess, sys; from fp8ref.commands import supervision; "
+        f"supervision.report(subprocess.call([sys.executable, '-c', {inner!r}]))"
+    )
+    assert in_child(monkeypatch, script) == 0
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
 def test_an_unfit_timeout_is_refused(timeout):
     with pytest.raises(ValueError, match="--timeout is a number of seconds above 0"):

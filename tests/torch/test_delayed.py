@@ -349,3 +349,10 @@ def test_histories_that_this_backend_does_not_keep_are_refused():
     two = Recipe(name="two", output=GemmSpec(a=a, b=a, accumulate="slow"), grad_weight=GemmSpec(a=b, b=b, accumulate="slow"))
     with pytest.raises(ValueError, match="'two' scales input with one state"):
         delayed.casts(two)
+
+
+@pytest.mark.parametrize("key", ["0.states.weight.bogus", "0.states.bogus.scale"])
+def test_an_unknown_key_beside_the_states_is_refused(key):
+    model = convert.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), "delayed")
+    with pytest.raises(RuntimeError, match=f"Unexpected key.*{key}"):
+        model.load_state_dict(model.state_dict() | {key: torch.ones(())})

@@ -258,3 +258,17 @@ def test_an_output_may_be_changed_in_place(recipe, shape):
         y.backward(g)
         results = (y.detach(), mine.grad, model.linear.weight.grad)
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_the_output_of_a_compiled_linear_may_be_changed_in_place(recipe, rng):
+    """By an operation outside of the compiled graph, whose output is a view that autograd would refuse to change."""
+    linear = convert.convert(torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False)), recipe)
+    compiled = torch.compile(linear, backend="aot_eager")
+    x = torch.from_numpy(rng.standard_normal((3, 16, 128)).astype(np.float32))
+    expected = compiled(x) + 1
+    found = compiled(x)
+    found.add_(1)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert linear[0].weight.grad.isfinite().all()

@@ -9,6 +9,7 @@ Sources: torchtitan, components/metrics.py, MetricsProcessor.log; Megatron-LM, t
 training_log; TensorFlow, core/lib/io/record_writer.h, the framing of events.
 """
 
+import collections
 import csv
 import math
 import re
@@ -27,6 +28,9 @@ STEPS = ("step", "_step", "global_step", "iteration", "iter")
 
 LOSSES = ("loss", "train/loss", "train_loss", "training_loss", "lm loss", "lm_loss", "loss_metrics/global_avg_loss", "train/lm_loss")
 """Names of a column, or a tag, of training losses, without regard to case; the first that is there counts."""
+
+LONGEST = 4096
+"""The most characters of a console's line that is searched: the search is quadratic in them."""
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _NUMBER = r"([-+0-9.eE]+|nan|inf)"
@@ -101,6 +105,8 @@ def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
         yield from _table(_objects(text, path, loss), path, loss)
     else:
         for line in text.splitlines():
+            if len(line) > LONGEST:
+                continue
             for console in _CONSOLES:
                 if match := console.search(_COLOR.sub("", line)):
                     yield _record(match[1], match[2], f"{path} has the line {line[:200]!r}")
@@ -109,10 +115,10 @@ def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
 
 def _check_names(names: Iterable[str], loss: str | None, where: str) -> None:
     """ConfigError for two columns of one name that is read, without regard to case: one would be lost."""
-    lower = [str(name).lower() for name in names]
-    read = {*STEPS, *((loss.lower(),) if loss else LOSSES)}
-    if twice := [name for name in lower if name in read and lower.count(name) > 1]:
-        raise ConfigError(f"{where} has {twice[0]!r} {len(twice)} times. Rename one of them, or leave it out.")
+    counts = collections.Counter(str(name).lower() for name in names)
+    for name in (*STEPS, *((loss.lower(),) if loss else LOSSES)):
+        if counts[name] > 1:
+            raise ConfigError(f"{where} has {name!r} {counts[name]} times. Rename one of them, or leave it out.")
 
 
 def _objects(text: str, path: Path, loss: str | None) -> Iterator[dict]:
