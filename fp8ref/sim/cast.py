@@ -216,8 +216,7 @@ def check_subnormals() -> None:
 
 def array(x) -> np.ndarray:
     """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch, where some
-    elements of x are masked, or as ``check_subnormals``."""
-    check_subnormals()
+    elements of x are masked."""
     if isinstance(x, np.ma.MaskedArray) and np.any(x.mask):
         raise ValueError(
             f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use x.filled(...), or x.data for all of them."

@@ -105,6 +105,7 @@ def scale_inv_from_scale(scale) -> np.ndarray:
 
 def magnitudes(value, name: str) -> np.ndarray:
     """value as an array; ValueError unless it is float32 and nowhere negative."""
+    cast.check_subnormals()
     value = cast.array(value)
     if value.dtype != np.float32:
         raise ValueError(f"{name} is float32; got {value.dtype}. Convert it with .astype(np.float32).")

@@ -259,6 +259,7 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: in
 
 def tensor(x) -> np.ndarray:
     """x as an array; ValueError unless it is of float32 or a narrower floating-point dtype."""
+    cast.check_subnormals()
     x = cast.array(x)
     cast.check_dtype(x)
     if x.dtype == np.float64:

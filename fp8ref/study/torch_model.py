@@ -52,9 +52,7 @@ def depth(model: nn.Module, run: Callable, recipes: Sequence[str | Recipe] | Non
     def under(recipe: Recipe) -> nn.Module:
         converted = convert.convert(copy.deepcopy(model), recipe, **options)
         if recipe.delayed:  # a pass before, whose amaxes scale the one that is compared
-            with torch.no_grad():
-                run(converted)
-            delayed.update(converted)
+            delayed.calibrate(_Run(converted, run), [()])
         return converted
 
     def seen(model: nn.Module) -> Seen:
@@ -66,6 +64,17 @@ def depth(model: nn.Module, run: Callable, recipes: Sequence[str | Recipe] | Non
         return Seen(recordings.inputs(recording), _numpy(out), in_fp8)
 
     return depth_error.compare(seen(model), seen(model), lambda recipe: seen(under(recipe)), recipes)
+
+
+class _Run(nn.Module):
+    """A model that is called by ``run``, as a module without arguments."""
+
+    def __init__(self, model: nn.Module, run: Callable) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self):
+        return self.run(self.model)
 
 
 def attention(model: nn.Module, run: Callable, *, heads: int, tokens: int) -> Recording:

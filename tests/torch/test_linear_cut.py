@@ -197,7 +197,7 @@ def test_torchs_own_styles_are_refused_by_name(style):  # P-4
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         model, mesh = convert.convert(nn.Sequential(nn.Linear(32, 32)), "delayed"), init_device_mesh("cpu", (1,))
-        with pytest.raises(ValueError, match=r"which 0 does where parallel\.parallelize cuts it; got its weight as a DTensor"):
+        with pytest.raises(ValueError, match=r"which linear 0 does where parallel\.parallelize cuts it; got its weight as a DTensor"):
             parallelize_module(model, mesh, {"0": style()})
     finally:
         distributed.destroy_process_group()

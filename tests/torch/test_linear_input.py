@@ -204,7 +204,7 @@ def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(recipe): 
         duals,
     ):
         with pytest.raises(
-            ValueError, match=r"^0 has a backward pass of its own, .* \(L-8\); got (forward mode|a transform of torch\.func)"
+            ValueError, match=r"^linear 0 has a backward pass of its own, .* \(L-8\); got (forward mode|a transform of torch\.func)"
         ):
             transformed()
     with forward_ad.dual_level():  # without a tangent

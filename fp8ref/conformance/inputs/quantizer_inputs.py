@@ -116,7 +116,7 @@ def disputed(largest: np.ndarray, fmt: Format, dtype: str) -> np.ndarray:
     return np.take_along_axis(x, np.argsort(order, axis=1)[:, :_DISPUTED], axis=1)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _separating(fmt: Format, dtype: str) -> np.ndarray:
     """Amaxes of a dtype of 16 bits beside which two ways of scaling differ: three for each two ways, if there are.
 
