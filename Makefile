@@ -30,10 +30,11 @@ slow: setup
 	$(BIN)/python -m pytest -m 'slow and not exhaustive' $(TESTS)
 
 # Plants small faults in a copy of the package, one at a time, and shows which ones the fast tests
-# do not see: all, those that MATCH, or one in EVERY.
+# do not see: all, those that MATCH, or one in EVERY. It fails unless the share LEAST is seen.
 EVERY ?= 1
+LEAST ?= 0.95
 faults: setup
-	$(BIN)/python tests/faults/plant.py --every $(EVERY) --turn $(TURN) $(if $(MATCH),--match '$(MATCH)')
+	$(BIN)/python tests/faults/plant.py --every $(EVERY) --turn $(TURN) --least $(LEAST) $(if $(MATCH),--match '$(MATCH)')
 
 # On a machine with a GPU, where nothing is fetched: GPU_PYTHON has PyTorch and JAX, wheels/ the rest, as 'make wheels' fetched it elsewhere.
 # What a part has done it does not do again, but for the tests: 'make gpu' goes on where it was cut off, and runs every part whatever became of

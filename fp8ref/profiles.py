@@ -121,6 +121,14 @@ PROFILES = {
             sources=("deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612",),
         ),
         Profile(
+            name="vllm", library="vLLM", versions="2026", known="read", policies=("vllm",),
+            granularities=("blockwise_1x128",), sources=("vllm-project/vllm fp8_utils.py",),
+        ),
+        Profile(
+            name="sglang", library="SGLang", versions="2026", known="read", policies=("sglang",),
+            granularities=("blockwise_1x128",), sources=("sgl-project/sglang fp8_kernel.py",),
+        ),
+        Profile(
             name="microxcaling", library="microxcaling", versions="3b429a8", known="transcribed", policies=("microxcaling",),
             granularities=("mx_1x32",), sources=("microsoft/microxcaling mx/mx_ops.py 3b429a84",),
         ),

@@ -55,7 +55,9 @@ def test_a_fault_dies_or_survives(tree):
     assert (killed.killed, killed.problem) == (True, "")
     assert "test_largest" in killed.line()
     assert not survived.killed
-    assert survived.problem == "survives tests/test_small.py"
+    assert not survived.problem
+    assert plant.share([killed, survived]) == 0.5
+    assert "survives: fp8ref/small.py: small: passes tests/test_small.py" in plant.summary([survived])
     assert not other.killed
     assert plant.summary([killed, survived]).startswith("1 of 2 planted faults")
     assert (tree / "fp8ref" / "small.py").read_text() == MAXIMUM

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,12 +172,15 @@ class Trainer:
         found: dict[str, list[np.ndarray]] = {operand.name: [] for operand in operands}
         casts = {operand.name: operand for operand in operands}
 
-        def keep(layer: str, gemm: Gemm, a, b, out) -> None:
+        def measured(layer: str, gemm: Gemm, a, b) -> None:
             for name, numbers in operand_statistics.measured(casts, layer, gemm, a, b):
                 found[name].append(numbers)
 
-        if operands:
-            self.observe(tokens, keep)
+        # The simulator needs subnormals, which XLA's threads flush. A thread has its parent's mode.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(int).result()
+            if operands:
+                self.observe(tokens, lambda *gemm: thread.submit(measured, *gemm[:4]).result())
         called = [operand for operand in operands if found[operand.name]]
         return merged(called, [np.stack(found[operand.name]) for operand in called])
 
