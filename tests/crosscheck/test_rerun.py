@@ -325,7 +325,7 @@ def test_a_step_of_a_mesh_is_rerun_on_one_device(small, tmp_path, capsys):  # K-
 
 def test_moments_of_several_processes_are_refused(small, tmp_path):  # T-6
     config = small.replace(parallel={"fsdp": 2}, optimizer={"kind": "adamw_fp8"})
-    about = {"backend": "torch", "config": configs.to_dict(config), "metrics": {"step": "3"}, "step": 3}
+    about = {"backend": "torch", "config": configs.to_dict(config), "metrics": {"step": "3", "loss": "nan", "grad_norm": "nan"}, "step": 3}
     np.save(tmp_path / "batch.npy", TOKENS.astype(np.int32))
     checkpoint.write_manifest(tmp_path, about)
     with pytest.raises(ConfigError, match="one process cannot replay a step of 2"):

@@ -156,3 +156,11 @@ def test_without_fp8_there_is_nothing(small):
 @pytest.mark.parametrize(("fmt", "tie", "above_alone"), [(E5M2, 61440.0, False), (E4M3FN, 464.0, True)], ids=["odd", "even"])
 def test_the_tie_above_max_overflows_where_max_is_odd(fmt, tie, above_alone):  # C-4, Q-8
     assert stats._overflow_bound(fmt) == (tie, above_alone)
+
+
+def test_sums_of_squares_are_in_the_operands_own_unit():  # Q-9
+    """A ratio of both would hide it: parts of one operand on several devices have units of their own."""
+    x = jnp.full((2, 16), 1024.0, jnp.float32)
+    found = stats.parts(np.asarray(stats.measure(x, scaling.quantize(x, E4M3FN))))
+    numbers = dict(zip(statistics.FIELDS, found.tolist(), strict=True))
+    assert (numbers["count"], numbers["signal"], numbers["noise"]) == (32, 32 * 2.0**20, 0)
