@@ -124,12 +124,11 @@ def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatc
     trainer = loop.trainer(backend, config, weights)
     tokens = loader.open_batches(config).step(0)
     metrics = {"step": 0, **trainer.step(tokens)}
-    path = tmp_path / "step"
-    written = failed_step.write(path, trainer, config, tokens, metrics, Alone())
+    written = failed_step.write(tmp_path, trainer, config, tokens, metrics, Alone())
     asked = []
     of_sim = rerun.model.forward
     monkeypatch.setattr(rerun.model, "forward", lambda *a, **k: asked.append(k["attention"]) or of_sim(*a, **k))
-    found = rerun.rerun(path / written)
+    found = rerun.rerun(tmp_path / written)
     assert asked == ["cudnn"]
     assert found.reproduced
 

@@ -150,7 +150,8 @@ class Optimizer:
 
     def _begun(self, params) -> tuple[Any, OptimizerState]:
         """(masters, state) before the first step of parameters, a tree or one."""
-        return self._apart(params, self._transformation.init(params))
+        masters, state = self._apart(params, self._transformation.init(params))
+        return masters, state
 
     def _specs(self) -> tuple[Any, OptimizerState]:
         """What is kept of a parameter lies on the mesh as the parameter does; the count and scales are whole on every

@@ -32,7 +32,8 @@ def test_delayed_states_roll_once_a_step_and_not_without_one(small):  # H-5, T-4
     trainer, batches = Trainer(config), loader.open_batches(config)
     states = dict(delayed.states(trainer.model))
     assert len(states) == 3 * sum(d.fp8 for d in trainer.decisions)
-    trainer.evaluate(batches.held_out(0))
+    with pytest.warns(UserWarning, match="no update has set its scales"):
+        trainer.evaluate(batches.held_out(0))
     trainer.gradients(batches.held_out(0))
     trainer.observe(batches.held_out(0), lambda *reported: None)
     assert not any(state.seen.any() for state in states.values())
