@@ -13,9 +13,10 @@ import itertools
 import json
 import math
 import re
+import stat
 import tomllib
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ TEXT = 2**28
 """The most bytes of a text."""
 
 LOG = 2**32
-"""The most bytes of a log, which has a line a step."""
+"""The most bytes of a log, which is read line by line."""
+
+LINE = 2**25
+"""The most bytes of a line of a log."""
 
 TOML = 2**18
 """The most bytes of TOML, whose parser takes time quadratic in the length of some texts."""
@@ -69,15 +73,42 @@ class Record(dict[str, Any]):
         raise MissingKeyError(f"{self.source} has no {key!r}: it is damaged, or was not written by fp8ref.")
 
 
+def open_regular(path: Path) -> io.BufferedReader:
+    """A regular file, open for reading.
+
+    Raises:   OSError: it cannot be read. ValueError: a pipe or a device, which may never end, or never begin.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open would wait for the writer of a pipe, and refuses a directory
+        raise ValueError("it is no regular file, but a pipe or a device; write its content to a file")
+    return path.open("rb")
+
+
 def read_bytes(path: Path, most: int = TEXT) -> bytes:
-    """The bytes of a file. ValueError if there are more, which are not read."""
+    """The bytes of a regular file. ValueError if there are more, which are not read."""
     pieces: list[bytes] = []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(2**20):
             pieces.append(piece)
             if sum(map(len, pieces)) > most:
                 raise ValueError(f"it is larger than {most:,} bytes")
     return b"".join(pieces)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a regular file with their ends; one is in memory at a time. The last may have no end.
+
+    Raises:   OSError, ValueError: as ``open_regular``; a line of more than ``LINE`` bytes, or more than ``LOG`` in all.
+    """
+    total = 0
+    with open_regular(path) as file:
+        while line := file.readline(LINE + 1):
+            total += len(line)
+            if len(line) > LINE:
+                raise ValueError(f"it has a line of more than {LINE:,} bytes")
+            if total > LOG:
+                raise ValueError(f"it is larger than {LOG:,} bytes")
+            yield line
 
 
 def read_object(path: Path) -> Record:
@@ -86,19 +117,20 @@ def read_object(path: Path) -> Record:
     class OfFile(Record):
         source = str(path)
 
-    value = parse_json(read_bytes(path), OfFile)
+    value = parse_json(read_bytes(path), functools.partial(_object, OfFile))
     if not isinstance(value, Record):
         raise ValueError("it is no JSON object")
     return value
 
 
-def parse_json(text: str | bytes, kind: type[dict[str, Any]] = dict) -> Any:
-    """The value in a JSON text, with objects of this kind.
+def parse_json(text: str | bytes, kind: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
+    """The value in a JSON text.
 
+    kind      makes an object of its keys and values; None: a dict, which has each key once.
     Raises:   ValueError: no JSON; more than ``DEPTH`` levels; an object with a key twice, one of which would be lost.
     """
     try:
-        value = json.loads(text, object_pairs_hook=functools.partial(_object, kind))
+        value = json.loads(text, object_pairs_hook=kind or functools.partial(_object, dict))
     except RecursionError:
         raise ValueError(_too_deep()) from None
     _check_depth(value)
@@ -136,7 +168,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
               arrays of more bytes than such a file can hold.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             _check_members(file, archive)
             arrays = {info.filename.removesuffix(".npy"): _array(archive.read(info)) for info in archive.infolist()}
     except Exception as error:  # a damaged archive raises zlib.error, NotImplementedError, RuntimeError, EOFError and more

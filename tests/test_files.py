@@ -6,10 +6,12 @@ each damage is its number.
 
 import copy
 import json
+import os
 import random
 import sys
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import made_runs
 import numpy as np
@@ -460,9 +462,45 @@ def test_brackets_and_dots_of_toml_s_strings_are_no_levels(tmp_path):
     assert files.read_toml(tmp_path / "a.toml").keys() == set("abcd")
 
 
-def test_a_file_without_an_end_is_not_read(tmp_path):
-    with pytest.raises(ValueError, match="larger than 1,000,000 bytes"):
-        files.read_bytes(type(tmp_path)("/dev/zero"), 10**6)
+@pytest.mark.parametrize("read", [files.read_bytes, lambda path: list(files.read_lines(path)), files.read_arrays])
+def test_what_may_never_end_is_not_read(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # which nobody writes to
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="it is no regular file, but a pipe or a device"):
+            read(path)
+    with pytest.raises(IsADirectoryError):
+        read(tmp_path)
+
+
+def test_a_large_file_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # sparse
+    assert "larger than 1,000,000 bytes" in guarded(lambda: files.read_bytes(path, 10**6))
+    monkeypatch.setattr(files, "LINE", 10**6)
+    assert "a line of more than 1,000,000 bytes" in guarded(lambda: list(files.read_lines(path)))
+    monkeypatch.setattr(files, "LOG", 10)
+    path.write_bytes(b"123456\n" * 2)
+    assert "larger than 10 bytes" in guarded(lambda: list(files.read_lines(path)))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link to itself", "link to nothing"])
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_file_is_an_error_of_the_project(name, kind, tmp_path, small, monkeypatch):
+    """Also for a pipe that nobody writes to: only documents and vectors may be piped."""
+    path, read = READERS[name](tmp_path, small)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+        if name in ("documents", "vectors"):
+            return
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(path if "itself" in kind else "absent")
+    said = guarded(read)
+    assert not said or name in UNNAMED or str(tmp_path) in said
+    assert said or kind.startswith("link") or name in (".lock", "index")
 
 
 def test_a_missing_key_names_the_file(tmp_path):

@@ -279,7 +279,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _files(path: Path) -> dict[str, int]:
     """{name: bytes} of all files except the manifest."""
-    found = {p.relative_to(path).as_posix(): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}
+    there = (p for p in sorted(path.rglob("*")) if not p.is_dir())
+    found = {p.relative_to(path).as_posix(): p.stat().st_size if p.is_file() else -1 for p in there}  # -1: a pipe
     found.pop("manifest.json", None)
     return found
 

@@ -139,7 +139,7 @@ class StoredWeight:
 
         Raises:   ConfigError: values that are not finite.
         """
-        with safe_open(self.path, framework="numpy") as file:
+        with _opened(self.path) as file:
             piece = file.get_slice(self.name)[index].astype(np.float32)
         slices = index if isinstance(index, tuple) else ()
         try:
@@ -284,10 +284,15 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
 def _stored(path: Path) -> dict[str, llama.Weight]:
     """The tensors of a file by name."""
     found: dict[str, llama.Weight] = {}
-    with safe_open(path, framework="numpy") as file:
+    with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_slice(name)
             if tensor.get_dtype() not in DTYPES:
                 raise ConfigError(f"{path.name}: {name} is {tensor.get_dtype()}; weights are float32, float16 or bfloat16")
             found[name] = StoredWeight(path, name, tuple(tensor.get_shape()))
     return found
+
+
+def _opened(path: Path) -> safe_open:
+    files.open_regular(path).close()  # safe_open would wait for the writer of a pipe
+    return safe_open(path, framework="numpy")

@@ -283,15 +283,17 @@ def _parsed(path: Path) -> list[dict | None]:
     if not path.exists():
         return []
 
-    def parse(line: str) -> dict | None:
+    def parse(line: bytes) -> dict | None:
         try:
-            value = files.parse_json(line)
+            value = files.parse_json(line.decode(errors="replace"))
         except ValueError:
             return None
         return value if isinstance(value, dict) else None
 
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [parse(line) for line in lines if line.endswith("\n")]
+    try:
+        return [parse(line) for line in files.read_lines(path) if line.endswith(b"\n")]
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Repair it, or move it away.") from error
 
 
 def _starts(out: Path, start: int) -> list[int]:
@@ -315,6 +317,7 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
             good.append(line)
     if len(good) < len(lines):
         aside = path.with_name(path.name + checkpoint.DAMAGED)
+        aside.unlink(missing_ok=True)  # a link would be followed
         shutil.copyfile(path, aside)
         console.say(
             f"{path}: {len(lines) - len(good)} of {len(lines)} lines are damaged; they are left out, and the file is kept as {aside.name}."
@@ -361,6 +364,7 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with _naming(path):
         try:
+            temporary.unlink(missing_ok=True)  # a link would be followed
             temporary.write_text(text, encoding="utf-8")
             checkpoint.sync(temporary)
             os.replace(temporary, path)

@@ -4,11 +4,12 @@ import errno
 import fcntl
 import os
 import platform
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fp8ref import console
+from fp8ref import console, files
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import RECIPES
 from fp8ref.train import architecture, checkpoint, failed_step, hardware, log, schedule, trackers
@@ -54,7 +55,11 @@ class Lock:
         if self._descriptor is not None:
             return False
         try:
-            descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            # not through a link, whose target the lock's text would replace
+            descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EINVAL, f"{LOCK} is a pipe or a device")
         except OSError as error:
             raise ConfigError(
                 f"{out} cannot be written ({error.strerror}). Make it writable, or name another directory with --run.out."
@@ -99,10 +104,10 @@ def killed(out: Path) -> bool:
     False also if it ran on another machine, whose locks are not seen here, or where files have no locks.
     """
     try:
-        with (out / LOCK).open(errors="replace") as file:
+        with files.open_regular(out / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
-            return file.read(1000).rstrip().endswith(f" on {platform.node()}")
-    except OSError:  # held, or no lock file
+            return file.read(1000).decode(errors="replace").rstrip().endswith(f" on {platform.node()}")
+    except (OSError, ValueError):  # held, or no lock file
         return False
 
 

@@ -162,6 +162,14 @@ def test_a_strangers_files_among_them_are_left_alone(tmp_path):
     assert [path.read_text() for path in mine] == ["mine"] * 3
 
 
+def test_a_pipe_among_its_files_is_none_of_them(tmp_path):  # K-5
+    """A reader would wait for its writer."""
+    save(tmp_path, 1)
+    os.mkfifo(tmp_path / "checkpoints" / "step-00000001" / "state" / "more.safetensors")
+    with pytest.raises(ConfigError, match=r"state/more\.safetensors is not one of its files"):
+        verify(tmp_path / "checkpoints" / "step-00000001")
+
+
 def test_without_checkpoints_there_is_none(tmp_path):
     assert latest(tmp_path, print) is None
 

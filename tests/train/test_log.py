@@ -20,6 +20,21 @@ def test_config_toml_is_the_config(tmp_path, small):
     assert configs.load(tmp_path / "run" / "config.toml") == small
 
 
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_run_writes_through_no_link(tmp_path, small, start):
+    """In a copied directory a link would lead into another file."""
+    finished(tmp_path / "run", small)
+    other = tmp_path / "other"
+    other.write_text("kept\n")
+    with (tmp_path / "run" / log.METRICS).open("a") as file:
+        file.write("damaged\n")
+    for name in ("manifest.json.tmp", "config.toml.tmp", "metrics.jsonl.tmp", "metrics.jsonl.damaged", log.STATISTICS):
+        (tmp_path / "run" / name).symlink_to(other)
+    begin(tmp_path / "run", small, start=start).close()
+    assert other.read_text() == "kept\n"
+    assert not any((tmp_path / "run" / name).is_symlink() for name in ("manifest.json", "config.toml", log.METRICS, log.STATISTICS))
+
+
 def test_the_manifest_says_what_ran_and_how(tmp_path, small):
     import jax
     import numpy as np

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import os
 import shutil
 
 import own_configurations
@@ -49,6 +50,22 @@ def test_a_link_that_overwriting_would_remove_is_refused_before_anything_is(tmp_
     (tmp_path / "run" / folder).write_text("a file")
     with pytest.raises(ConfigError, match=r"is a file\. Nothing was changed"):
         claim(tmp_path / "run", small, overwrite=True)
+
+
+@pytest.mark.parametrize("keys", [{"resume": True}, {"overwrite": True}], ids=str)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_is_a_file_of_the_run(tmp_path, small, keys, kind):
+    """In a copied directory a link would lead the lock's text into another file."""
+    finished(tmp_path / "run", small)
+    lock, other = tmp_path / "run" / run_dir.LOCK, tmp_path / "other"
+    lock.unlink(missing_ok=True)
+    other.write_text("kept")
+    os.mkfifo(lock) if kind == "pipe" else lock.symlink_to(other)
+    longer = small.replace(run={"steps": small.run.steps + 5})
+    with pytest.raises(ConfigError, match=r"run cannot be written \(.*(symbolic links|a pipe or a device)"):
+        claim(tmp_path / "run", longer, **keys)
+    assert other.read_text() == "kept"
+    assert not run_dir.killed(tmp_path / "run")
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path, small):

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pydantic
 
+from fp8ref import files
 from fp8ref.errors import ConfigError
 
 NAME = "shards.json"
@@ -68,10 +69,10 @@ def read(folder: Path) -> Sidecar | None:
     """
     path = folder / NAME
     try:
-        made = _ADAPTER.validate_json(path.read_bytes())
+        made = _ADAPTER.validate_json(files.read_bytes(path))
     except FileNotFoundError:
         return None
-    except (OSError, pydantic.ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is not a sidecar of this fp8ref's data prepare ({_first(error)}). Write the shards again, or move it away."
         ) from error
@@ -120,8 +121,8 @@ def sample(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def _first(error: OSError | pydantic.ValidationError) -> str:
-    if isinstance(error, OSError):
+def _first(error: OSError | ValueError) -> str:
+    if not isinstance(error, pydantic.ValidationError):
         return str(error)
     first = error.errors()[0]
     got = f"; got {first['input']!r}" if isinstance(first["input"], str | int) else ""

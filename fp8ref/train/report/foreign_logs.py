@@ -9,18 +9,18 @@ Sources: torchtitan, components/metrics.py, MetricsProcessor.log; Megatron-LM, t
 training_log; TensorFlow, core/lib/io/record_writer.h, the framing of events.
 """
 
-import collections
 import csv
 import math
+import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fp8ref import extras, files
+from fp8ref import console, extras, files
 from fp8ref.errors import ConfigError
 
 STEPS = ("step", "_step", "global_step", "iteration", "iter")
@@ -34,6 +34,9 @@ LONGEST = 4096
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _NUMBER = r"([-+0-9.eE]+|nan|inf)"
+_NUMBERS = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*(e[-+]?[0-9]+)?|\.[0-9]+(e[-+]?[0-9]+)?|nan|inf(inity)?)\s*", re.IGNORECASE | re.ASCII)
+"""What a column holds."""
+
 _CONSOLES = (
     re.compile(rf"(?<!validate )\bstep:\s*(\d+)\s.*?\bloss:\s*{_NUMBER}"),  # torchtitan
     re.compile(rf"\biteration\s+(\d+)\s*/.*?\blm loss:\s*{_NUMBER}"),  # Megatron-LM
@@ -56,26 +59,25 @@ class Log:
 
 
 def read(path: Path, *, loss: str | None = None) -> Log:
-    """The losses in a log.
+    """The losses in a log, line by line. A torn last line, of a run that goes on, is left out with a note.
 
     loss      the column or tag of the losses; None: the first of ``LOSSES`` that is there.
     Raises:   ConfigError: it cannot be read; it has no steps and losses; a step occurs with two
               losses; a loss that is not finite.
     """
+    losses: dict[int, float] = {}
     try:
-        pairs = list(_records(path, loss))
+        for step, value in _records(path, loss):
+            if not math.isfinite(value):
+                raise ConfigError(f"{path}: the loss of step {step} is {value}; losses are finite. Cut the log before it, or leave it out.")
+            if losses.setdefault(step, value) != value:
+                raise ConfigError(
+                    f"{path}: step {step} has losses {losses[step]} and {value}. Leave one of them out; a resumed run repeats steps."
+                )
     except ConfigError:
         raise
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Name a run, or a log.") from error
-    losses: dict[int, float] = {}
-    for step, value in pairs:
-        if not math.isfinite(value):
-            raise ConfigError(f"{path}: the loss of step {step} is {value}; losses are finite. Cut the log before it, or leave it out.")
-        if losses.setdefault(step, value) != value:
-            raise ConfigError(
-                f"{path}: step {step} has losses {losses[step]} and {value}. Leave one of them out; a resumed run repeats steps."
-            )
     if not losses:
         raise ConfigError(
             f"{path} has no step with a loss. A log is CSV or JSON Lines with a step and a loss ({', '.join(LOSSES[:3])}, ..., or --loss NAME), "
@@ -87,50 +89,105 @@ def read(path: Path, *, loss: str | None = None) -> Log:
 def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
     events = sorted(path.glob("**/events.out.tfevents.*")) if path.is_dir() else [path] * ("tfevents" in path.name)
     if events:
-        tagged: dict[str, dict[int, float]] = {}
-        for file in events:
-            for tag, step, value in _events(file):
-                tagged.setdefault(tag, {})[step] = value
-        name = _named(tagged, (loss,) if loss else LOSSES)
-        if name is None:
-            raise ConfigError(f"{path} has no tag of losses; it has {', '.join(tagged) or 'none'}. Name one with --loss.")
-        yield from tagged[name].items()
-        return
-    text = files.read_bytes(path, files.LOG).decode("utf-8-sig")  # spreadsheets begin a file with a byte order mark
-    if path.suffix == ".csv":
-        rows = csv.DictReader(text.splitlines())
-        _check_names(rows.fieldnames or (), loss, str(path))
-        yield from _table(rows, path, loss)
+        yield from _tagged(path, events, loss)
+    elif path.suffix == ".csv":
+        yield from _table(_rows(path, loss), path, loss)
     elif path.suffix in (".jsonl", ".ndjson", ".json"):
-        yield from _table(_objects(text, path, loss), path, loss)
+        yield from _table(_objects(path, loss), path, loss)
     else:
-        for line in text.splitlines():
+        yield from _printed(path)
+
+
+def _tagged(path: Path, events: list[Path], loss: str | None) -> Iterator[tuple[int, float]]:
+    """The values of the tag of losses; a later file, of a resumed run, replaces steps of earlier ones."""
+    tagged: dict[str, dict[int, float]] = {}
+    for file in events:
+        for tag, step, value in _events(file):
+            tagged.setdefault(tag, {})[step] = value
+    name = _named(tagged, (loss,) if loss else LOSSES)
+    if name is None:
+        raise ConfigError(f"{path} has no tag of losses; it has {', '.join(tagged) or 'none'}. Name one with --loss.")
+    yield from tagged[name].items()
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a text with their ends."""
+    for number, line in enumerate(files.read_lines(path)):
+        try:
+            # spreadsheets begin a file with a byte order mark
+            yield line.decode("utf-8" if number else "utf-8-sig")
+        except UnicodeDecodeError:
+            if line.endswith(b"\n"):
+                raise
+            _leave_out(path)  # cut within a character
+
+
+def _leave_out(path: Path) -> None:
+    console.say(f"{path}: its last line or record is torn, as of a run that goes on; it is left out")
+
+
+def _printed(path: Path) -> Iterator[tuple[int, float]]:
+    """The records of a console log."""
+    for text in _lines(path):
+        for line in text.splitlines(keepends=True):  # progress bars end lines otherwise too
             if len(line) > LONGEST:
                 continue
-            for console in _CONSOLES:
-                if match := console.search(_COLOR.sub("", line)):
-                    yield _record(match[1], match[2], f"{path} has the line {line[:200]!r}")
-                    break
+            plain = _COLOR.sub("", line)
+            if match := next((found for one in _CONSOLES if (found := one.search(plain))), None):
+                if match.end() == len(plain):  # more digits may follow
+                    _leave_out(path)
+                    continue
+                yield _record(match[1], match[2], f"{path} has the line {line[:200].rstrip()!r}")
 
 
-def _check_names(names: Iterable[str], loss: str | None, where: str) -> None:
-    """ConfigError for two columns of one name that is read, without regard to case: one would be lost."""
-    counts = collections.Counter(str(name).lower() for name in names)
-    for name in (*STEPS, *((loss.lower(),) if loss else LOSSES)):
-        if counts[name] > 1:
-            raise ConfigError(f"{where} has {name!r} {counts[name]} times. Rename one of them, or leave it out.")
+def _rows(path: Path, loss: str | None) -> Iterator[dict]:
+    """The rows of a CSV file, without a last one that may be cut in what is read: it has no end, and more digits may follow."""
+    ended = True
+
+    def lines() -> Iterator[str]:
+        nonlocal ended
+        for text in _lines(path):
+            for line in text.splitlines(keepends=True):
+                ended = line.endswith(("\n", "\r"))
+                yield line
+
+    rows = csv.reader(lines())
+    names = next(rows, [])
+    _check_names(names, loss, str(path))
+    read = {_named(names, STEPS), _named(names, (loss,) if loss else LOSSES)}
+    for row in rows:
+        if ended or len(row) > len(names) or names[len(row) - 1] not in read:
+            yield dict(zip(names, row, strict=False))
+        else:
+            _leave_out(path)
 
 
-def _objects(text: str, path: Path, loss: str | None) -> Iterator[dict]:
-    for number, line in enumerate(text.splitlines(), 1):
+def _check_names(names: Sequence[str], loss: str | None, where: str) -> None:
+    """ConfigError for two columns of the name that is read, without regard to case: one would be lost."""
+    for name in (_named(names, STEPS), _named(names, (loss,) if loss else LOSSES)):
+        count = sum(str(one).lower() == str(name).lower() for one in names)
+        if name is not None and count > 1:
+            raise ConfigError(f"{where} has {name.lower()!r} {count} times. Rename one of them, or leave it out.")
+
+
+class _Row(dict):
+    """An object of JSON that knows each of its keys, also those that occur twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.names = [name for name, _ in pairs]
+
+
+def _objects(path: Path, loss: str | None) -> Iterator[dict]:
+    for number, line in enumerate(_lines(path), 1):
         try:
-            value = files.parse_json(line)
+            value = files.parse_json(line, _Row)
         except ValueError as error:
-            if number == text.count("\n") + 1:  # a torn last line, of a run that goes on
-                return
+            if not line.endswith("\n"):
+                return _leave_out(path)
             raise ConfigError(f"{path}, line {number}, is not JSON ({error}). Repair it, or leave it out.") from error
-        if isinstance(value, dict):
-            _check_names(value, loss, f"{path}, line {number},")
+        if isinstance(value, _Row):
+            _check_names(value.names, loss, f"{path}, line {number},")
             yield value
 
 
@@ -158,8 +215,9 @@ def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
     Raises:   ConfigError: no numbers; a step that is no whole one: cut to one, it would be another record's.
     """
     try:
-        if not isinstance(step, str | int | float) or not isinstance(loss, str | int | float) or isinstance(step, bool):
-            raise ValueError
+        for one in (step, loss):  # a text as float() takes it, but for its digits of other scripts and underscores
+            if isinstance(one, bool) or not isinstance(one, str | int | float) or not re.fullmatch(_NUMBERS, str(one)):
+                raise ValueError
         number, value = float(step), float(loss)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}; both are numbers. Repair the row.") from error
@@ -184,24 +242,30 @@ def _events(path: Path) -> Iterator[tuple[str, int, float]]:
     from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
     from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]
 
-    data, at = files.read_bytes(path, files.LOG), 0
-    while at + 12 <= len(data):  # length (8), its CRC (4), the event, its CRC (4)
-        length, of_length = struct.unpack_from("<QI", data, at)
-        if of_length != masked_crc32c(data[at : at + 8]):
-            raise ValueError(f"the record of {path.name} at byte {at:,} is damaged")
-        if at + 16 + length > len(data):
-            return
-        content = data[at + 12 : at + 12 + length]
-        if data[at + 12 + length : at + 16 + length] != struct.pack("<I", masked_crc32c(content)):
-            raise ValueError(f"the record of {path.name} at byte {at:,} is damaged")
-        at += 16 + length
-        try:
-            event = Event.FromString(content)
-        except DecodeError as error:
-            raise ValueError(f"a record of {path.name} is no event") from error
-        for value in event.summary.value:
-            if (number := _scalar(value)) is not None:
-                yield value.tag, *_record(event.step, number, f"{path} has step {event.step} with {value.tag} = {number}")
+    with files.open_regular(path) as file:
+        at, size = 0, os.fstat(file.fileno()).st_size
+        while head := file.read(12):  # length (8), its CRC (4); then the event, its CRC (4)
+            if len(head) < 12:
+                return _leave_out(path)
+            length, of_length = struct.unpack("<QI", head)
+            if of_length != masked_crc32c(head[:8]):
+                raise ValueError(f"the record of {path.name} at byte {at:,} is damaged")
+            if length > size - at - 16:
+                return _leave_out(path)
+            if length > files.TEXT:
+                raise ValueError(f"the record of {path.name} at byte {at:,} is larger than {files.TEXT:,} bytes")
+            content = file.read(length)
+            if file.read(4) != struct.pack("<I", masked_crc32c(content)):
+                raise ValueError(f"the record of {path.name} at byte {at:,} is damaged")
+            at += 16 + length
+            try:
+                event = Event.FromString(content)
+            except DecodeError as error:
+                raise ValueError(f"a record of {path.name} is no event") from error
+            for value in event.summary.value:
+                if (number := _scalar(value)) is not None:
+                    where = f"{path} has step {event.step} with {value.tag} = {number}"
+                    yield value.tag, *_record(event.step, number, where)
 
 
 def _scalar(value) -> float | None:

@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fp8ref
+from fp8ref import files
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
@@ -52,7 +53,7 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = gaps.CONFIDENC
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out names a file in a directory that exists; got {out}.")
-    if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:1000]:
+    if out.exists() and not _is_report(out):
         raise ConfigError(f"{out} exists and is not a report of fp8ref; it is left alone. Name another file with --out.")
     found = verdicts.groups(given)
     groups = [_group(index, group, confidence, margin) for index, group in enumerate(found)]
@@ -184,6 +185,14 @@ def _non_finite(run: Run) -> list[tuple[str, int, int]]:
             if values.get("non_finite"):
                 found.setdefault(key, (key, line["step"], values["non_finite"]))
     return list(found.values())
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        with files.open_regular(path) as file:
+            return GENERATOR.encode() in file.read(1000)
+    except ValueError:  # a pipe
+        return False
 
 
 def _put(path: Path, content: bytes) -> None:

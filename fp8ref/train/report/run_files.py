@@ -326,12 +326,8 @@ def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
     if not path.exists():
         return
     remedy = f"Repair it, or leave {path.parent} out."
-    try:
-        *whole, _ = files.read_bytes(path, files.LOG).decode(errors="replace").split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). {remedy}") from error
     before = -1
-    for number, text in enumerate(whole, 1):
+    for number, text in enumerate(_whole(path, remedy), 1):
         where = f"{path}, line {number},"
         file_checks.check_text(kind, text, where, remedy)
         try:
@@ -342,3 +338,13 @@ def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
             raise ConfigError(f"{where} has step {line['step']} after step {before}; each step occurs once, in order. {remedy}")
         before = line["step"]
         yield line
+
+
+def _whole(path: Path, remedy: str) -> Iterator[str]:
+    """The lines of a text that have an end."""
+    try:
+        for line in files.read_lines(path):
+            if line.endswith(b"\n"):
+                yield line[:-1].decode(errors="replace")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). {remedy}") from error

@@ -1,6 +1,7 @@
 """Logs of other trainers: their own lines, as those trainers print them."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -105,10 +106,14 @@ def test_a_log_that_is_not_there_is_refused(tmp_path):
         ("a.csv", "step,loss,loss\n0,2.5,9\n", r"a\.csv has 'loss' 2 times"),
         ("a.csv", "step,Loss,loss\n0,2.5,9\n", r"a\.csv has 'loss' 2 times"),
         ("a.csv", "step,Step,loss\n0,1,9\n", r"a\.csv has 'step' 2 times"),
-        ("a.jsonl", '{"step": 1, "loss": 2.5, "loss": 9}\n', "an object has the key 'loss' twice"),
+        ("a.jsonl", '{"step": 1, "loss": 2.5, "loss": 9}\n', "line 1, has 'loss' 2 times"),
         ("a.jsonl", '{"step": 1, "loss": 2.5, "Loss": 9}\n', "line 1, has 'loss' 2 times"),
         ("a.csv", "step,loss,text\n0,2.5," + "x" * 200_000 + "\n", "field larger than field limit"),
         ("a.jsonl", '{"step": 1, "loss": ' + "[" * 100_000 + "\n", "more than 64 levels"),
+        ("a.jsonl", '{"step": 1, "loss": true}\n', "both are numbers"),
+        ("a.jsonl", '{"step": 1, "loss": false}\n', "both are numbers"),
+        ("a.csv", "step,loss\n1,2_5\n", "both are numbers"),
+        ("a.csv", "step,loss\n\u0661,2.5\n", "both are numbers"),
         ("a.log", "step: 1 loss: 2.5. x\n", r"has the line 'step: 1 loss: 2\.5\. x'; both are numbers"),
         ("a.log", f"step: {'9' * 4000} loss: 2.5 x\n", "a step is a whole number"),
     ],
@@ -124,7 +129,60 @@ def test_columns_that_are_not_read_may_share_a_name(tmp_path):
     assert read(tmp_path / "b.csv", "step,loss,Loss,mine\n3,2.5,9,1.5\n", loss="mine") == {3: 1.5}
 
 
-def test_damage_to_tensorboard_s_events_is_seen(tmp_path):
+def test_keys_that_are_not_read_may_occur_twice(tmp_path):
+    assert read(tmp_path / "a.csv", "step,loss,iter,iter,train_loss,train_loss\n0,2.5,7,8,9,9\n") == {0: 2.5}
+    line = '{"step": 3, "loss": 2.5, "lr": 1, "lr": 2, "Iter": 1, "iter": 2, "x": {"a": 1, "a": 2}}\n'
+    assert read(tmp_path / "a.jsonl", line) == {3: 2.5}
+
+
+_LINES = "step:  1  loss:  2.5000  x\nstep:  2  loss:  2.25"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "losses"),
+    [
+        ("a.log", _LINES, {1: 2.5}),
+        ("a.log", "step:  1  loss:  2.5000  x\nstep:  2  loss:  2.", {1: 2.5}),
+        ("a.log", "step:  1  loss:  2.5000  x\nstep:  2  loss:  1e", {1: 2.5}),
+        ("a.log", _LINES + "  gr", {1: 2.5, 2: 2.25}),
+        ("a.log", _LINES + "\n", {1: 2.5, 2: 2.25}),
+        ("a.csv", "step,loss\n1,2.5\n2,2.2", {1: 2.5}),
+        ("a.csv", "step,loss\n1,2.5\n2,-", {1: 2.5}),
+        ("a.csv", "step,loss\n1,2.5\n2,2.2\r", {1: 2.5, 2: 2.2}),
+        ("a.csv", "step,loss,lr\n1,2.5,9\n2,2.2,1", {1: 2.5, 2: 2.2}),
+        ("a.csv", "loss,step\n2.5,1\n2.2,2", {1: 2.5}),
+        ("a.csv", 'step,loss,text\n1,2.5,9\n2,2.2,"a\nb', {1: 2.5, 2: 2.2}),
+        ("a.jsonl", '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2', {1: 2.5}),
+        ("a.jsonl", '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2}', {1: 2.5, 2: 2}),
+        ("a.jsonl", '{"step": 1, "loss": 2.5, "x": "\u2028"}\r\n{"step": 2, "x": "é', {1: 2.5}),
+    ],
+)
+def test_a_torn_last_line_is_left_out_with_a_note(tmp_path, capsys, name, text, losses):
+    """Of a run that goes on; digits may follow its last number."""
+    path = tmp_path / name
+    path.write_bytes(text.encode()[: -1 if text.endswith("é") else None])  # cut within a character
+    assert foreign_logs.read(path).losses == losses
+    said = capsys.readouterr().err
+    assert ("its last line or record is torn" in said.replace("\n", " ")) == (len(losses) == 1)
+
+
+def test_a_log_is_read_line_by_line(tmp_path):
+    rest = "x" * 1000
+    for name, head, line in (
+        ("a.csv", "step,loss,text\n", "{},2.5,{}\n"),
+        ("a.jsonl", "", '{{"step": {}, "loss": 2.5, "text": "{}"}}\n'),
+        ("a.log", "", "step: {} loss: 2.5 {}\n"),
+    ):
+        path = tmp_path / name
+        path.write_text(head + "".join(line.format(step % 7, rest) for step in range(1000)))
+        tracemalloc.start()
+        assert len(foreign_logs.read(path).losses) == 7
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < path.stat().st_size / 4
+
+
+def test_damage_to_tensorboard_s_events_is_seen(tmp_path, capsys):
     """Each byte of the file: its record's checksums refuse it. A torn last record alone is left out."""
     from tensorboardX import SummaryWriter
 
@@ -139,5 +197,7 @@ def test_damage_to_tensorboard_s_events_is_seen(tmp_path):
         path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
         with pytest.raises(ConfigError, match=r"cannot be read \(the record of events.* at byte [\d,]+ is damaged"):
             foreign_logs.read(tmp_path)
-    path.write_bytes(content[:-5])
-    assert foreign_logs.read(tmp_path).losses == {0: 2.5, 1: 2.375}
+    for cut in (1, 5, 30):
+        path.write_bytes(content[:-cut])
+        assert foreign_logs.read(tmp_path).losses == {0: 2.5, 1: 2.375}
+        assert "torn" in capsys.readouterr().err.replace("\n", " ")
