@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fp8ref.result import Result
@@ -63,13 +63,13 @@ def config(known: argparse.Namespace, options: list[str]):
 
 def add_trust(command: argparse.ArgumentParser) -> None:
     """Add ``--trust``, which ``trust_source`` reads."""
-    command.add_argument("--trust", action="store_true", help="import the code that architecture.source of a run directory names")
+    command.add_argument("--trust", action="store_true", help="import the code that architecture.source of a file names")
 
 
-def trust_source(known: argparse.Namespace, path: Path, config) -> None:
-    """Let the module of architecture.source be imported, and say so, unless it takes --trust.
+def trust_source(known: argparse.Namespace, path: Path, config, options: Sequence[str] = ()) -> None:
+    """Let the module of architecture.source be imported, and say so, if --trust or an option of the command line names it.
 
-    A config file is the user's own, where it does not lie in a run directory. A dry run imports nothing unless told.
+    A config may be a stranger's wherever it is, so a file alone imports nothing. A dry run needs --trust.
     """
     from fp8ref import console
     from fp8ref.train import architecture
@@ -77,9 +77,8 @@ def trust_source(known: argparse.Namespace, path: Path, config) -> None:
     keys = config.architecture
     if keys.kind not in ("torch", "nnx") or not keys.source:
         return
-    around = path.resolve().parent
-    of_run = any((around / name).exists() for name in ("manifest.json", "metrics.jsonl", "checkpoints"))
-    if known.trust or not (of_run or getattr(known, "dry_run", False)):
+    named = any(option.partition("=")[0] == "--architecture.source" for option in options)
+    if known.trust or (named and not getattr(known, "dry_run", False)):
         console.say(f"{path}: importing architecture.source {keys.source!r}, whose code runs in this process")
         architecture.trust(keys.source)
 

@@ -37,7 +37,7 @@ def _sweep(known: argparse.Namespace, options: list[str]) -> int:
         raise ConfigError(f"--jobs is at least 1; got {known.jobs}.")
     if known.out.exists() and not known.out.is_dir():
         raise ConfigError(f"--out names a directory; {known.out} is a file. Name another.")
-    shared.trust_source(known, known.config, config)
+    shared.trust_source(known, known.config, config, options)
     planned = sweep.plan(config, backends, _names(known.recipes), seeds=known.seeds, out=known.out)
     sweep.train(planned, jobs=known.jobs)
     console.show(sweep.report(planned, known.out / "report.html", confidence=confidence, margin=margin))

@@ -33,7 +33,7 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
 
     if known.backend is None:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
-    shared.trust_source(known, known.config, config)
+    shared.trust_source(known, known.config, config, options)
     if known.dry_run:
         if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
             raise ConfigError(f"--dry-run reads a config alone, in one process; got --{given[0]} too. Leave it out.")

@@ -28,6 +28,7 @@ def foreign(tmp_path, monkeypatch, small):
     made_runs.make(run, config, made_runs.falling(6), recipe="tensorwise")
     (run / "checkpoints").mkdir()
     (tmp_path / "mine.toml").write_text((run / "config.toml").read_text())
+    (tmp_path / "link.toml").symlink_to(run / "config.toml")
     forget(tmp_path, monkeypatch)
     yield tmp_path
     sys.modules.pop("stranger_model", None)
@@ -43,7 +44,12 @@ def forget(folder, monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["train", "mine.toml", "--backend", "torch", "--run.out", "new"],
+        ["train", "mine.toml", "--backend", "torch", "--run.out", "new", "--architecture.kind", "torch"],
+        ["train", "link.toml", "--backend", "torch", "--run.out", "new"],
+        ["sweep", "mine.toml", "--backend", "torch", "--out", "new"],
         ["train", "mine.toml", "--backend", "torch", "--dry-run"],
+        ["train", "mine.toml", "--backend", "torch", "--dry-run", "--architecture.source", "stranger_model:Tied"],
         ["train", "run/config.toml", "--backend", "torch", "--dry-run"],
         ["train", "run/config.toml", "--backend", "torch", "--resume", "--run.out", "run"],
         ["train", "run/config.toml", "--backend", "torch", "--run.out", "new"],
@@ -85,14 +91,17 @@ def test_no_other_command_imports_a_model(foreign, monkeypatch, capsys, argument
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train", "mine.toml", "--backend", "torch", "--run.out", "new"],
+        ["train", "mine.toml", "--backend", "torch", "--run.out", "new", "--trust"],
+        ["train", "mine.toml", "--backend", "torch", "--run.out", "new", "--architecture.source", "stranger_model:Tied"],
+        ["train", "mine.toml", "--backend", "torch", "--run.out", "new", "--architecture.source=stranger_model:Tied"],
+        ["sweep", "mine.toml", "--backend", "torch", "--out", "new", "--architecture.source", "stranger_model:Tied"],
         ["train", "mine.toml", "--backend", "torch", "--dry-run", "--trust"],
         ["train", "run/config.toml", "--backend", "torch", "--dry-run", "--trust"],
     ],
     ids=" ".join,
 )
 def test_what_is_imported_is_said_before(foreign, monkeypatch, capsys, arguments):
-    """A config of the user's own is trusted, and a run directory with --trust."""
+    """What the command line names is trusted, and a file with --trust: a path tells nobody whose it is."""
     monkeypatch.chdir(foreign)
     (foreign / "stranger_model.py").write_text(
         "import sys\nprint('the module runs', file=sys.stderr)\nfrom own_torch_models import Absent\n"
