@@ -7,6 +7,7 @@ from fp8ref.attention import GRADIENT_ROLES, ROLES
 from fp8ref.conformance.compare import Report
 from fp8ref.crosscheck import attention, attention_states
 from fp8ref.crosscheck.operands import observe
+from fp8ref.sim import cast
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 
@@ -62,6 +63,14 @@ def test_all_states_hold_and_planted_faults_are_named(backend, config):  # A-19,
             if not check.ok
         ]
         assert faults == [f"{name}/state.stored/{backend}"], role
+        if backend == "torch":  # a JAX step is another program than the observed one
+            fmt, scale = config.attention_casts[LAYER][role][0], before[name].stored
+            code = cast.encode(np.atleast_1d(history[0] * scale), fmt)
+            neighbor = history.copy()
+            neighbor[0] = cast.decode(code + np.uint8(1), fmt)[0] / scale
+            states = trained | {name: (stored, neighbor, step)}
+            report = checked(backend, config, passes, before, states)
+            assert not report.checks[f"{name}/amax/{backend}"].ok, role
     of_s = trained[f"{LAYER}/s"]
     wrong = of_s[1].copy()
     wrong[0] = 0.75

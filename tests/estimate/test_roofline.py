@@ -43,6 +43,14 @@ def test_a_gemm_takes_no_less_than_its_bytes_nor_a_launch():
     assert roofline.gemm_seconds(128, 128, 128, 5e14, 1, ROUND) == 1e-6
 
 
+def test_a_gemm_of_few_rows_takes_the_bytes_of_its_codes():
+    """Operands of one byte an element, a result of two, at 1e12 bytes a second."""
+    m, n, k = 16, 8192, 8192
+    one = roofline.of_sizes(RECIPES["tensorwise"], [("output", m, n, k)], "inductor", ROUND)
+    assert one.parts["gemm"] == pytest.approx((k * (m + n) + 2 * m * n) / 1e12)
+    assert one.bf16 == pytest.approx(2 * (k * (m + n) + m * n) / 1e12)
+
+
 def test_the_parts_of_a_linear():
     """Tensorwise, inductor: amaxes of 2 bytes, casts of 4, a weight's of 6, at 1e12 bytes a second; a scale's kernel is a launch."""
     one, elements = made(), {"input": 8192 * 4096, "weight": 4096 * 4096, "grad_output": 8192 * 4096}
