@@ -1,7 +1,8 @@
 """A command that calls somebody's function runs in a child process, so that no end of the function passes for a verdict.
 
 A function may end its process, hang, or raise what is no Exception. The parent starts the same command again and
-waits for the exit code that the child reports after its verdict; without one it never ends with 0.
+waits for the exit code that the child reports after its verdict; without one it never ends with 0. The child ends
+with the parent.
 """
 
 import argparse
@@ -12,10 +13,14 @@ import signal
 import subprocess
 import sys
 
-VARIABLE = "FP8REF_VERDICT"
-"""Names, in the environment of a child, the pipe that it reports to."""
+from fp8ref import parent_process
 
-_pipe = os.environ.pop(VARIABLE, None)  # not for processes that the function starts
+VARIABLE = "FP8REF_VERDICT"
+"""Names, in the environment of a child, the pipe that it reports to, and one that its parent never writes to."""
+
+_pipe, _parent = map(int, os.environ.pop(VARIABLE, "-1 -1").split())  # not for processes that the function starts
+if _parent >= 0:
+    parent_process.follow(_parent, -os.getpgrp())
 
 
 def add_timeout(command: argparse.ArgumentParser) -> None:
@@ -27,7 +32,7 @@ def add_timeout(command: argparse.ArgumentParser) -> None:
 
 def is_child() -> bool:
     """Whether this process is a child that reports its exit code."""
-    return _pipe is not None
+    return _pipe >= 0
 
 
 def report(code: int) -> None:
@@ -35,10 +40,10 @@ def report(code: int) -> None:
 
     A thread that the function left behind would keep the process.
     """
-    if _pipe is not None:
+    if _pipe >= 0:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(int(_pipe), bytes([code]))
+        os.write(_pipe, bytes([code]))
         os._exit(code)
 
 
@@ -51,11 +56,12 @@ def in_child(timeout: float) -> int:
     if not 0 < timeout < math.inf:
         raise ValueError(f"--timeout is a number of seconds above 0; got {timeout:g}.")
     reader, writer = os.pipe()
+    parent, held = os.pipe()  # the kernel closes the second end with this process
     os.set_blocking(reader, False)  # processes that the function started may keep the pipe open
     child = subprocess.Popen(
         [sys.executable, *sys.orig_argv[1:]],
-        env=os.environ | {VARIABLE: str(writer)},
-        pass_fds=(writer,),
+        env=os.environ | {VARIABLE: f"{writer} {parent}"},
+        pass_fds=(writer, parent),
         process_group=0,
     )
     ended = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -72,7 +78,8 @@ def in_child(timeout: float) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # with the processes that the function started
         child.wait()
-        os.close(reader)
+        for end in (reader, parent, held):
+            os.close(end)
     code = child.returncode
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     raise ValueError(f"the function ended the process ({how}), and there is no verdict. Let it return.")

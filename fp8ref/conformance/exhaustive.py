@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fp8ref import console
+from fp8ref import console, parent_process
 from fp8ref.conformance import libraries
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.inputs import cast_inputs
@@ -113,6 +113,7 @@ def run(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, Tally]]:
 
 
 def _one_thread() -> None:
+    parent_process.follow_parent()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     libraries.one_thread()
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing import connection, get_context
 
+from fp8ref import parent_process
 from fp8ref.errors import ConfigError
 
 CONTEXT = get_context("forkserver")
@@ -79,6 +80,7 @@ def _results(pipes: list[connection.Connection], patience_s: float | None) -> li
 
 
 def _rank(rank: int, n: int, folder: str, timeout_s: int, pipe: connection.Connection, function: Callable, args: tuple) -> None:
+    parent_process.follow_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU: gloo ranks compute on the CPU
     import torch
     from torch import distributed
