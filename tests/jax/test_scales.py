@@ -15,12 +15,15 @@ formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
 
 def amaxes(fmt, rng):
-    """Every bfloat16, a million float32, and the neighbors of fmt.max * 2^k, where scales pass a power of two."""
+    """Every bfloat16, a million float32, and the neighbors of each eps, below which an amax counts
+    as eps, and of fmt.max * 2^k, where scales pass a power of two."""
     random = rng.integers(0, 0x7F800001, 1 << 20, dtype=np.uint32).view(np.float32)
     k = np.arange(-118, 160)
     with np.errstate(over="ignore"):
         powers = (fmt.max * 2.0 ** -k[:, None]).astype(np.float32)
-    near = (powers[np.isfinite(powers).ravel()].view(np.int32) + np.arange(-100, 101)).clip(0, 0x7F800000)
+    eps = np.unique([policy.eps for policy in FLOORED]).astype(np.float32)
+    centers = np.concatenate([powers[np.isfinite(powers)], eps]).view(np.int32)
+    near = (centers[:, None] + np.arange(-100, 101)).clip(0, 0x7F800000)
     return np.concatenate([AMAX_BF16, random, near.astype(np.int32).view(np.float32).ravel()])
 
 
