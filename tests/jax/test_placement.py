@@ -1,5 +1,10 @@
 """Placements that contradict themselves, and what follows from one. What a mesh makes of them: ``test_sharding.py``."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fp8ref.jax.placement import Placement, Reduction
@@ -30,3 +35,29 @@ def test_what_is_gathered_and_summed_follows_from_the_cuts():  # P-2, P-6, P-7
     assert placement.reduction("grad_input", 1) == Reduction(sum=("tensor",), parts="result")
     grad_weight = placement.reduction("grad_weight", 1)
     assert (grad_weight.sum, grad_weight.scatter) == (("data",), ("fsdp",))
+
+
+@pytest.mark.parametrize(
+    ("role", "cuts"),
+    [("input", (("m",), ("k",))), ("weight", (("n",), ("k",))), ("grad_output", (("m",), ("n",)))],
+)
+def test_an_amax_is_reduced_over_what_cuts_its_group(role, cuts):  # P-2
+    """A tensor's scale spans rows and columns, a row's what is reduced, and no layout cuts a block."""
+    placement = Placement(m=("m",), n=("n",), k=("k",))
+    rows, columns = cuts
+    assert placement.amax_axes(role, "tensorwise", -1) == (*rows, *columns)
+    assert placement.amax_axes(role, "rowwise", -1) == placement.amax_axes(role, "rowwise", 1) == columns
+    assert placement.amax_axes(role, "rowwise", -2) == placement.amax_axes(role, "rowwise", 0) == rows
+    assert placement.amax_axes(role, "1x128", -1) == ()
+    local = dataclasses.replace(placement, scope="local")  # tokens scale by themselves
+    assert local.amax_axes(role, "tensorwise", -1) == tuple(name for name in (*rows, *columns) if name != "m")
+
+
+def test_a_device_keeps_the_scales_of_its_rows_of_each_group():  # P-6
+    """Two groups of four rows, whose results are scattered over four devices."""
+    scale = jnp.arange(8, dtype=jnp.float32)[:, None]
+    reduction = Reduction(scatter=("fsdp",), outer=2)
+    found = jax.vmap(lambda _: reduction.own_rows(scale), axis_name="fsdp")(jnp.arange(4))
+    np.testing.assert_array_equal(found[..., 0], [[0, 4], [1, 5], [2, 6], [3, 7]])
+    arranged = jax.vmap(lambda _: reduction.arranged(scale), axis_name="fsdp")(jnp.arange(4))
+    np.testing.assert_array_equal(arranged[0, :, 0], [0, 4, 1, 5, 2, 6, 3, 7])

@@ -65,6 +65,25 @@ def test_e8m0_scales_equal_the_simulators_for_every_amax(policy, fmt):  # S-14
         )
 
 
+def test_the_inverse_of_a_scale_is_a_second_rounding(rng):  # S-3
+    """XLA would compute 1 / (448 / amax) as amax / 448: half of these differ."""
+    amax = rng.uniform(0.1, 3, 1000).astype(np.float32)
+    found = jax.jit(lambda a: scales.with_inverse(np.float32(448) / a))(amax)
+    scale = np.float32(448) / amax
+    np.testing.assert_array_equal(np.asarray(found.scale), scale)
+    np.testing.assert_array_equal(np.asarray(found.scale_inv), np.float32(1) / scale)
+
+
+def test_a_product_with_the_least_e8m0_scale_is_not_zero(rng):  # S-14
+    """2^-127 is a subnormal, which XLA reads as 0; powers of two round nothing."""
+    x = np.ldexp(rng.uniform(-2, 2, 1000), rng.integers(2, 127, 1000)).astype(np.float32)
+    for scale in (2.0**-127, 2.0**-126, 1.0):
+        found = jax.jit(scales.times_e8m0)(x, np.float32(scale))
+        normal = abs(x * scale) >= 2.0**-126
+        assert normal.sum() > 900
+        np.testing.assert_array_equal(np.asarray(found)[normal], (x * scale)[normal])
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"'flax'.*fp8ref.sim"):
         scales.scale_from_amax(np.float32(1), E4M3FN, "flax")
