@@ -51,14 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:   SystemExit: invalid arguments, --help and --version; any exception of a bug in fp8ref.
     """
     supervised = arguments is None and not supervision.is_child()
-    known, options = _parser().parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    known, options = _parser().parse_known_args(words)
     try:
         code = supervision.in_child(known.timeout) if supervised and known.timeout is not None else _run(known, options)
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         with contextlib.suppress(BrokenPipeError):  # whoever reads it may have ended of the same Ctrl-C
             said = f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept"
-            print(console.printable(said), file=sys.stderr, flush=True)
+            print(console.one_line(said), file=sys.stderr, flush=True)
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read what this prints, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,12 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = DEFECT
         else:
             remedy = extras.remedy(error) if isinstance(error, ImportError) else None
-            lines = [f"fp8ref: {remedy or error}", *specification.addresses(remedy or str(error))]
+            said = _with_names_of_one_line(remedy or str(error), words)
+            # all lines but the first are indented: a name of several from a file begins none as fp8ref does
+            lines = [*f"fp8ref: {said}".split("\n"), *specification.addresses(said)]
             print(console.printable("\n  ".join(lines)), file=sys.stderr)
             code = failed
     if known.leave:
         known.leave(code)
     return code
+
+
+def _with_names_of_one_line(text: str, words: Sequence[str]) -> str:
+    """A message in which words of the command line, such as names of files, are of one line."""
+    for word in words:
+        for name in (word, os.path.normpath(word)):
+            text = text.replace(name, console.one_line(name)) if "\n" in name else text
+    return text
 
 
 def _run(known: argparse.Namespace, options: list[str]) -> int:

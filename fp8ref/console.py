@@ -43,9 +43,11 @@ _CONTROLS = {
         range(0xD800, 0xE000),
     )
     for code in codes
-    if chr(code) not in "\t\n"
 }
 """{character that a terminal obeys or cannot show: its escape}: controls, directions of text, line separators, half surrogates."""
+
+
+_TEXT_CONTROLS = {code: escape for code, escape in _CONTROLS.items() if chr(code) not in "\t\n"}
 
 
 def printable(text: str) -> str:
@@ -54,12 +56,22 @@ def printable(text: str) -> str:
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'
     """
+    return text.translate(_TEXT_CONTROLS)
+
+
+def one_line(text: str) -> str:
+    r"""As ``printable``, and one line: a name from outside that has several could pass for lines of fp8ref's.
+
+    >>> one_line("a\nb")
+    'a\\nb'
+    """
     return text.translate(_CONTROLS)
 
 
-def show(text: str) -> None:
-    """A ``printable`` line on standard output, without rich."""
-    print(printable(text))
+def show(*lines: str) -> None:
+    """Lines on standard output, each ``one_line``, without rich."""
+    for line in lines:
+        print(one_line(line))
 
 
 def console() -> "Console":
@@ -80,7 +92,7 @@ def table(*columns: str, title: str | None = None) -> "Table":
 
 def say(text: str) -> None:
     """A line to standard error, also in a notebook, for what a person should know and no program reads."""
-    _rich(stderr=True, force_jupyter=False).print(text, markup=False, highlight=False, soft_wrap=True)
+    _rich(stderr=True, force_jupyter=False).print(one_line(text), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -101,10 +113,10 @@ def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> 
         TextColumn("{task.fields[note]}", markup=False),
     )
     with _shown(title), Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
-        task = progress.add_task(printable(title), total=total, completed=done, note="")
+        task = progress.add_task(one_line(title), total=total, completed=done, note="")
 
         def advance(note: str = "", by: int = 1) -> None:
-            progress.update(task, advance=by, note=printable(note))
+            progress.update(task, advance=by, note=one_line(note))
 
         yield advance
 
@@ -122,7 +134,7 @@ def waiting(title: str) -> Iterator[None]:
         while not done.wait(pause):
             if _bars:
                 continue
-            text = f"{printable(title)}: {time.monotonic() - begin:.0f} s"
+            text = f"{one_line(title)}: {time.monotonic() - begin:.0f} s"
             sys.stderr.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
             sys.stderr.flush()
             said, pause = True, 1.0 if terminal else SECONDS
@@ -190,7 +202,21 @@ class _Escaping:
     """A render hook of rich's."""
 
     def process_renderables(self, renderables: list) -> list:
+        from rich.table import Table
+
+        for one in renderables:
+            if isinstance(one, Table):
+                _keep_rows(one)
         return [_Escaped(one) for one in renderables]
+
+
+def _keep_rows(table: "Table") -> None:
+    """Have each text of a table take one line: a name of several could pass for further rows."""
+    for column in table.columns:
+        column.header = one_line(column.header) if isinstance(column.header, str) else column.header
+        column._cells = [one_line(cell) if isinstance(cell, str) else cell for cell in column._cells]
+    if isinstance(table.title, str):
+        table.title = one_line(table.title)
 
 
 class _Escaped:

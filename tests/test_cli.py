@@ -685,3 +685,20 @@ def test_sigint_while_training_saves_the_state_of_every_whole_line(config, tmp_p
     assert [path.name for path in checkpoint.saved(tmp_path / "here")][:1] == [f"step-{len(steps):08d}"]
     assert log.read_manifest(tmp_path / "here")["status"] == "interrupted"
     assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize("name", ["a\nfp8ref: all is well", "a//b\nfp8ref: all is well"])
+def test_a_name_in_an_error_is_of_one_line(capsys, name):
+    assert cli.main(["report", name]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("fp8ref: a")
+    assert r"b\nfp8ref: all is well is not a directory".removeprefix("b" * ("//" not in name)) in said
+
+
+def test_further_lines_of_an_error_are_indented(capsys, tmp_path):
+    """A text of a file may have several."""
+    (tmp_path / "a.toml").write_text('[run]\nsteps = 5\n["x\\nfp8ref: all is well"]\na = 1\n')
+    assert cli.main(["train", str(tmp_path / "a.toml"), "--backend", "jax"]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("fp8ref: ")
+    assert all(line.startswith("  ") for line in rest)

@@ -195,6 +195,25 @@ def test_a_terminal_obeys_no_text(capsys):
     assert text.count("x1b[2J") == 6
 
 
+FORGED = "run\nfp8ref: all is well"
+
+
+def test_a_name_forges_no_line(capsys):
+    """Whatever its lines say, they are shown in one."""
+    assert consoles.one_line(FORGED + "\t\u2029") == r"run\nfp8ref: all is well\t\u2029"
+    table = consoles.table("name", FORGED, title=FORGED)
+    table.add_row(FORGED, "1")
+    consoles.console().print("before", table)
+    consoles.show(FORGED, FORGED)
+    consoles.say(FORGED)
+    with consoles.bar(FORGED, 1) as advance:
+        advance(FORGED)
+    shown = capsys.readouterr()
+    lines = (shown.out + shown.err).splitlines()
+    assert not [line for line in lines if line.strip(" │|").startswith("fp8ref")]
+    assert len([line for line in lines if r"run\nfp8ref: all is well" in line]) >= 6
+
+
 def test_text_is_no_markup(capsys):
     consoles.console().print("[red]a[/red] [/b] :smile:")
     consoles.say("[/]")

@@ -54,7 +54,7 @@ def _prepare(known: argparse.Namespace) -> int:
         return signals.TERMINATED
     tokens = {split: sum(f.tokens for name, f in made.files.items() if name.startswith(split)) for split in ("train", "val")}
     console.show(
-        f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files\n"
-        f"train from them with --data.source {known.out} --model.vocab_size {made.vocab_size}"
+        f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files",
+        f"train from them with --data.source {known.out} --model.vocab_size {made.vocab_size}",
     )
     return 0

@@ -81,7 +81,7 @@ def _report(known: argparse.Namespace) -> int:
 
     with console.waiting("report"):
         said = page.write(runs.read_all(known.runs), known.out, confidence=shared.confidence(known), margin=shared.margin(known))
-    console.show(said)
+    console.show(*said.split("\n"))
     return 0
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.result import Result
 
 ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED, PIPE = 2, 1, 1, 3, 4, 5, 130, 141
@@ -32,7 +33,7 @@ def plain(commands, name: str, run: Run, help: str, description: str | None = No
 
     def strict(known: argparse.Namespace, options: list[str]) -> int:
         if options:
-            made.error(f"unrecognized arguments: {' '.join(options)}")
+            made.error(console.one_line(f"unrecognized arguments: {' '.join(options)}"))
         return run(known)
 
     made.set_defaults(run=strict, parser=made)
@@ -71,7 +72,6 @@ def trust_source(known: argparse.Namespace, path: Path, config, options: Sequenc
 
     A config may be a stranger's wherever it is, so a file alone imports nothing. A dry run needs --trust.
     """
-    from fp8ref import console
     from fp8ref.train import architecture
 
     keys = config.architecture

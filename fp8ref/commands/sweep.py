@@ -40,7 +40,8 @@ def _sweep(known: argparse.Namespace, options: list[str]) -> int:
     shared.trust_source(known, known.config, config, options)
     planned = sweep.plan(config, backends, _names(known.recipes), seeds=known.seeds, out=known.out)
     sweep.train(planned, jobs=known.jobs)
-    console.show(sweep.report(planned, known.out / "report.html", confidence=confidence, margin=margin))
+    said = sweep.report(planned, known.out / "report.html", confidence=confidence, margin=margin)
+    console.show(*said.split("\n"))
     return 0
 
 

@@ -133,7 +133,7 @@ def _verify(known: argparse.Namespace) -> int:
         verdict = judge(known.operation, sys.stdin.buffer, settings=_settings(known), rules=rules, some=known.some)
     if known.json:
         verdict.write(known.json)
-    console.show(verdict.text())  # plain text: vectors need no console
+    console.show(*verdict.text().split("\n"))  # plain text: vectors need no console
     return verdict.exit_code
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report
+from fp8ref.console import one_line
 from fp8ref.crosscheck import attention
 from fp8ref.crosscheck.attention import AttentionPass
 from fp8ref.crosscheck.first_nonfinite import NonFinite, check_site, in_backend, of_attention, of_gemms
@@ -212,7 +213,7 @@ class RerunReport(Result):
         """Print how the step failed, whether it failed again, and the first non-finite value."""
 
         def say(text: str) -> None:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            console.print(one_line(text), markup=False, highlight=False, soft_wrap=True)
 
         config, (rows, length) = self.failed.config, self.failed.tokens.shape
         devices, then = config.parallel.devices, self.failed.metrics
@@ -232,7 +233,8 @@ class RerunReport(Result):
                 "batch (parallel.amax_scope); here they cover the whole batch"
             )
         if self.first:
-            say(f"first not finite, by {self._who(self.first.found_by)}: {self.first}\n  {self.first.why}")
+            say(f"first not finite, by {self._who(self.first.found_by)}: {self.first}")
+            say(f"  {self.first.why}")
             if not self.reproduced:
                 say(f"{self.failed.backend}'s own loss and gradient are finite on one device.")
         elif self.reproduced:

@@ -1,6 +1,5 @@
 """One HTML page of a study, for light and dark screens, with the script of reports."""
 
-import importlib.resources
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from fp8ref.study.state_error import COLUMNS, JudgedStates
 from fp8ref.train.report import figures, svg
 
 try:
-    import jinja2
     import markupsafe
     import matplotlib
 except ImportError:
@@ -29,10 +27,8 @@ def write(
     out: Path, judged: Judged, depth: Depth | None, *, attention: JudgedAttention | None = None, states: JudgedStates | None = None
 ) -> None:
     """Write the page to ``out``."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(importlib.resources.files("fp8ref.study").joinpath("page.html").read_text(encoding="utf-8"))
     out.write_text(
-        template.render(
+        svg.template("fp8ref.study").render(
             policy=svg.policy(),
             style=svg.style(),
             script=svg.script(),

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref import files
+from fp8ref.console import one_line
 
 ATTENTION = "attention"
 """What names a layer's attention in a file."""
@@ -121,6 +122,9 @@ def read(path: Path | str) -> Recording:
     try:
         arrays = files.read_arrays(Path(path))
         about = files.parse_json(str(arrays["about"]))
+        for name in (*about["rows"], *about.get(ATTENTION, {}), *about["chosen"], *about.get("refused", {})):
+            if one_line(name) != name:
+                raise ValueError(f"the name {one_line(name)!r} has several lines, or control characters")
         operands = {name: _operand(name, arrays, rows) for name, rows in about["rows"].items()}
         attention = {layer: _attended(layer, arrays, mask) for layer, mask in about.get(ATTENTION, {}).items()}
         return Recording(
@@ -128,7 +132,7 @@ def read(path: Path | str) -> Recording:
             chosen=tuple(_typed(name, str) for name in about["chosen"]),
             operands=operands,
             attention=attention,
-            refused={name: _typed(why, str) for name, why in about.get("refused", {}).items()},
+            refused={name: one_line(_typed(why, str)) for name, why in about.get("refused", {}).items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a recording of fp8ref.study: {error}. Make one with study.record.") from error

@@ -105,7 +105,7 @@ class Ablation(Result):
         said += f"{alone}; {what}."
         real = sum(row.real for row in self.rows)
         said += f" The intervals of {real} of {len(self.rows)} leave out 0. Loss with none changed: {self.baseline:.4f}."
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        console.print(consoles.one_line(said), markup=False, highlight=False, soft_wrap=True)
 
 
 def ablate(

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
+from fp8ref import console
 from fp8ref.errors import ConfigError
 
 _T = TypeVar("_T", bound=type)
@@ -35,7 +36,7 @@ def check_text(kind: pydantic.TypeAdapter, text: str, where: str, remedy: str) -
 
 def _problem(error) -> str:
     """pydantic's error in a few words."""
-    dotted = ".".join(str(part) for part in error["loc"] if part != "[key]")
+    dotted = console.one_line(".".join(str(part) for part in error["loc"] if part != "[key]"))
     if not dotted:
         return "is not a JSON object"
     if error["type"] == "missing":

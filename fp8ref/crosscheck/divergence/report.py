@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8ref.conformance.compare import Report
+from fp8ref.console import one_line
 from fp8ref.crosscheck.divergence.difference import Difference
 from fp8ref.crosscheck.divergence.step_values import Value, site_before
 from fp8ref.recipe import OPERANDS, REDUCED_AXES
@@ -101,7 +102,7 @@ class DivergenceReport(Result):
         """Print settings and versions that differ, then the first divergence."""
 
         def say(text: str) -> None:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            console.print(one_line(text), markup=False, highlight=False, soft_wrap=True)
 
         a, b = self.names
         for what, differ in (("configs differ in", self.settings), ("versions differ in", self.versions)):

@@ -9,6 +9,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from fp8ref.console import one_line
 from fp8ref.errors import ConfigError
 from fp8ref.result import Result
 from fp8ref.train import config as configs
@@ -74,7 +75,7 @@ class Comparison(Result):
             for key, values in found.items():
                 table.add_row(key, *("-" if value is None else json.dumps(value) for value in values))
             console.print(table, markup=False)
-        console.print(self.said, markup=False, highlight=False, soft_wrap=True)
+        console.print(one_line(self.said), markup=False, highlight=False, soft_wrap=True)
 
 
 def read(path: Path, *, loss: str | None = None) -> Run | Log:

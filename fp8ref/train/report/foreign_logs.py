@@ -83,7 +83,7 @@ def read(path: Path, *, loss: str | None = None) -> Log:
             f"{path} has no step with a loss. A log is CSV or JSON Lines with a step and a loss ({', '.join(LOSSES[:3])}, ..., or --loss NAME), "
             "a console log of torchtitan or Megatron-LM, or TensorBoard events."
         )
-    return Log(name=str(path), losses=dict(sorted(losses.items())))
+    return Log(name=console.one_line(str(path)), losses=dict(sorted(losses.items())))
 
 
 def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
@@ -141,7 +141,7 @@ def _printed(path: Path) -> Iterator[tuple[int, float]]:
 
 
 def _rows(path: Path, loss: str | None) -> Iterator[dict]:
-    """The rows of a CSV file, without a last one that may be cut in what is read: it has no end, and more digits may follow."""
+    """The rows of a CSV file. A last one without an end counts, as spreadsheets write it, unless what is read of it is no number."""
     ended = True
 
     def lines() -> Iterator[str]:
@@ -156,10 +156,12 @@ def _rows(path: Path, loss: str | None) -> Iterator[dict]:
     _check_names(names, loss, str(path))
     read = {_named(names, STEPS), _named(names, (loss,) if loss else LOSSES)}
     for row in rows:
-        if ended or len(row) > len(names) or names[len(row) - 1] not in read:
-            yield dict(zip(names, row, strict=False))
-        else:
-            _leave_out(path)
+        if not ended and 0 < len(row) <= len(names) and names[len(row) - 1] in read:
+            if not _NUMBERS.fullmatch(row[-1]):
+                _leave_out(path)
+                continue
+            console.say(f"{path}: its last line has no end; of a run that goes on, the last digits of {row[-1]} may be missing")
+        yield dict(zip(names, row, strict=False))
 
 
 def _check_names(names: Sequence[str], loss: str | None, where: str) -> None:

@@ -4,20 +4,18 @@ One HTML file without external resources, for light and dark screens. Its script
 and zooms; the page reads without it. Its figures are also written as PNGs.
 """
 
-import importlib.resources
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 import markupsafe
 import numpy as np
 from matplotlib.figure import Figure
 
 import fp8ref
-from fp8ref import files
+from fp8ref import console, files
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
@@ -69,7 +67,7 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = gaps.CONFIDENC
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that can be written.") from error
     said = [f"{arm.name}: {verdict.said}" for group in groups for arm, verdict in group["verdicts"]]
     said += [f"{run.name} is left out: {counted.name} has its config and seeds" for group in groups for run, counted in group["others"]]
-    return "\n".join([*said, f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} next to it"])
+    return "\n".join([*map(console.one_line, said), f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} next to it"])
 
 
 def _group(index: int, group: list[Run], confidence: float, margin: float | None) -> dict:
@@ -108,8 +106,7 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
 
 
 def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(importlib.resources.files("fp8ref.train.report").joinpath("page.html").read_text(encoding="utf-8"))
+    template = svg.template("fp8ref.train.report")
     shown = [one for group in groups for one in group["figures"]]
     drawn = {name: (svg.inline(figure, f"f{i}", title), title) for i, (name, figure, title) in enumerate(shown)}
     return template.render(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import AfterValidator, Field
 
-from fp8ref import attention_products, files
+from fp8ref import attention_products, console, files
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS
@@ -45,6 +45,16 @@ GEMM_OPERANDS = (
 
 SET = "val_loss_"
 """How the key of a validation loss on a set of data.evaluation begins; the rest is the set's name."""
+
+
+def _name(text: str) -> str:
+    if console.one_line(text) != text:
+        raise ValueError("a name is one line, without control characters")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_name)]
+"""A text that reports put into lines, tables and figures."""
 
 
 def _operand(name: str) -> str:
@@ -115,8 +125,8 @@ class Statistics:
     """A line of statistics.jsonl. states: by parameter, "" for all together."""
 
     step: Whole
-    statistics: dict[Annotated[str, AfterValidator(_operand)], Measures]
-    states: dict[str, States] = field(default_factory=dict)
+    statistics: dict[Annotated[Name, AfterValidator(_operand)], Measures]
+    states: dict[Name, States] = field(default_factory=dict)
 
 
 @file_checks.lenient
@@ -149,7 +159,7 @@ class DataKeys(Seed):
 class NumericsKeys:
     """Keys of section numerics."""
 
-    recipe: str
+    recipe: Name
 
 
 @file_checks.lenient
@@ -179,11 +189,11 @@ class Sections:
 class Linear:
     """A linear, of weight shape [N, K], and the recipe that was planned for it."""
 
-    path: str
+    path: Name
     shape: list[int]
-    recipe: str
+    recipe: Name
     fp8: bool
-    reason: str
+    reason: Name
 
 
 @file_checks.lenient
@@ -191,11 +201,11 @@ class Linear:
 class Gemm:
     """A GEMM in the proof. gemm: <layer>/<which>; a, b: dtypes of its operands."""
 
-    gemm: str
-    a: str
-    b: str
+    gemm: Name
+    a: Name
+    b: Name
     fp8: bool
-    accumulate: str | None
+    accumulate: Name | None
 
 
 @file_checks.lenient
@@ -251,8 +261,8 @@ class Planned:
 class Schedule:
     """The recipes of a schedule. ran: [first step, recipe] of each that ran, in order."""
 
-    ran: list[tuple[Whole, str]]
-    recipes: dict[str, Planned]
+    ran: list[tuple[Whole, Name]]
+    recipes: dict[Name, Planned]
 
 
 @file_checks.lenient
@@ -271,9 +281,9 @@ class Manifest:
 
     fp8ref: str
     status: str
-    backend: str
-    device: str
-    versions: dict[str, str]
+    backend: Name
+    device: Name
+    versions: dict[Name, Name]
     config: Sections
     data: dict[str, Any]
     linears: list[Linear]

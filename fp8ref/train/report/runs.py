@@ -96,7 +96,7 @@ class Run:
     def diverged(self) -> str:
         """The error of a run that ended by a non-finite loss or gradient; else ''."""
         error = self.manifest.get("error", "") if self.manifest["status"] == "failed" else ""
-        return error if error.startswith("NonFiniteError") else ""
+        return console.one_line(error) if error.startswith("NonFiniteError") else ""
 
     @property
     def text(self) -> Any:
@@ -129,7 +129,7 @@ def read(path: Path) -> Run:
 
     Raises:   ConfigError: there is no run; a file is damaged; no step was taken yet.
     """
-    name = str(path).encode(errors="replace").decode()  # bytes of a file name that are not UTF-8 cannot be printed
+    name = console.one_line(str(path).encode(errors="replace").decode())  # bytes that are not UTF-8 cannot be printed
     manifest = run_files.manifest(path)
     if manifest["status"] == "running" and run_dir.killed(path):
         manifest |= {"status": "interrupted"}

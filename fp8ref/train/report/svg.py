@@ -7,10 +7,12 @@ import io
 import re
 import warnings
 
+import jinja2
 import markupsafe
 import matplotlib
 from matplotlib.figure import Figure
 
+from fp8ref import console
 from fp8ref.plots import readout
 
 COLORS = {
@@ -82,6 +84,23 @@ def policy() -> markupsafe.Markup:
     )
 
 
+def template(package: str) -> jinja2.Template:
+    """page.html of a package. What it shows is text, never markup, and of one line each."""
+    environment = jinja2.Environment(
+        autoescape=True,
+        finalize=_shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.from_string(importlib.resources.files(package).joinpath("page.html").read_text(encoding="utf-8"))
+
+
+def _shown(value: object) -> object:
+    """A browser obeys directions of text as a terminal does."""
+    return console.one_line(value) if isinstance(value, str) and not isinstance(value, markupsafe.Markup) else value
+
+
 def inline(figure: Figure, name: str, label: str) -> markupsafe.Markup:
     """The figure as an <svg> element whose colors are CSS variables. label: for screen readers.
 
@@ -132,4 +151,4 @@ def _file(name: str) -> str:
 
 
 def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    return console.one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

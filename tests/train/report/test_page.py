@@ -175,6 +175,38 @@ def test_a_run_s_name_is_text(seeds, fp8, write):
     assert "onload" not in [key for key, _ in shown.attributes]
 
 
+def test_a_name_forges_no_line(tmp_path, small, capsys):
+    """Neither of the page nor of the verdicts, by line ends, directions of text, formulas or escapes."""
+    names = ["a\nfp8ref: equivalent", "b\u202ex", "c$\\frac$", "d\x1b[31m|x", "_e", "=f"]
+    for seed, name in enumerate(names):
+        config = small.replace(run={"seed": seed}, data={"seed": seed})
+        made_runs.make(tmp_path / name, config, falling(30), recipe="bf16" if seed < 3 else "tensorwise")
+    said = page.write(runs.read_all([tmp_path]), tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert not any(c in said + text for c in "\x1b\u202e")
+    assert "\nfp8ref: equivalent" not in said + text
+    assert r"a\nfp8ref: equivalent" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [("manifest.json", ("linears", 0, "path")), ("manifest.json", ("versions", "numpy")), ("statistics.jsonl", ())],
+    ids=str,
+)
+def test_a_name_in_a_file_is_of_one_line(fp8, file, keys):
+    run = fp8().path
+    value = json.loads((run / "manifest.json").read_text()) if keys else {"step": 0, "statistics": {"x\nforged/output/input": {}}}
+    holder = value
+    for key in keys[:-1]:
+        holder = holder[key]
+    if keys:
+        holder[keys[-1]] = "x\nforged"
+    (run / file).write_text(json.dumps(value) + "\n")
+    with pytest.raises(ConfigError, match="a name is one line, without control characters") as error:
+        runs.read(run)
+    assert "\nforged" not in str(error.value)
+
+
 def test_statistics_that_are_not_finite_are_named(seeds, fp8, write):
     shown, _ = write([*seeds, fp8(statistics=statistics(non_finite=3, sqnr=None, amax=0.0))])
     assert f"{LAYERS[0]}/output/input: 3 non-finite elements at step 20." in shown.text
