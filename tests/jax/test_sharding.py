@@ -306,6 +306,16 @@ def test_sums_over_devices_move_the_dtype_that_is_asked_for(parts, dtype, operan
     assert [(c.dtype, c.shape) for c in summed] == [(dtype, (rows, columns))]  # over data, after the scatter
 
 
+def test_under_jit_codes_are_gathered_and_other_axes_cut_them_still():  # P-6
+    """XLA is told of a tensor before its gather and after it; a dim of length 1 is whole."""
+    placement = Placement(m=("data", "fsdp"), n=("tensor",), fsdp=("fsdp",))
+    dims = {"input": 2, "weight": 2, "grad_output": 2}
+    layout = sharding.layout(placement, dims, turned=False)
+    rest, used = layout.weight.specs((8, 16))
+    assert (rest, used) == (P(("tensor", "fsdp"), ()), P(("tensor",), ()))
+    assert layout.weight.specs((8, 1))[1] == P(("tensor",), None)
+
+
 @pytest.mark.parametrize(("recipe", "bytes_"), [("rowwise", 1 + 1 / 8), ("rowwise_with_gw_hp", 1 + 2)])
 def test_one_gather_of_a_gradient_serves_both_gemms(recipe, bytes_, operands):  # P-6
     """An element is a code and a bit, from which both sets of codes are made; or a code for one GEMM and bfloat16 for the other. The

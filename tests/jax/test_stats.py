@@ -46,6 +46,13 @@ def test_of_a_scale_that_clips_or_loses(rng, scale):  # Q-8
     assert (one["overflow_rate"] > 0) == (scale >= 2.0**6)
 
 
+def test_counts_pass_two_to_the_sixteenth():  # Q-9
+    """Each is carried as two float32 numbers of 16 bits: 76,800 overflow of 102,400."""
+    x = jnp.concatenate([jnp.full((300, 256), 1000.0), jnp.ones((100, 256))])
+    one = check(x, scaling.quantize_with(x, jnp.float32(1), E4M3FN))
+    assert one["overflow_rate"] == 0.75
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_sums_of_squares_stay_in_range(rng, size):  # Q-9
     x = jnp.asarray(rng.standard_normal((64, 48)) * size, jnp.bfloat16)
