@@ -165,3 +165,14 @@ def test_a_nan_ratio_stays(policy):  # S-20
 
 def test_a_nan_ratio_that_is_cut_becomes_infinite():  # S-20
     assert scales.scales_from_amax(np.float32(np.nan), E4M3FN, "qwix_mx").scale_inv == np.inf
+
+
+@formats
+def test_an_even_exponent_is_that_of_the_amax_rounded_to_the_format(fmt):  # S-14
+    """The number halfway between the format's last one below 2 and 2 rounds up to 2, and its
+    neighbor below does not."""
+    tie = np.float32(2 - 2.0 ** -(fmt.mantissa_bits + 1))
+    below = np.nextafter(tie, np.float32(0))
+    at_two = scales.scales_from_amax(np.float32(2), fmt, "mx_even").scale_inv
+    assert scales.scales_from_amax(tie, fmt, "mx_even").scale_inv == at_two
+    assert scales.scales_from_amax(below, fmt, "mx_even").scale_inv == at_two / 2
