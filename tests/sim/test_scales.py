@@ -1,3 +1,4 @@
+import dataclasses
 from fractions import Fraction
 
 import exact
@@ -176,3 +177,12 @@ def test_an_even_exponent_is_that_of_the_amax_rounded_to_the_format(fmt):  # S-1
     at_two = scales.scales_from_amax(np.float32(2), fmt, "mx_even").scale_inv
     assert scales.scales_from_amax(tie, fmt, "mx_even").scale_inv == at_two
     assert scales.scales_from_amax(below, fmt, "mx_even").scale_inv == at_two / 2
+
+
+def test_a_scale_is_rounded_to_its_dtype_after_the_factor(rng):  # S-20
+    policy = dataclasses.replace(POLICIES["qwix_mx"], name="mine", power_of_two=None)
+    amax = rng.uniform(1, 2, 1000).astype(np.float32)
+    ratio = amax * np.float32(1 / 448)
+    expected = (ratio * np.float32(60 / 31)).astype(ml_dtypes.bfloat16)
+    found = scales.scales_from_amax(amax, E4M3FN, policy).scale_inv
+    np.testing.assert_array_equal(found, expected.astype(np.float32))
