@@ -10,12 +10,15 @@ Parameters stay the plain shards that FSDP2 makes: optimizers, checkpoints and c
 ``fp8_gather`` is the gather of one weight; here are those of a model, and when they happen.
 """
 
+import functools
+import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 
@@ -91,8 +94,8 @@ def check_weights(model: nn.Module) -> dict[str, tuple[Float8Linear | Linear, Ca
 class _Forward:
     """Hooks where a forward pass begins: recover, reshard, compute scales, observe weights.
 
-    outermost   the unit whose forward pass runs. Calling it again begins a new pass: after an
-                interrupt, no hook reported the end of the old one.
+    outermost   the unit whose forward pass runs. No hook reports the end of a pass that a
+                KeyboardInterrupt ended, so calls of units ask the stack whether it still runs.
     observed    the gathers whose shards this pass has observed. A pass without gradients observes
                 none, so that checkpointing can run it again and observe then.
     """
@@ -110,13 +113,22 @@ class _Forward:
         # before it was sharded calls them around its graph.
         unit.register_forward_pre_hook(torch._dynamo.disable(self.begin), prepend=True)
         unit.register_forward_hook(torch._dynamo.disable(self.end), always_call=True)
+        unshard = functools.partial(self.unshard, unit)
+        unit.unshard = torch._dynamo.disable(unshard)  # type: ignore[method-assign]
+
+    def unshard(self, unit: FSDPModule, async_op: bool = False) -> UnshardHandle | None:
+        """As FSDP2's. Outside of a pass, the scales are of the weights as they are."""
+        passed = self.outermost if torch._C._current_graph_task_id() == -1 else None
+        if passed is not None and not _runs(passed):
+            self.end(passed, (), None)
+        return FSDPModule.unshard(unit, async_op)
 
     def begin(self, unit: nn.Module, args: tuple) -> None:
         if torch._C._current_graph_task_id() != -1:
             # In the backward pass checkpointed blocks run again, by the scales of the forward pass.
             self._observe(unit)
             return
-        if self.outermost not in (None, unit):
+        if self.outermost not in (None, unit) and _runs(self.outermost):
             return
         self.outermost, self.observed = unit, set()
         recover(unit, args)
@@ -155,6 +167,16 @@ class _Forward:
                 if g.shard.numel():
                     assert g.state is not None
                     g.state.observe(g.shard.to(g.dtype))
+
+
+def _runs(module: nn.Module | None) -> bool:
+    """Whether this thread is within a call of the module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def recover(unit: nn.Module, args: tuple) -> None:

@@ -1,5 +1,6 @@
 """The FP8 all-gather of a weight: its codes, its scale, and the bytes that move (spec P-3, P-4, P-11)."""
 
+import contextlib
 import functools
 import math
 
@@ -105,7 +106,32 @@ def gathered_outside_of_a_pass():
     whole = model[0][0].weight.full_tensor().bfloat16()
     model[0].unshard()
     scales.append((model[0][0].weight._scale.clone(), scaling.quantize(whole, E4M3FN).scale))
+    gathers = (lambda model: model[0].unshard(), lambda model: model[0](batch(0)))
+    scales.extend(interrupted(gather) for gather in gathers)
     return outputs, scales
+
+
+def interrupted(gather):
+    """The scale of a gather after an interrupted pass and an uncounted write, and the right one."""
+    model, scales = sharded(), []
+    with torch.no_grad():
+        model(batch(0))
+        handle = model[1].register_forward_pre_hook(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            model(batch(0))
+        handle.remove()
+        model[0].reshard()
+        model[0][0].weight.to_local().mul_(2)
+        whole = model[0][0].weight.full_tensor().bfloat16()
+        linear = model[0][0]
+        linear.register_forward_pre_hook(lambda *_: scales.append(linear.weight._scale.clone()))
+        gather(model)
+        scales = scales or [linear.weight._scale.clone()]
+    return scales[0], scaling.quantize(whole, E4M3FN).scale
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def one_bad_shard(value):
@@ -163,7 +189,7 @@ def test_gathers_outside_of_a_pass_have_scales_of_the_weights_as_they_are(ranks)
         for fp8 in (True, False):
             assert all(torch.equal(a, b) for a, b in zip(outputs[fp8, False], outputs[fp8, True], strict=True))
         assert all(torch.equal(mine, wanted) for mine, wanted in scales)
-        assert len({wanted.item() for _, wanted in scales}) == 4
+        assert len({wanted.item() for _, wanted in scales}) == 5
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
