@@ -44,8 +44,9 @@ def observe_gemms(model: nn.Module, observer: Callable, grouped_observer: Callab
 
     observer    called as observer(name, gemm, a, b, out): the linear's name, which GEMM it is, its
                 operands as GemmOperand, and its result. A GEMM that checkpointing runs again is
-                reported once. Of a grouped linear each group that has rows is a GEMM; under delayed
-                scaling a group without rows is one row of zeros, so that its weight is seen (X-9).
+                reported once, and none of a linear without tokens. Of a grouped linear each group
+                that has rows is a GEMM; under delayed scaling a group without rows is one row of
+                zeros, so that its weight is seen (X-9).
     grouped_observer
                 called in place of it for the GEMMs of grouped linears, as grouped_observer(name, gemm,
                 tensors, operands, groups, out): those of all groups, as ``grouped.observers`` have them.
@@ -189,6 +190,8 @@ class _Reporter(TorchDispatchMode):
         if which == "output" and torch._C._current_graph_task_id() != -1:
             return
         name = self._forward if which == "output" else self._backward
+        if not self._hp[name]["input"].numel():  # rows of zeros stand for no tokens (L-9)
+            return
         a, b = (
             GemmOperand(self._like_codes(name, role, codes), codes, scale, inverse, axis - 2)
             for role, (codes, scale, inverse), axis in zip(roles, found, REDUCED_AXES[which], strict=True)

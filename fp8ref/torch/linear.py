@@ -28,7 +28,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import delayed, delayed_checks, gemm, linear_input, scales, scaling
-from fp8ref.torch.linear_cut import Cut, check_part
+from fp8ref.torch.linear_cut import Cut, check_part, writable
 from fp8ref.torch.scaling import Groups, Quantized
 
 Operand = torch.Tensor | Quantized
@@ -145,7 +145,7 @@ class Linear(nn.Linear):
         if self.groups.every is None:
             return linear_input.in_high_precision(x, w)
         rows = torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
-        return function.apply(rows, w, None, *scales)[:0].reshape(*x.shape[:-1], len(w))
+        return writable(function.apply(rows, w, None, *scales)[:0].reshape(*x.shape[:-1], len(w)))
 
     def share(self, cut: Cut, every: str | None) -> None:
         """Have tensor-parallel ranks share this linear, whose parameters are DTensors.

@@ -142,6 +142,8 @@ def _replace_parameters(
                 _lay_out_own(own, name, module, mesh, between)
             else:
                 _lay_out(module, mesh, _WHOLE, _WHOLE)
+            if isinstance(module, nn.Linear) and not isinstance(module, Linear):
+                _stand_in_for_no_tokens(module)
 
 
 def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
@@ -195,6 +197,46 @@ def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, 
     else:
         parallelize_module(linear, mesh, (Float8RowwiseParallel if gathers_fp8(linear) else RowwiseParallel)(output_layouts=between))
     linear.register_forward_hook(lambda _, args, out: writable(out))
+    _stand_in_for_no_tokens(linear, mesh.size() if style == "rowwise" and between.is_shard() else 1)
+
+
+def _stand_in_for_no_tokens(linear: nn.Linear, parts: int = 1) -> None:
+    """Have a linear that DTensor runs take an input without tokens (L-9): zeros run instead.
+
+    torch's DTensor reshapes no empty tensor (2.13), and torchao's styles compute an amax of it.
+    Call this after the style has set its hooks: these two run first and last.
+    parts     into how many parts the output's second dim is cut.
+    """
+    shape: list[int] = []  # of the output of the pass that runs, without N, if it has no tokens
+
+    def entering(_, args):
+        shape.clear()  # of a pass that failed
+        if args[0].numel() or args[0].ndim < 1:
+            return None
+        x = local_part(args[0])
+        shape.extend(size // parts if dim == 1 else size for dim, size in enumerate(x.shape[:-1]))
+        # two dims of tokens, the second of which sequence parallelism cuts; kernels take 16 rows
+        zeros = x.new_zeros(1, 16, x.shape[-1])
+        return torch.cat([x.reshape(0, 16, x.shape[-1]), zeros]), *args[1:]
+
+    def leaving(_, args, out):
+        if not shape:
+            return None
+        empty = writable(out[:0].reshape(*shape, out.shape[-1]))
+        shape.clear()
+        return empty
+
+    linear.register_forward_pre_hook(entering, prepend=True)
+    linear.register_forward_hook(leaving)
+
+
+class _PrepareFloat8Input(PrepareFloat8ModuleInput):
+    """torchao's, which leaves an input without tokens in high precision: it has no amax."""
+
+    def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
+        empty = input_layout is not None and input.numel() == 0
+        style = PrepareModuleInput if empty else PrepareFloat8ModuleInput
+        return style._prepare_input_arg(self, input, mesh, input_layout, desired_layout)
 
 
 def _share_input(block: nn.Module, mesh: DeviceMesh, between: Placement, columns: Sequence[str], same: int) -> None:
@@ -207,7 +249,7 @@ def _share_input(block: nn.Module, mesh: DeviceMesh, between: Placement, columns
     # gemm_observer then takes x at the block, before it is cast.
     block.shares_input = True  # type: ignore[assignment]
     if all(gathers_fp8(block.get_submodule(name)) for name in columns):
-        style = PrepareFloat8ModuleInput(input_layouts=before, desired_input_layouts=after, fwd_config_submodule_fqn=columns[0])
+        style = _PrepareFloat8Input(input_layouts=before, desired_input_layouts=after, fwd_config_submodule_fqn=columns[0])
     else:  # some linears take x in high precision: FP8 ones cast it after the gather
         style = PrepareModuleInput(input_layouts=before, desired_input_layouts=after)
     parallelize_module(block, mesh, style)

@@ -9,7 +9,8 @@ from torch.nn.utils import parametrize
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.formats import E4M3FN
-from fp8ref.torch import attention, convert, delayed, grouped, linear_input, scaling
+from fp8ref.torch import attention, convert, delayed, gemm, grouped, linear_input, scaling
+from fp8ref.torch.gemm_observer import observe_gemms
 
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
 own = pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
@@ -138,14 +139,18 @@ def without_tokens(recipe):
     """Gradients and states where the second of two ranks has no tokens, and how many tokens it had."""
     model, rank = convert.convert(converted("bf16"), recipe, amax_group=distributed.group.WORLD), distributed.get_rank()
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))[: 0 if rank else 128]
-    y = model(x)
-    y.square().sum().backward()
+    seen = []
+    with observe_gemms(model, lambda name, which, *_: seen.append((name, which))):
+        y = model(x)
+        y.square().sum().backward()
+    assert len(seen) == (0 if rank else 5)
     delayed.update(model)
     return [p.grad for p in model.parameters()], [buffer.clone() for buffer in model.buffers()], len(y)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_rank_without_tokens_keeps_no_other_rank_waiting(recipe):  # L-9, P-2
+    gemm.use_native_scaled_mm()  # as convert has each rank multiply
     alone = convert.Linear.of  # fp8ref's own linear, as ranks have it
     model = converted("bf16")
     model[0], model[2] = (alone(linear, recipe) for linear in (model[0], model[2]))

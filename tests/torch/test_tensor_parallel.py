@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fp8ref.torch import convert, tensor_parallel
+from fp8ref.torch.gemm_observer import observe_gemms
 from fp8ref.train.torch.llama import Llama
 
 
@@ -84,6 +85,57 @@ def changed_in_place():
 def test_an_output_may_be_changed_in_place():
     for equal in run(2, changed_in_place):
         assert all(equal.values()), equal
+
+
+def gradients_of(parameters):
+    """Gradients, whole, of a pass that starts from none."""
+    gradients = [whole(p.grad).clone() for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return gradients
+
+
+def of_no_tokens():
+    """What is wrong with passes without tokens, between two with them, by recipe and style."""
+    wrong = []
+    cases = ["bf16", "tensorwise", "tensorwise with a bias", "rowwise", "delayed"]
+    for case, style in itertools.product(cases, ("colwise", "rowwise")):
+        recipe, bias = case.split()[0], "bias" in case
+        torch.manual_seed(0)
+        up = nn.Linear(64, 96, bias=bias).bfloat16()
+        model = convert.convert(nn.ModuleDict({"up": up}), recipe)
+        up = tensor_parallel.parallelize(model, mesh(), plan={"up": style})["up"]
+        k, n = (64, 48) if style == "colwise" else (32, 96)
+        x, passes, seen = torch.randn(2, 8, k).bfloat16().requires_grad_(), [], []
+        for shape in ((2, 8), (0, 8), (2, 0), (0,), (2, 8)):
+            rows = x if shape == (2, 8) else torch.ones(*shape, k).bfloat16().requires_grad_()
+            with torch.no_grad():
+                evaluated = up(rows)
+            with observe_gemms(model, lambda *gemm: seen.append(gemm)):  # noqa: B023 (called here)
+                y = up(rows)
+                torch.relu_(y).square().sum().backward()
+            gradients = [rows.grad.clone(), *gradients_of(list(up.parameters()))]
+            rows.grad = None
+            if evaluated.shape != y.shape or y.shape != (*shape, n) or isinstance(y, DTensor):
+                wrong.append((recipe, style, shape, y.shape))
+            if shape == (2, 8):
+                passes.append([y.detach(), *gradients])
+                seen.clear()
+            elif seen or any(g.any() for g in gradients) or gradients[0].shape != rows.shape:
+                wrong.append((recipe, style, shape, len(seen)))
+        if not all(torch.equal(a, b) for a, b in zip(*passes, strict=True)):
+            wrong.append((recipe, style, "the pass after it"))
+    for sequence, shape in ((False, (2, 0)), (True, (0, 16))):
+        model = tensor_parallel.parallelize(build("tensorwise"), mesh(), sequence=sequence)
+        y = model(torch.zeros(shape, dtype=torch.int64))
+        y.sum().backward()
+        if y.shape != (*shape, 256) or any(g.any() for g in gradients_of(list(model.parameters()))):
+            wrong.append((sequence, shape, y.shape))
+    return wrong
+
+
+def test_no_tokens_give_no_outputs_and_zeros_as_gradients():  # L-9; ao#1200, torchtitan#1166
+    assert run(2, of_no_tokens) == [[], []]
 
 
 def on_two_dims(sequence):

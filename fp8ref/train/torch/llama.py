@@ -144,9 +144,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D]."""
-        batch, length, _ = x.shape
-        heads = [p(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = heads  # [B, H, T, D]
+        outputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        # [B, H, T, D]
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in outputs)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -160,7 +160,7 @@ class Attention(nn.Module):
             how: dict = {"variant": self.variant, "mask": _CAUSAL, "arithmetic": self.arithmetic, "amax_group": self.amax_group}
             how |= {"context": self.context, "softcap": self.softcap, "sinks": self.sinks}
             y = attention_delayed.apply(q, k, v, states=self.states, **how) if self.states else attention.apply(q, k, v, **how)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):
