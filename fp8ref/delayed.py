@@ -109,6 +109,14 @@ DELAYED = {
 """Delayed scaling by name: fp8ref's own, TransformerEngine's and Flax's (H-1, H-7, H-8)."""
 
 
+def unset_scales(name: str, calibrate: str) -> str:
+    """The warning of a layer of this name that casts by scales of no update; calibrate: a call that sets them."""
+    return (
+        f"{name} scales by earlier steps under delayed scaling, and no update has set its scales: they are 1, and its casts may clip or "
+        f"underflow. Call {calibrate} once before an evaluation, or load a checkpoint with the states."
+    )
+
+
 def by_name(config: "str | DelayedScaling") -> DelayedScaling:
     """The config of that name; a DelayedScaling is itself; ValueError for anything else."""
     return registry.lookup("delayed scaling is a DelayedScaling or", DELAYED, config, DelayedScaling)

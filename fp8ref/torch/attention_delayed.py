@@ -13,7 +13,7 @@ from fp8ref import attention as data
 from fp8ref import attention_delayed
 from fp8ref.attention import Variant
 from fp8ref.delayed import DELAYED, DelayedScaling
-from fp8ref.torch import attention, delayed, delayed_checks
+from fp8ref.torch import attention, delayed, unset_scales
 from fp8ref.torch.delayed import RoleState
 
 
@@ -44,12 +44,16 @@ def apply(q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: st
         )
     kept: dict[str, RoleState] = {role: state for role, state in states.items() if isinstance(state, RoleState)}
     if delayed.calibrating():  # by amaxes of its own, so that those of scores and outputs are not of casts by unset scales
-        return attention.apply(q, k, v, variant=variant, seen={role: kept[role].seen for role in kept if role in data.ROLES}, **how)
+        for role in data.ROLES:
+            kept[role].used = True
+        return attention.apply(q, k, v, variant=variant, seen={role: kept[role].seen for role in data.ROLES}, **how)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if not (differentiated and states.training):
-        if not torch.compiler.is_compiling():
-            delayed_checks.check_scales((kept[role] for role in kept if role in data.ROLES), "attention")
-        scales = {role: kept[role].scale for role in kept if role in data.ROLES}
+        if torch.compiler.is_compiling():
+            unset_scales.check_traced(states)
+        else:
+            unset_scales.check(states, "attention")
+        scales = {role: kept[role].scale for role in data.ROLES}
         return attention.apply(q, k, v, variant=variant, scales=scales, **how)
     for state in kept.values():
         state.used = True

@@ -28,7 +28,7 @@ from fp8ref import linear_rules, linear_selection, routers
 from fp8ref import recipe as recipes
 from fp8ref.linear_rules import Rule
 from fp8ref.recipe import Recipe
-from fp8ref.torch import delayed, delayed_checks, experts_selection, gemm, grouped_arguments, grouped_linear, torchao_linear
+from fp8ref.torch import delayed, experts_selection, gemm, grouped_arguments, grouped_linear, torchao_linear, unset_scales
 from fp8ref.torch import experts as experts_of
 from fp8ref.torch import report as reports
 from fp8ref.torch.convert_checks import FP8_LINEARS, METHODS_OF, added_attributes, check_linear, device_of, unusual_parameter, what_is_lost
@@ -168,9 +168,9 @@ def convert(
     for name, own in in_groups.items():
         grouped[name].fqn = name
         grouped[name].convert(own, group=group)
-    notice = delayed_checks.Notice()
-    for _, state in delayed.states(model):
-        state.notice = notice
+    notice = unset_scales.Notice.of_new_model()
+    for name, state in delayed.states(model):
+        state.notice, state.path = notice, name
     kept = vars(model).get(reports.REASONS, {})
     # of a linear that was converted before, the reason of then
     why = {d.path: d.reason for d in decisions} | {key: reason for key, reason in kept.items() if key not in chosen}

@@ -20,7 +20,7 @@ from fp8ref import recipe as recipes
 from fp8ref.delayed import DelayedScaling, by_name
 from fp8ref.formats import Format
 from fp8ref.recipe import Recipe, Role
-from fp8ref.torch import delayed_checks, scaling
+from fp8ref.torch import delayed_checks, delayed_ranks, scaling, unset_scales
 
 
 class DelayedState(NamedTuple):
@@ -120,10 +120,11 @@ class RoleState(nn.Module):
     missed    optimizer steps since the last update, which ``delayed_checks`` counts.
     version   of the weight in the last forward pass in training; None if its step was counted since.
     idle      optimizer steps before the first update, while the linear was frozen.
-    used      whether a forward pass has observed.
+    used      whether a pass has observed since the last update.
     updated   whether it was ever updated, loaded or told to forget.
-    scaled    whether an update, or a state that was loaded, has set its scale.
-    notice    of the model that was converted: whether a missing update was warned of.
+    scaled    whether Python saw an update, or a state that was loaded, set its scale.
+    notice    of the model that was converted: whether unset scales were warned of.
+    path      its name in that model.
     checked, compared
               whether an update has checked that ranks share the state, and compared its scale with
               theirs.
@@ -146,7 +147,7 @@ class RoleState(nn.Module):
         self.missed = self.idle = 0
         self.version: int | None = None
         self.used = self.updated = self.scaled = self.checked = self.compared = False
-        self.notice = delayed_checks.Notice()
+        self.notice, self.path = unset_scales.Notice(), ""
 
     def reset(self) -> None:
         """Scale 1, an empty history, nothing seen."""
@@ -194,6 +195,14 @@ class RoleState(nn.Module):
 
 class RoleStates(nn.ModuleDict):
     """The states of one weight, by role. A checkpoint has all of them, or none."""
+
+    def __init__(self, states: Mapping[str, RoleState]) -> None:
+        super().__init__(states)
+        unset_scales.register(self)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        unset_scales.register(self)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
         names = [f"{prefix}{role}.{key}" for role in self for key in DelayedState._fields]
@@ -292,9 +301,9 @@ def update(model: nn.Module) -> None:
               states of their own, or DistributedDataParallel that broadcasts states (H-12).
     """
     named = list(states(model))
-    unchecked = [(name, state) for name, state in named if not state.checked] if delayed_checks.several_ranks() else []
+    unchecked = [(name, state) for name, state in named if not state.checked] if delayed_ranks.several_ranks() else []
     if unchecked:
-        delayed_checks.check_ranks(model, unchecked)
+        delayed_ranks.check_ranks(model, unchecked)
     _merge_ranks([state for _, state in named])
     alike: dict[tuple[Format, DelayedScaling, torch.device], list[RoleState]] = {}
     for _, state in named:
@@ -304,11 +313,11 @@ def update(model: nn.Module) -> None:
         after = advance(before, torch.stack([s.seen for s in group]), config, fmt)
         for key, values in after._asdict().items():
             torch._foreach_copy_([getattr(s, key) for s in group], list(values.unbind()))
-    forget(model)
     for _, state in named:
-        state.scaled = True
-    uncompared = [(name, state) for name, state in named if not state.compared] if delayed_checks.several_ranks() else []
-    if uncompared and delayed_checks.check_copies(model, uncompared):
+        state.scaled |= state.used
+    forget(model)
+    uncompared = [(name, state) for name, state in named if not state.compared] if delayed_ranks.several_ranks() else []
+    if uncompared and delayed_ranks.check_copies(model, uncompared):
         for _, state in uncompared:
             state.compared = True
     for _, state in unchecked:
@@ -331,7 +340,7 @@ def forget(model: nn.Module) -> None:
     """Clear the observations since the last update."""
     found = [state for _, state in states(model)]
     for state in found:
-        state.missed, state.version, state.updated = 0, None, True
+        state.missed, state.version, state.used, state.updated = 0, None, False, True
     for seen in _by_device([state.seen for state in found]):
         torch._foreach_zero_(seen)
 
@@ -340,7 +349,10 @@ def forget(model: nn.Module) -> None:
 def forget_unless(model: nn.Module, taken: torch.Tensor) -> None:
     """Clear the observations since the last update unless a flag () on the device is true: the
     ``update`` after it then changes nothing, and the host has not waited."""
-    for seen in _by_device([state.seen for _, state in states(model)]):
+    found = [state for _, state in states(model)]
+    for state in found:
+        state.used = False  # as the host does not know
+    for seen in _by_device([state.seen for state in found]):
         torch._foreach_mul_(seen, taken.float())
 
 

@@ -54,7 +54,7 @@ class Experts(nn.Module):
         states = dict(self.grouped_states.items()).get(key)
         assert states is None or isinstance(states, nn.ModuleDict)
         bound = self._bound.get(key, self._bound[""])
-        delayed_checks.check_pass(self, states, delayed.observes(self))  # type: ignore[arg-type]
+        delayed_checks.check_pass(self, states, x, delayed.observes(self))  # type: ignore[arg-type]
         return grouped.apply(x, w, ends, recipe=bound, states=states, observe=self.training, name=f"{self.fqn}.{key}")
 
     @property

@@ -123,7 +123,7 @@ def apply(
         for role, tensor in of_forward.items():
             if role in by_role:
                 merge_(by_role[role].seen, tensor, groups, apart)
-    if calibrating and by_role:
+    if calibrating:
         bound, by_role = bind("bf16"), {}
     seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
     of_states = (by_role[role].scale if role in by_role else None for role in ROLES)

@@ -46,7 +46,7 @@ class GroupedLinear(nn.Module):
         self, rows: torch.Tensor, ends: torch.Tensor, *, input_codes: Quantized | None = None, grad_codes: grouped.Slot | None = None
     ) -> torch.Tensor:
         """rows [M, K] of groups that end at ends -> [M, N]; input_codes, grad_codes and what it raises as ``grouped.apply``."""
-        delayed_checks.check_pass(self, self.states, delayed.observes(self))
+        delayed_checks.check_pass(self, self.states, rows, delayed.observes(self))
         cut = isinstance(self.weight, DTensor)
         weight = local_part(self.weight)
         how: dict = {"states": self.states, "observe": self.training, "shared": self.shared, "apart": cut, "name": self.fqn}

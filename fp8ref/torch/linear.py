@@ -108,7 +108,7 @@ class Linear(nn.Linear):
         w = linear_input.weight(self, x)
         observes = x.numel() > 0 and delayed.observes(self)
         states = [self.state(role) for role in ROLES]
-        delayed_checks.check_pass(self, self.states, observes)
+        delayed_checks.check_pass(self, self.states, x, observes)
         if observes:
             for state, tensor in zip(states[:2], (x, w), strict=True):
                 # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
@@ -119,7 +119,7 @@ class Linear(nn.Linear):
         seen = states[-1].seen if observes and states[-1] else None
         function = self._function if w.dtype == self.weight.dtype else self._function_under_autocast
         if delayed.calibrating():
-            y = self._calibrated(x, w)
+            y = linear_input.calibrated(x, w, self.fqn)
         elif x.numel() == 0:
             y = self._of_no_tokens(function, x, w, delayed_scales)
         else:
@@ -128,15 +128,6 @@ class Linear(nn.Linear):
         if self.cut is not None:
             y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
         return y if bias is None else y + bias.to(y.dtype)
-
-    def _calibrated(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """x [..., K] @ w.T [K, N] in high precision, for ``delayed.calibrate``."""
-        if isinstance(w, Float8TrainingTensor):
-            raise ValueError(
-                f"calibrate reads weights in high precision; {linear_input.named(self.fqn)} gathers its weight in FP8. Calibrate the model before you "
-                "shard it, or gather in bfloat16 (gather_fp8=False)."
-            )
-        return linear_input.in_high_precision(x, w)
 
     def _of_no_tokens(
         self, function: type[torch.autograd.Function], x: torch.Tensor, w: torch.Tensor, scales: Sequence[torch.Tensor | None]

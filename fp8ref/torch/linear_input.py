@@ -96,6 +96,16 @@ def in_high_precision(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, w.to_original_precision() if isinstance(w, Float8TrainingTensor) else w)
 
 
+def calibrated(x: torch.Tensor, w: torch.Tensor, fqn: str) -> torch.Tensor:
+    """x [..., K] @ w.T [K, N] in high precision, for ``delayed.calibrate``. ValueError: w is gathered in FP8."""
+    if isinstance(w, Float8TrainingTensor):
+        raise ValueError(
+            f"calibrate reads weights in high precision; {named(fqn)} gathers its weight in FP8. Calibrate the model before you "
+            "shard it, or gather in bfloat16 (gather_fp8=False)."
+        )
+    return in_high_precision(x, w)
+
+
 def _of_rank(linear: Named, x: torch.Tensor) -> torch.Tensor:
     """The weight as it is multiplied: of a plain x by this rank's part of it."""
     w = linear.weight

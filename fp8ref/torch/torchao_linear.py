@@ -8,7 +8,7 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
-from fp8ref.torch import cast, linear_input, scales
+from fp8ref.torch import cast, delayed, linear_input, scales
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 """The dispatch key under which autograd records views."""
@@ -47,8 +47,9 @@ class Float8Linear(float8_linear.Float8Linear):
         config = self.config
         rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
         x = linear_input.taken(input, self)
-        if x.numel() == 0:
-            output = linear_input.in_high_precision(x, self.weight.to(x.dtype))
+        if x.numel() == 0 or delayed.calibrating():
+            w = self.weight.to(x.dtype)
+            output = linear_input.in_high_precision(x, w) if x.numel() == 0 else linear_input.calibrated(x, w, self.fqn)
             return output if self.bias is None else output + self.bias.to(output.dtype)
         if rowwise and x.ndim > 2 and not x.is_contiguous():
             # torchao flattens the codes, but cannot copy codes with rowwise scales

@@ -10,10 +10,12 @@ from torch.distributed import checkpoint
 
 from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.linear_rules import Rule
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 from fp8ref.sim import delayed as sim
 from fp8ref.sim import linear as sim_linear
 from fp8ref.torch import convert, delayed, grouped_linear
+from fp8ref.torch.torchao_linear import Float8Linear
 
 
 def assert_equal(ours: delayed.DelayedState | delayed.RoleState, theirs: sim.DelayedState):
@@ -248,6 +250,35 @@ def test_calibration_sets_the_scales_of_an_evaluation(call, compiled):  # Transf
         assert (linear.states["grad_output"].scale, linear.states["grad_output"].step) == (1, 0)
     # two casts of e4m3, each within 2^-4 of its number, in each of two linears
     assert relative_error(model(x), plain(x)) < 4 * 2.0**-4
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+def test_calibration_runs_linears_without_states_in_high_precision(recipe):
+    """Of torchao too: what comes behind them observes what no cast has changed."""
+    plain, x = small(), torch.randn(24, 32)
+    model = convert.convert(copy.deepcopy(plain), "delayed", rules=(Rule(layers=("0",), recipe=recipe),))
+    assert isinstance(model[0], Float8Linear) == (recipe != "mxfp8")
+    delayed.calibrate(model, [x])
+    assert model[2].states["input"].amax_history[0] == plain[:2](x).abs().max()  # the same product, bit for bit
+
+
+def test_calibration_runs_grouped_linears_without_states_in_high_precision():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = grouped_linear.GroupedLinear(2, 32, 32), nn.Linear(32, 16)
+            nn.init.normal_(self.up.weight)
+
+        def forward(self, x):
+            return self.down(self.up(x, torch.tensor([3, 8], dtype=torch.int32)))
+
+    model, x = Both(), torch.randn(8, 32)
+    hidden = model.up(x, torch.tensor([3, 8], dtype=torch.int32))
+    convert.convert(model, "delayed", rules=(Rule(layers=("up",), recipe="rowwise"),))
+    assert model.up.in_fp8
+    assert not len(model.up.states)
+    delayed.calibrate(model, [x])
+    assert model.down.states["input"].amax_history[0] == hidden.abs().max()
 
 
 def test_calibration_of_a_grouped_linear():
