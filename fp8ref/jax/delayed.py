@@ -192,6 +192,18 @@ def scales(state: State, recipe: str | Recipe) -> dict[Role, jax.Array]:
     return {role: lax.stop_gradient(_used(of_role, *casts[role])) for role, of_role in state.items()}
 
 
+def unset(state: State) -> bool:
+    """Whether a linear's pass would cast input or weight by a scale that no update has set: it is 1
+    (H-2). Ask it before you evaluate; False where the state is traced, and nobody knows.
+
+    >>> unset(init("delayed"))
+    True
+    """
+    steps = [state[role].step for role in ("input", "weight") if role in state]
+    readable = (step for step in steps if not isinstance(step, jax.core.Tracer) and getattr(step, "is_fully_addressable", True))
+    return any(bool((np.asarray(step) == 0).any()) for step in readable)
+
+
 def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: str) -> None:
     """ValueError, naming the layer, unless state and seen belong to this recipe and this backend
     implements its histories."""

@@ -11,6 +11,7 @@ a function its rules.
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -63,14 +64,17 @@ def _second(name: str, kind: Kind, primals: tuple, tangents: tuple) -> NoReturn:
     )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def warned(x: jax.Array, name: str, message: str) -> jax.Array:
-    """x; a UserWarning, naming the layer, where it is differentiated."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def warned(x: jax.Array, name: str, message: str, evaluated: Callable[[], None] | None) -> jax.Array:
+    """x; a UserWarning, naming the layer, where it is differentiated. Elsewhere ``evaluated`` is called."""
+    if evaluated is not None:
+        evaluated()
     return x
 
 
 @warned.defjvp
-def _warn(name: str, message: str, primals: tuple, tangents: tuple) -> tuple:
+def _warn(name: str, message: str, evaluated: Callable | None, primals: tuple, tangents: tuple) -> tuple:
+    del evaluated
     warnings.warn(f"{name}: {message}", stacklevel=2)
     return *primals, *tangents
 

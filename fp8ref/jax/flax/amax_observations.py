@@ -8,7 +8,7 @@ mutable, and else delivers all observations as the gradient by it (``by_gradient
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -137,13 +137,17 @@ def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
     return delayed.unseen(recipe)
 
 
-def warned(y: jax.Array, recipe: Recipe, name: str) -> jax.Array:
-    """y, the output of a layer that was not observed; a UserWarning, naming it, where a gradient is taken."""
+def warned(y: jax.Array, recipe: Recipe, name: str, evaluated: Callable[[], None] | None) -> jax.Array:
+    """y, the output of a layer that was not observed; a UserWarning, naming it, where a gradient is taken.
+
+    evaluated   None, or what else warns, of a pass without a gradient.
+    """
     return derivatives.warned(
         y,
         name,
         f"recipe {recipe.name!r} scales by past amaxes, and this gradient observes none: a model that it trains keeps its first scales. "
         "Use fj.flax.value_and_grad in place of jax.grad or nnx.grad.",
+        evaluated,
     )
 
 

@@ -22,6 +22,7 @@ from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.jax.flax import report as reports
+from fp8ref.jax.flax import unset_scales
 from fp8ref.jax.flax.grouped_linear import GroupedLinear, RaggedDot
 from fp8ref.jax.sharding import Placement
 from fp8ref.linear_rules import Rule
@@ -128,8 +129,10 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
         _check_dtype(decision.path, layer)
     of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
     made = [_hook(decision, layer, of_hooks[decision.path]) for decision, layer in chosen]  # refuses what a hook does not take
+    notice = unset_scales.Model()
     for (_, layer), hook in zip(chosen, made, strict=True):
         setattr(layer, _attribute(layer), nnx.data(hook))
+        unset_scales.models[hook] = notice
     decisions = {decision.path: decision for decision in plan}
     _log(reports.of_nnx(model, None, {path: decision.shape for path, decision in decisions.items()}, decisions), type(model).__name__)
     return model

@@ -11,7 +11,7 @@ from flax import struct, traverse_util
 
 from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
-from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.flax import amax_observations, unset_scales
 from fp8ref.jax.flax.amax_observations import SEEN, STATE
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import RECIPES, Recipe, Role
@@ -187,7 +187,15 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
         f"mutable=[{SEEN!r}]). Give a loss of several models the variables of all as its first argument: value_and_grad(loss_fn)((a, b), ...)."
     )
     y = use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]
-    return amax_observations.warned(y, recipe, name)
+    evaluated = None
+    if not hook.is_initializing():
+        evaluated = unset_scales.notice(state.roles, name, lambda: _first_history(hook))
+    return amax_observations.warned(y, recipe, name, evaluated)
+
+
+def _first_history(hook: nn.Module) -> Any:
+    """An array that stands for a model: it is of all layers' states, and changes with an update."""
+    return next(leaf for leaf in jax.tree.leaves(hook.scope.root.variables()[STATE]) if jax.numpy.ndim(leaf))
 
 
 def _check_once(given: delayed.Seen, before: list, name: str) -> None:

@@ -9,7 +9,7 @@ from flax import errors, nnx
 
 from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
-from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.flax import amax_observations, unset_scales
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import RECIPES, Recipe
 
@@ -73,7 +73,8 @@ class Hook(nnx.Module):
                 "hooks as attributes of their layers."
             )
             y = use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
-            return amax_observations.warned(y, self.recipe, self.name)
+            evaluated = unset_scales.notice(state, self.name, lambda: unset_scales.models.get(self, Hook))
+            return amax_observations.warned(y, self.recipe, self.name, evaluated)
         if amax_observations.calibrating():
             self.seen.set_value(amax_observations.observed(self.seen.get_value(), use.args))
             return self._in_high_precision(use)

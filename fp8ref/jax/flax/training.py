@@ -165,6 +165,16 @@ def unseen(model: Model) -> Observed:
     return Observed(layers={key: _unseen(layer.recipe, layer.roles) for key, layer in _states(model).items()})
 
 
+def unset_layers(model: Model) -> list[str]:
+    """The layers whose scales no update, calibration or checkpoint has set: ask it before an
+    evaluation under jit, which cannot warn. Raises as ``unseen``.
+    """
+    if _is_nnx(model):
+        stateful = {path: hook.state.get_value() for path, hook in hooks(model).items() if hook.state is not None}
+        return [layer_name(path, model) for path, state in stateful.items() if delayed.unset(state)]
+    return [key.rpartition(".")[0] or key for key, layer in _states(model).items() if delayed.unset(layer.roles)]
+
+
 def _advance(model: Model, seen: Observed) -> None:
     """``update`` of an NNX model."""
     of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}

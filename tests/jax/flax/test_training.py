@@ -120,11 +120,11 @@ def test_a_gradient_that_observes_nothing_warns():  # H-9
     """A loop around it would train with the first scales for ever."""
     message = r"recipe 'delayed' scales by past amaxes, and this gradient observes none: .*Use fj.flax.value_and_grad"
     x, model = jnp.ones((16, 16)), fp8.convert(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), "delayed")
-    loss_fn(model, x)  # without a gradient there is nothing to lose
+    nnx.jit(loss_fn)(model, x)  # without a gradient there is nothing to lose
     with pytest.warns(UserWarning, match=f"^Linear: {message}"):
         nnx.grad(loss_fn)(model, x)
     model, variables, x = linen_model()
-    model.apply(variables, x)
+    jax.jit(model.apply)(variables, x)
     with pytest.warns(UserWarning, match=f"^Dense: {message}"):
         jax.grad(lambda params: (model.apply({**variables, "params": params}, x) ** 2).mean())(variables["params"])
 
