@@ -16,7 +16,7 @@ formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
 def amaxes(fmt, rng):
     """Every bfloat16, a million float32, and the neighbors of each eps, below which an amax counts
-    as eps, and of fmt.max * 2^k, where scales pass a power of two."""
+    as eps, and of fmt.max * 2^k, where scales pass a power of two; and NaNs."""
     random = rng.integers(0, 0x7F800001, 1 << 20, dtype=np.uint32).view(np.float32)
     k = np.arange(-118, 160)
     with np.errstate(over="ignore"):
@@ -24,7 +24,8 @@ def amaxes(fmt, rng):
     eps = np.unique([policy.eps for policy in FLOORED]).astype(np.float32)
     centers = np.concatenate([powers[np.isfinite(powers)], eps]).view(np.int32)
     near = (centers[:, None] + np.arange(-100, 101)).clip(0, 0x7F800000)
-    return np.concatenate([AMAX_BF16, random, near.astype(np.int32).view(np.float32).ravel()])
+    nans = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF], np.uint32).view(np.float32)
+    return np.concatenate([AMAX_BF16, random, near.astype(np.int32).view(np.float32).ravel(), nans])
 
 
 @pytest.mark.parametrize("policy", FLOORED, ids=lambda p: p.name)

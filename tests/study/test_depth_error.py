@@ -19,15 +19,16 @@ FIRST = seen({"a": X, "b": 2 * X}, X)
 
 def test_errors_and_divergence_by_hand():
     other = X.copy()
-    other[0] = [2.0, 1.0]
+    other[0] = [2.0, 1.5]
     found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X, "b": X}, other, 1), ["tensorwise"])
     one = found.outcomes["tensorwise"]
     assert one.inputs == {"a": 0.0, "b": 0.5}
     assert one.in_fp8 == 1
-    assert one.output == pytest.approx(np.sqrt(2 / 30), rel=1e-15)
-    # of the first row softmax is (q, p), then (p, q), with p = e / (1 + e): KL = p log(p / q) + q log(q / p) = p - q; of the second 0
-    p = np.e / (1 + np.e)
-    assert one.divergence == pytest.approx((p - (1 - p)) / 2, rel=1e-12)
+    assert one.output == pytest.approx(np.sqrt(1.25 / 30), rel=1e-15)
+    # Of the first row the softmax is (1 - p, p), then (q, 1 - q); of the second KL is 0.
+    p, q = 1 / (1 + np.exp(-1)), 1 / (1 + np.exp(-0.5))
+    expected = (1 - p) * np.log((1 - p) / q) + p * np.log(p / (1 - q))
+    assert one.divergence == pytest.approx(expected / 2, rel=1e-12)
     assert one.agreement == 0.5
 
 

@@ -55,6 +55,7 @@ def test_large_parameters_are_sampled():
         ([], None, "at least one step"),
         ([{}], None, "at least one step"),
         ([{"a": np.ones(2)}, {"b": np.ones(2)}], ["te"], "step 1 has others"),
+        ([{"a": np.ones(2)}, {"a": np.ones(3)}], ["te"], "step 1 has others"),
         ([{"a": np.ones(2)}], ["msamp_o2"], "'msamp_o2' stores masters too"),
         ([{"a": np.ones(2)}], ["absent"], "absent"),
     ],

@@ -58,6 +58,24 @@ def test_extremes_of_parts_make_the_update_of_the_whole(name):  # O-11
     assert all(torch.equal(x.codes, y.codes) for x, y in zip(cut.kept, whole.kept, strict=True))
 
 
+def test_a_ratio_is_bounded_on_both_sides():  # O-6
+    numbers = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+    at = states.scalars(2, learning_rate=1.0, **numbers)
+    m, root = torch.tensor([1.0, -1.0]), torch.full((2,), 1e-6)
+    change = adamw_update._change(torch.zeros(2), m, root, at, ALL["sqrt_e5m2"])
+    assert torch.equal(change, torch.tensor([at.bound, -at.bound]))
+
+
+def test_eps_is_added_to_the_corrected_root():  # O-6
+    numbers = {"b1": 0.9, "b2": 0.95, "eps": 0.5, "weight_decay": 0.0}
+    at = states.scalars(2, learning_rate=1.0, **numbers)
+    m, root = torch.tensor([1.0]), torch.tensor([0.25])
+    change = adamw_update._change(torch.zeros(1), m, root, at, ALL["te"])
+    # float32 rounds each of the five operations by at most 2^-24 of its result
+    expected = (1 / (1 - 0.9**2)) / (0.25 / (1 - 0.95**2) ** 0.5 + 0.5)
+    assert change.item() == pytest.approx(expected, rel=5 * 2.0**-24)
+
+
 def test_layouts_that_need_an_amax_before_anything_is_stored():
     first = {name for name, layout in {**ALL, **MASTERED}.items() if adamw_update.amaxes_first(layout)}
     assert {"msamp", "te", "fishman", "sqrt_e5m2", "msamp_o2"} <= first

@@ -14,12 +14,14 @@ formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
 
 def amaxes(fmt, rng):
-    """Every bfloat16, a million float32, and the neighbors of fmt.max * 2^k, where scales pass a power of two."""
+    """Every bfloat16, a million float32, the neighbors of fmt.max * 2^k, where scales pass a power
+    of two, and NaNs."""
     random = rng.integers(0, 0x7F800001, 1 << 20, dtype=np.uint32).view(np.float32)
     with np.errstate(over="ignore"):
         powers = (fmt.max * 2.0 ** np.arange(-160, 118)[:, None]).astype(np.float32)
     near = (powers[np.isfinite(powers).ravel()].view(np.int32) + np.arange(-100, 101)).clip(0, 0x7F800000)
-    return np.concatenate([AMAX_BF16, random, near.astype(np.int32).view(np.float32).ravel()])
+    nans = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF], np.uint32).view(np.float32)
+    return np.concatenate([AMAX_BF16, random, near.astype(np.int32).view(np.float32).ravel(), nans])
 
 
 @pytest.mark.parametrize("policy", IMPLEMENTED, ids=lambda p: p.name)
