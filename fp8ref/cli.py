@@ -20,6 +20,9 @@ from fp8ref.commands import ablate, certify, conform, crosscheck, data, demo, es
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
 
+LONGEST = 2000
+"""The most characters of a line of an error."""
+
 
 def run() -> NoReturn:
     """``main`` as a process of its own, which ends with its exit code.
@@ -76,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said = _with_names_of_one_line(remedy or str(error), words)
             # all lines but the first are indented: a name of several from a file begins none as fp8ref does
             lines = [*f"fp8ref: {said}".split("\n"), *specification.addresses(said)]
-            print(console.printable("\n  ".join(lines)), file=sys.stderr)
+            print(console.printable("\n  ".join(map(_shortened, lines))), file=sys.stderr)
             code = failed
     if known.leave:
         known.leave(code)
@@ -89,6 +92,11 @@ def _with_names_of_one_line(text: str, words: Sequence[str]) -> str:
         for name in (word, os.path.normpath(word)):
             text = text.replace(name, console.one_line(name)) if "\n" in name else text
     return text
+
+
+def _shortened(line: str) -> str:
+    """A line that a value of a file, echoed as a whole, does not fill a terminal with."""
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
 
 
 def _run(known: argparse.Namespace, options: list[str]) -> int:

@@ -702,3 +702,12 @@ def test_further_lines_of_an_error_are_indented(capsys, tmp_path):
     first, *rest = capsys.readouterr().err.splitlines()
     assert first.startswith("fp8ref: ")
     assert all(line.startswith("  ") for line in rest)
+
+
+def test_a_value_that_is_echoed_does_not_fill_the_terminal(capsys, tmp_path):
+    (tmp_path / "a.csv").write_text(f"step,loss\n{'9' * 100_000},1\n")
+    assert cli.main(["compare", str(tmp_path / "a.csv"), str(tmp_path / "a.csv")]) == 2
+    said = capsys.readouterr().err
+    assert len(said) < 2100
+    assert said.startswith(f"fp8ref: {tmp_path / 'a.csv'} has step = '999")
+    assert said.endswith("Repair the row, or name another column.\n")

@@ -265,7 +265,7 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
         )
     sizes = [key for key in ("num_experts", "num_local_experts", "moe_intermediate_size", "intermediate_size") if key in asked]
     for key in ("model_type", "hidden_size", *sizes, "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if key not in found:
+        if found.get(key) is None:
             raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")
     if found.get("use_sliding_window") or "sliding_attention" in list(found.get("layer_types") or ()):
         raise ConfigError(

@@ -97,6 +97,9 @@ def check_types(found: Mapping[str, Any]) -> None:
     for key, value in found.items():
         if key == "model_type" and not isinstance(value, str):
             raise ValueError(f"{key} is a text; got {value!r}")
+        kind = {"layer_types": list, "rope_parameters": dict}.get(key)
+        if kind and value is not None and not isinstance(value, kind):
+            raise ValueError(f"{key} is {'a list' if kind is list else 'an object'}; got {value!r}")
         least = int(key == "num_attention_heads")
         if key in _SIZES and value is not None and (type(value) is not int or not least <= value <= 2**31):
             raise ValueError(f"{key} is a whole number from {least} to 2^31; got {value!r}")

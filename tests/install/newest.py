@@ -46,8 +46,11 @@ def main() -> int:
     options = parser.parse_args()
     python = newest_python()
     if python is None:
-        names = ", ".join(f"python{name}" for name in versions())
-        print(f"newest: none of {names} is here, on the path or of pyenv: the newest releases are not tried")
+        names = " nor ".join(f"python{name}" for name in versions())
+        print(
+            f"newest: NOTHING WAS TRIED, and exit code 0 says nothing of the newest releases: neither {names} is on the path or in pyenv."
+        )
+        print("newest: install one of them, and run this again.")
         return 0
     if not (VENV / "bin" / "python").exists() or not runs(str(VENV / "bin" / "python")):
         shutil.rmtree(VENV, ignore_errors=True)

@@ -153,6 +153,11 @@ def test_a_tied_models_second_copy_is_left_out(tmp_path, small):
     assert export.read(tmp_path / "in", model).keys() == weights.keys()
 
 
+def reworded(path, **keys) -> None:
+    """Write config.json with other values, null too."""
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | keys))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -162,6 +167,9 @@ def test_a_tied_models_second_copy_is_left_out(tmp_path, small):
         (saying(hidden_act="gelu"), r"hidden_act 'gelu'"),
         (saying(num_hidden_layers=None), r"has no num_hidden_layers"),
         (saying(attention_bias=True), r"attention_bias True"),
+        (lambda p: reworded(p, hidden_size=None), r"has no hidden_size"),
+        (lambda p: reworded(p, layer_types=3), r"layer_types is a list; got 3"),
+        (lambda p: reworded(p, rope_parameters=[]), r"rope_parameters is an object; got \[\]"),
         (
             lambda p: (p / "config.json").write_text('{"rope_scaling": {"rope_type": "llama3"}}'),
             r"rope_type 'default' only \(M-4\).*'llama3'",

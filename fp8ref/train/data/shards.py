@@ -210,6 +210,8 @@ def _npy(path: Path) -> tuple[np.dtype, int]:
         raise ConfigError(f"{path} is a .npz archive under another name. Write its array by numpy.save.")
     if array.ndim != 1 or array.dtype.kind != "u" or array.dtype.itemsize not in (2, 4):
         raise ConfigError(f"{path} holds {array.dtype} of shape {array.shape}; a shard is uint16 or uint32 of one dimension. Convert it.")
+    if array.offset + array.nbytes != path.stat().st_size:
+        raise ConfigError(f"{path} has more bytes than its {len(array)} tokens, which its header states. Write it again with numpy.save.")
     return array.dtype, array.offset
 
 

@@ -131,6 +131,14 @@ def test_a_truncated_npy_is_named(tmp_path):
         opened(tmp_path)
 
 
+def test_bytes_behind_the_tokens_of_an_npy_are_no_tokens(tmp_path):
+    np.save(tmp_path / "a.npy", np.ones(5000, "u2"))
+    content = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "a.npy").write_bytes(content * 2)  # as by `cat`: the second header would be tokens
+    with pytest.raises(ConfigError, match=r"a\.npy has more bytes than its 5000 tokens, which its header states"):
+        opened(tmp_path)
+
+
 @pytest.mark.parametrize("shape", ["(100", "(True,)", f"({10**30},)"])
 def test_an_npy_with_a_damaged_header_is_named(tmp_path, shape):
     """NumPy raises TokenError, TypeError and OverflowError of these."""
