@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref import console
+from fp8ref import console, files
 from fp8ref.errors import ConfigError
 from fp8ref.train.data import sources
 from fp8ref.train.data.sources import Source
@@ -153,7 +153,7 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
     parquet = library("pyarrow.parquet", f"reading {path.name}")
     arrow = library("pyarrow", f"reading {path.name}")
     try:
-        with parquet.ParquetFile(path) as file:
+        with files.open_regular(path) as opened, parquet.ParquetFile(opened) as file:  # a pipe cannot be read from its end
             if column not in file.schema_arrow.names:
                 _text(dict.fromkeys(file.schema_arrow.names), column, str(path))
             number = 0
@@ -162,7 +162,9 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
                     number += 1
                     if text := _text({column: value}, column, f"{path}: row {number}"):
                         yield text, number / file.metadata.num_rows
-    except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, arrow.ArrowException) as error:
         raise sources.unreadable(path, error) from error
 
 

@@ -75,7 +75,8 @@ def is_validation(name: str) -> bool:
 
 def unreadable(path: Path, error: Exception) -> ConfigError:
     """The ConfigError for a file that cannot be read."""
-    return ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Repair it, or leave it out of data.source.")
+    why = " ".join(str(getattr(error, "strerror", None) or error).split())  # Arrow's has several lines
+    return ConfigError(f"{path} cannot be read ({why}). Repair it, or leave it out of data.source.")
 
 
 def _find(source: str) -> Source:

@@ -151,7 +151,7 @@ def _hugging_face(name: str, end: str | None) -> HuggingFace:
     made_by = library("tokenizers", f"data.tokenizer {name!r}")
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
-        made = made_by.Tokenizer.from_file(str(path))
+        made = made_by.Tokenizer.from_buffer(files.read_bytes(path))
     except Exception as error:  # the library raises Exception itself
         raise ConfigError(
             f"data.tokenizer {name!r} cannot be read as a tokenizer.json ({error}). Name such a file, a directory that holds one, or tiktoken:NAME."

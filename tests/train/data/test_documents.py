@@ -74,6 +74,29 @@ def test_a_pipe_is_read_too(tmp_path):
     writer.join()
 
 
+def test_damage_to_parquet_is_an_error_of_one_line(tmp_path):
+    """Arrow's own has several."""
+    path = tmp_path / "a.parquet"
+    write(path, TEXTS[:3])
+    content = path.read_bytes()
+    messages = []
+    for at in range(0, len(content), 16):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
+        try:
+            read(tmp_path)
+        except ConfigError as error:
+            messages.append(str(error))
+    assert messages
+    assert all("\n" not in said and str(path) in said for said in messages)
+
+
+def test_a_pipe_of_parquet_is_refused(tmp_path):
+    """It is read from its end."""
+    os.mkfifo(tmp_path / "a.parquet")  # which nobody writes to
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read \(it is no regular file, but a pipe"):
+        read(tmp_path)
+
+
 def test_another_column(tmp_path):
     write(tmp_path / "a.parquet", ["x"], column="content")
     assert [d.text for d in read(tmp_path, text_column="content")] == [b"x"]

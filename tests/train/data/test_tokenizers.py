@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 
 import numpy as np
@@ -94,9 +95,10 @@ def test_a_text_that_a_tokenizer_has_no_tokens_for_is_a_user_s_error(tmp_path):
         load(tmp_path / "tokenizer.json", end="").encode([b"fp8 unheard"])
 
 
-@pytest.mark.parametrize("name", ["absent.json", "broken.json"])
+@pytest.mark.parametrize("name", ["absent.json", "broken.json", "pipe.json"])
 def test_what_is_no_tokenizer_is_refused(tmp_path, name):
     (tmp_path / "broken.json").write_text("{}")
+    os.mkfifo(tmp_path / "pipe.json")  # which nobody writes to
     with pytest.raises(ConfigError, match=rf"{name}' cannot be read as a tokenizer.json"):
         load(tmp_path / name)
 
