@@ -40,30 +40,38 @@ class Candidate:
 
     def scales(self, x: np.ndarray, scale_layout: ScaleLayout) -> Scales:
         """The scales of x [M, K] that are returned."""
-        return self._returned(self._applied(x, scale_layout))
+        return self._returned(self.applied(x, scale_layout))
 
-    def _applied(self, x: np.ndarray, scale_layout: ScaleLayout) -> Scales:
+    def applied(self, x: np.ndarray, scale_layout: ScaleLayout) -> Scales:
         """The scales by which codes are made."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
         # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
         given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
-        policy = self.deviation.applied_to(self.policy)
         with np.errstate(all="ignore"):
-            amax = self.deviation.amax(given, granularity, axis=axis)
-            scales = self.deviation.scales(scales_from_amax(amax, self.scale_fmt, policy), amax, self.scale_fmt, policy)
+            return self._of_amax(self.deviation.amax(given, granularity, axis=axis))
+
+    def scales_of_amax(self, amax: np.ndarray) -> Scales:
+        """The scales of amaxes, float32 of any shape, that are returned."""
+        return self._returned(self._of_amax(amax))
+
+    def _of_amax(self, amax: np.ndarray) -> Scales:
+        policy, scale_fmt = self.deviation.applied_to(self.policy), self.deviation.limited(self.scale_fmt)
+        with np.errstate(all="ignore"):
+            amax = self.deviation.change_amax(amax)
+            scales = self.deviation.scales(scales_from_amax(amax, scale_fmt, policy), amax, scale_fmt, policy)
         if self.flushes and self.policy.e8m0 is None:  # an e8m0 scale is no float, and so never flushed
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         return scales
 
     def _returned(self, scales: Scales) -> Scales:
         with np.errstate(all="ignore"):
-            return scales if self.deviation.returned is None else self.deviation.returned(scales)
+            return self.deviation.returned(scales)
 
     def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
         """x [M, K] as this candidate quantizes it."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
-        scales = self._applied(x, scale_layout)
+        scales = self.applied(x, scale_layout)
         x = _flushed(x) if self.flushes else x
         q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
         q = q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
@@ -80,6 +88,11 @@ class Candidate:
     def clause(self) -> str:
         """The clause that decides the policy's scales."""
         return self.policy.clause
+
+    @property
+    def words(self) -> str:
+        """The policy's name, and the deviation."""
+        return f"{self.policy.name}, but {self.deviation.text}" if self.deviation.text else self.policy.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +122,13 @@ class Agreement:
 def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> Agreement:
     """Compare all outputs with those of the candidate, group by group."""
     scales, codes, off = [], [], [np.zeros(0)]
-    responses, scale_layout = outputs.as_rows(responses, scale_layout)
     for a in responses:
         q = candidate.quantize(a.x, scale_layout)
         wrong = mismatches(a.output, q, candidate)
         # A group agrees if none of its elements is wrong.
         codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
         scales.append(equal_scales(a, q, scale_layout))
-        for found, expected in _both_scales(a, q, scale_layout):
+        for found, expected in both_scales(a, q, scale_layout):
             # The bits of positive float32 numbers, as integers, count these numbers.
             off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
     ulps = np.concatenate(off)
@@ -128,22 +140,18 @@ def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout:
     )
 
 
-def agrees_at_ordinary(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
-    """Whether what decides a policy agrees in all groups of ordinary amax: scales, which are compared alone, else codes.
-
-    Stops at the first response that does not.
-    """
-    responses, scale_layout = outputs.as_rows(responses, scale_layout)
+def agrees(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
+    """Whether what decides a policy agrees in all groups: scales, which are compared alone, else codes."""
     if not _has_scales(scale_layout):
-        return all(agreement(candidate, [a], scale_layout).codes[a.ordinary].all() for a in responses)
-    return all(equal_scales(a, candidate.scales(a.x, scale_layout), scale_layout)[a.ordinary].all() for a in responses)
+        return all(agreement(candidate, [a], scale_layout).codes.all() for a in responses)
+    return all(equal_scales(a, candidate.scales(a.x, scale_layout), scale_layout).all() for a in responses)
 
 
 def _has_scales(scale_layout: ScaleLayout) -> bool:
     return any(kind != "amax" for kind in scale_layout.kinds.values())
 
 
-def _both_scales(a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout) -> list[tuple[np.ndarray, np.ndarray]]:
+def both_scales(a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout) -> list[tuple[np.ndarray, np.ndarray]]:
     """(found, expected) of each kind of scale in the response, float32 by group."""
     kinds = [(name, kind) for name, kind in scale_layout.kinds.items() if kind != "amax"]
     return [(outputs.per_group(a, name, scale_layout), np.reshape(getattr(scales, kind), -1)) for name, kind in kinds]
@@ -152,7 +160,7 @@ def _both_scales(a: Response, scales: Scales | scaling.Quantized, scale_layout: 
 def equal_scales(a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout) -> np.ndarray:
     """For each group, whether all its scales are these; true without scales."""
     equal = np.ones(a.amax.size, bool)
-    for found, expected in _both_scales(a, scales, scale_layout):
+    for found, expected in both_scales(a, scales, scale_layout):
         equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
     return equal
 

@@ -141,7 +141,7 @@ def _counterexample(
         bits=tuple(bits_of(v, quantizer.dtype) for v in ([x.flat[0]] if at == 0 else [x.flat[0], x[index]])),
         dtype=quantizer.dtype,
         got=got,
-        expected=f"{want} by {candidate.policy.name}",
+        expected=f"{want} by {candidate.words}",
         clause=candidate.clause,
     )
 
@@ -188,9 +188,8 @@ def unexpected_policy(
     """
     # XLA may flush subnormals to zeros (S-12).
     ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
-    agreements = [
-        candidates.agreement(Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt, flushes=f), responses, scale_layout) for f in ways
-    ]
+    rows, of_rows = outputs.as_rows(responses, scale_layout)
+    agreements = [candidates.agreement(Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt, flushes=f), rows, of_rows) for f in ways]
     agreed = max(agreements, key=lambda a: policy_match.score(a, matched.considered))
     # The same scales are not enough: x * (1 / s) and x / s give other codes.
     right = agreed.both if right_cast else agreed.deciding
@@ -276,7 +275,7 @@ def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayo
     )
     return Counterexample(
         input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group has amax {show(a.amax[group])}, next to groups of every kind",
-        bits=(bits_of(a.x[at], dtype),), dtype=dtype, got=got, expected=f"{wanted} by {agreed.candidate.policy.name}", clause="S-6",
+        bits=(bits_of(a.x[at], dtype),), dtype=dtype, got=got, expected=f"{wanted} by {agreed.candidate.words}", clause="S-6",
     )  # fmt: skip
 
 

@@ -82,22 +82,23 @@ def summary(
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
     transposed = ", transposed" if any(f["transposed"] for f in found["scales"].values()) else ""
     what = f"a quantizer to {chosen.fmt}, {where}, that returns {found['returns'] or 'no scale'}{transposed}"
-    if not matched.agreements:
-        if matched.deviation:
-            return f"{what}: policy {chosen.policy.name}, but {matched.deviation}"
+    if not matched.agreements and not matched.deviation:
         return f"{what}, by no known policy; nearest is {chosen.policy.name}"
+    names = " or ".join(matched.names) or f"{chosen.policy.name}, but {matched.deviation}"
+    if matched.basis is None:
+        return f"{what}: policy {names}"
     how = f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}" if chosen.scale_fmt.max != fmt.max else ""
     how += ", subnormals are zeros" if chosen.flushes else ""
-    how += "" if found["rounding"] == "nearest_even" else f", rounds {found['rounding']}"
+    how += "" if found["rounding"] in ("nearest_even", None) else f", rounds {found['rounding']}"
     how += f", rounds to {found['double_rounding']} first" if found["double_rounding"] else ""
-    how += f", subnormals are {found['subnormals'].replace('_', ' ')}" if found["subnormals"] != "kept" else ""
+    how += f", subnormals are {found['subnormals'].replace('_', ' ')}" if found["subnormals"] not in ("kept", None) else ""
     how += (
         f"; its amax is stale, from {memory} earlier call{'s' if memory > 1 else ''}; only ordinary amaxes were compared" if memory else ""
     )
-    how += ", -0 becomes 0" if found["negative_zero"] != "kept" and chosen.fmt.specials != "fnuz" else ""
+    how += ", -0 becomes 0" if found["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz" else ""
     how += "" if everywhere else "; it gives other results for other tensors"
-    how += "" if identified or not everywhere else ", except for the differences below"
-    return f"{what}: policy {' or '.join(matched.names)}{how}"
+    how += "" if identified or not everywhere or matched.deviation else ", except for the differences below"
+    return f"{what}: policy {names}{how}"
 
 
 def format_finding(output: QuantizerOutput, found_fmt: Format, fmt: Format) -> Finding:

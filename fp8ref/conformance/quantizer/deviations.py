@@ -1,8 +1,11 @@
-"""Mistakes of quantizers that have a name, such as an amax without abs: departures from a policy."""
+"""Mistakes of quantizers that have a name, such as an amax without abs: departures from a policy.
+
+``NAMED`` show at ordinary amaxes. The functions below make those with a number in them, such as another eps:
+``deviation_search`` solves the number from a quantizer's answers.
+"""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,42 +23,73 @@ ChangeScales = Callable[[Scales, np.ndarray, Format, ScalePolicy], Scales]
 """A function of a policy's scales, the amax, the format and the policy, which returns other scales."""
 
 
+def _own(value: Any) -> Any:
+    """What a policy makes, unchanged."""
+    return value
+
+
 def _own_scales(scales: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
     """The policy's scales, unchanged."""
     return scales
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deviation:
-    """One way to depart from a policy.
+class Limited(Format):
+    """A format whose max, to which a tensor is scaled, is another number."""
 
-    text     completes "policy torchao, but".
-    changes  fields of the policy, with other values.
-    amax     replaces scaling.amax.
-    scales   (policy's scales, amax, format whose max is scaled to, policy) -> scales.
-    returned of the scales that codes are made by, those that are returned; None: the same.
-    ordinary whether it shows at ordinary amaxes.
+    limit: float
+
+    @property
+    def max(self) -> float:
+        """The limit."""
+        return self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """One way to depart from a policy, or several, one after another.
+
+    text         completes "policy torchao, but".
+    changes      fields of the policy, with other values.
+    amax         replaces scaling.amax.
+    change_amax  amax -> another amax.
+    scales       (policy's scales, amax, format whose max is scaled to, policy) -> scales.
+    returned     of the scales that codes are made by, those that are returned.
+    limit        the max that is scaled to, in place of the format's.
+    parts        how many deviations it is.
     """
 
     text: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     amax: Amax = scaling.amax
+    change_amax: Callable[[np.ndarray], np.ndarray] = _own
     scales: ChangeScales = _own_scales
-    returned: Callable[[Scales], Scales] | None = None
-    ordinary: bool = True
+    returned: Callable[[Scales], Scales] = _own
+    limit: float | None = None
+    parts: int = 1
 
     def applied_to(self, policy: ScalePolicy) -> ScalePolicy:
         """The policy with the changed fields."""
         return dataclasses.replace(policy, **self.changes) if self.changes else policy
 
-    def applies_to(self, policy: ScalePolicy) -> bool:
-        """Whether it changes the policy. One of e8m0 scales has no eps (S-14), one that makes scale_inv its own ratio (S-17)."""
-        fixed = policy.e8m0 is not None or ("ratio" in self.changes and policy.makes_scale_inv)
-        return not self.changes or (not fixed and any(getattr(policy, key) != value for key, value in self.changes.items()))
+    def limited(self, fmt: Format) -> Format:
+        """The format whose max is scaled to."""
+        if self.limit is None:
+            return fmt
+        return Limited(**{f.name: getattr(fmt, f.name) for f in dataclasses.fields(Format)}, limit=self.limit)
 
-
-def _other_amax(change: Callable[[np.ndarray], np.ndarray]) -> Amax:
-    return lambda x, granularity, axis: change(scaling.amax(x, granularity, axis=axis))
+    def then(self, other: "Deviation") -> "Deviation":
+        """Both deviations: ``other`` changes the amaxes and scales of this one."""
+        return Deviation(
+            text=f"{self.text}, and {other.text}" if self.text else other.text,
+            changes={**self.changes, **other.changes},
+            amax=self.amax if other.amax is scaling.amax else other.amax,
+            change_amax=lambda amax: other.change_amax(self.change_amax(amax)),
+            scales=lambda own, *of: other.scales(self.scales(own, *of), *of),
+            returned=lambda scales: other.returned(self.returned(scales)),
+            limit=other.limit or self.limit,
+            parts=self.parts + other.parts,
+        )
 
 
 def _in(fmt: Format, rounding: cast.Rounding = "nearest_even") -> Callable[[np.ndarray], np.ndarray]:
@@ -63,30 +97,129 @@ def _in(fmt: Format, rounding: cast.Rounding = "nearest_even") -> Callable[[np.n
 
 
 def _of_scale(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
-    def scales(scales: Scales) -> Scales:
-        scale = change(scales.scale)
-        return Scales(scale, scale_inv_from_scale(scale))
+    def scales(own: Scales) -> Scales:
+        scale = change(own.scale)
+        return Scales(scale, np.where(_equal(scale, own.scale), own.scale_inv, scale_inv_from_scale(scale))[()])
 
     return scales
 
 
 def _of_scale_inv(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
-    def scales(scales: Scales) -> Scales:
-        scale_inv = change(scales.scale_inv)
-        return Scales(scale_inv_from_scale(scale_inv), scale_inv)
+    def scales(own: Scales) -> Scales:
+        scale_inv = change(own.scale_inv)
+        return Scales(np.where(_equal(scale_inv, own.scale_inv), own.scale, scale_inv_from_scale(scale_inv))[()], scale_inv)
 
     return scales
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a == b) | (np.isnan(a) & np.isnan(b))
 
 
 def _changed(change: Callable[[Scales], Scales]) -> ChangeScales:
     return lambda scales, amax, fmt, policy: change(scales)
 
 
-def _one_where(condition: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
-    def scales(scales: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
-        return Scales(*(np.where(condition(amax), np.float32(1), s)[()] for s in scales))
+def _of(kind: str, change: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
+    """A change of ``scale`` or of ``scale_inv``; the other becomes the reciprocal of what changed."""
+    return _changed((_of_scale if kind == "scale" else _of_scale_inv)(change))
 
-    return scales
+
+def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
+    # log2 is rounded to float32, as that of libraries is.
+    return _of("scale", lambda s: np.exp2(rounding(np.log2(s.astype(np.float64)).astype(np.float32)).astype(np.float64)).astype(np.float32))
+
+
+def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
+    return lambda x, granularity, axis: scaling.amax(part(x, np.float32(0)), granularity, axis=axis)
+
+
+def factor(kind: str, by: float, words: str) -> Deviation:
+    """A scale, or scale_inv, that is ``by`` times the policy's, by a product in float32."""
+    return Deviation(text=f"its {kind} is {words} times that policy's", scales=_of(kind, lambda s: s * np.float32(by)))
+
+
+def another_max(limit: float, fmt: Format, words: str) -> Deviation:
+    """Another max to scale to than that of the format."""
+    ratio = limit / fmt.max
+    text = f"its scale is {ratio:g} times that policy's, as of a max of {words}, not {fmt.max:g}"
+    return Deviation(text=text if np.frexp(ratio)[0] == 0.5 else f"its max is {words}, not {fmt.max:g}", limit=limit)
+
+
+def floor(eps: float, policy: ScalePolicy, words: str) -> Deviation:
+    """Another eps than the policy's."""
+    text = f"its eps is {words}, not {policy.eps:.9g}"
+    if policy.of_exponents:  # the policy has no eps (S-14)
+        return Deviation(text=text, change_amax=lambda amax: np.maximum(amax, np.float32(eps)))
+    return Deviation(text=text, changes={"eps": eps})
+
+
+def eps_added(eps: float, policy: ScalePolicy, words: str) -> Deviation:
+    """An eps that is added to the amax, in float32, as arrays and a Python number are added."""
+    return Deviation(
+        text=f"its eps, {words}, is added to the amax, not the least amax",
+        changes={"eps": 0.0} if policy.eps else {},
+        change_amax=lambda amax: amax + np.float32(eps),
+    )
+
+
+def bound(kind: str, value: np.float32, *, least: bool) -> Deviation:
+    """A scale, or scale_inv, that is at least or at most a number."""
+    words = f"its {kind} is at {'least' if least else 'most'} {scale_words(value)}"
+    return Deviation(text=words, scales=_of(kind, lambda s: (np.maximum if least else np.minimum)(s, value)))
+
+
+def constant(
+    words: str, condition: Callable[[np.ndarray], np.ndarray], scales: Mapping[str, np.float32], shown: Collection[str]
+) -> Deviation:
+    """Scales of some amaxes, such as NaN, that are constants, by kind; ``shown``: the kinds that are returned."""
+
+    def replaced(own: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
+        return own._replace(**{kind: np.where(condition(amax), s, getattr(own, kind))[()] for kind, s in scales.items()})
+
+    text = " and ".join(f"{kind} {scale_words(scales[kind])}" for kind in shown)
+    return Deviation(text=f"{words} has {text}", scales=replaced)
+
+
+def scale_words(value: np.float32) -> str:
+    """A scale in words: a power of two far from 1 as such."""
+    fraction, exponent = np.frexp(value)
+    return f"2^{exponent - 1}" if fraction == 0.5 and abs(exponent) > 24 else f"{value:.9g}"
+
+
+def _flush(s: np.ndarray) -> np.ndarray:
+    return np.where(s < np.float32(2.0**-126), np.float32(0), s)[()]
+
+
+FLUSHES = (
+    Deviation(text="its subnormal scales are 0", scales=_of("scale", _flush)),
+    Deviation(text="its subnormal scale_inv are 0", scales=_of("scale_inv", _flush)),
+    Deviation(text="its subnormal scales and scale_inv are 0", scales=_changed(lambda s: Scales(*map(_flush, s)))),
+    Deviation(text="the subnormal scale_inv that it returns are 0", returned=lambda s: Scales(s.scale, _flush(s.scale_inv))),
+    Deviation(text="the subnormal scales that it returns are 0", returned=lambda s: Scales(_flush(s.scale), s.scale_inv)),
+)
+"""Scales whose subnormals are zeros, where those of x are kept (S-12)."""
+
+
+def of_code_0(policy: ScalePolicy) -> list[Deviation]:
+    """Other scales than the policy's beside a scale_inv of 2^-127, which is code 0 of e8m0 (S-14)."""
+    if policy.e8m0 is None:
+        return []
+    own = policy.e8m0.scale_of_code_0
+    others = {2.0**127: "2^127", 2.0**126: "2^126", np.inf: "inf, as if code 0 were 0", 1.0: "1 or less, so that its codes are zeros"}
+    return [
+        Deviation(
+            text=f"beside a scale_inv of 2^-127 its scale is {words}, not {scale_words(np.float32(own))}",
+            changes={"e8m0": dataclasses.replace(policy.e8m0, scale_of_code_0=value)},
+        )
+        for value, words in others.items()
+        if value != own
+    ]
+
+
+def of_overflow(policy: ScalePolicy) -> list[Deviation]:
+    """A scale above float32's range that is infinite, under a policy with a largest scale (S-9)."""
+    return [] if policy.overflow == "inf" else [Deviation(text="a scale above float32's range is inf", changes={"overflow": "inf"})]
 
 
 def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -95,76 +228,34 @@ def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format, policy: Scale
     return Scales(scales.scale, (floored / fmt.max).astype(np.float32))
 
 
-def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
-    # log2 is rounded to float32, as that of libraries is.
-    return _changed(
-        _of_scale(lambda s: np.exp2(rounding(np.log2(s.astype(np.float64)).astype(np.float32)).astype(np.float64)).astype(np.float32))
-    )
-
-
-def scale_times(factor: float) -> Deviation:
-    """The deviation of a scale that is ``factor`` times the policy's."""
-    return Deviation(
-        text=f"its scale is {factor:g} times that policy's", scales=_changed(_of_scale(lambda scale: scale * np.float32(factor)))
-    )
-
-
-def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
-    return lambda x, granularity, axis: scaling.amax(part(x, np.float32(0)), granularity, axis=axis)
-
-
-def _eps_added(eps: float) -> Deviation:
-    # In float32, as arrays and a Python number are added.
-    return Deviation(
-        text=f"its eps, {eps:.9g}, is added to the amax, not the least amax",
-        changes={"eps": 0.0},
-        amax=_other_amax(lambda amax: amax + np.float32(eps)),
-        ordinary=False,
-    )
-
-
-# The eps of libraries: none, powers of ten, the smallest normal number, and two epsilons
-_EPS = (0.0, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15, 1e-20, 1e-30, 2.0**-126, 2.0**-23, 2.0**-7)
-
-_FLOORS = (
-    *(Deviation(text=f"its eps is {eps:.9g}", changes={"eps": eps}, ordinary=False) for eps in _EPS),
-    *(_eps_added(eps) for eps in _EPS if eps),
-)
-
 _UNROUNDED = "its codes are of the float32 one"
-_IN_BFLOAT16 = (
-    Deviation(text="its scale is rounded to bfloat16", scales=_changed(_of_scale(_in(BFLOAT16)))),
-    Deviation(text="its scale_inv is rounded to bfloat16", scales=_changed(_of_scale_inv(_in(BFLOAT16)))),
-    Deviation(text=f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}", returned=_of_scale(_in(BFLOAT16))),
-    Deviation(text=f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}", returned=_of_scale_inv(_in(BFLOAT16))),
-)
 
-DEVIATIONS = (
+NAMED = (
     Deviation(text="its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
     Deviation(text="its amax is the smallest element's magnitude, not the largest magnitude", amax=_without_abs(np.minimum)),
-    Deviation(text="its amax is rounded to bfloat16", amax=_other_amax(_in(BFLOAT16))),
-    Deviation(text="its amax is cut to bfloat16, not rounded", amax=_other_amax(_in(BFLOAT16, "toward_zero"))),
-    Deviation(text="its amax is rounded to float16", amax=_other_amax(_in(FLOAT16))),
-    Deviation(text="its scale is max * (1 / amax), of two roundings, not max / amax", changes={"ratio": "max*(1/amax)"}),
-    Deviation(text="an amax of 0 has scale 1", scales=_one_where(lambda amax: amax == 0), ordinary=False),
-    Deviation(text="an infinite amax has scale 1", scales=_one_where(np.isinf), ordinary=False),
-    Deviation(text="an amax of NaN has scale 1", scales=_one_where(np.isnan), ordinary=False),
-    Deviation(text="an amax that is not finite has scale 1", scales=_one_where(lambda amax: ~np.isfinite(amax)), ordinary=False),
-    *_FLOORS,
-    Deviation(text="its scale is cut to bfloat16, not rounded", scales=_changed(_of_scale(_in(BFLOAT16, "toward_zero")))),
-    Deviation(text="its scale is rounded to float16", scales=_changed(_of_scale(_in(FLOAT16)))),
-    *_IN_BFLOAT16,
+    Deviation(text="its amax is rounded to bfloat16", change_amax=_in(BFLOAT16)),
+    Deviation(text="its amax is cut to bfloat16, not rounded", change_amax=_in(BFLOAT16, "toward_zero")),
+    Deviation(text="its amax is rounded to float16", change_amax=_in(FLOAT16)),
+    Deviation(text="its scale is cut to bfloat16, not rounded", scales=_of("scale", _in(BFLOAT16, "toward_zero"))),
+    Deviation(text="its scale is rounded to float16", scales=_of("scale", _in(FLOAT16))),
+    Deviation(text="its scale is rounded to bfloat16", scales=_of("scale", _in(BFLOAT16))),
+    Deviation(text="its scale_inv is rounded to bfloat16", scales=_of("scale_inv", _in(BFLOAT16))),
+    Deviation(text=f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}", returned=_of_scale(_in(BFLOAT16))),
+    Deviation(text=f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}", returned=_of_scale_inv(_in(BFLOAT16))),
     Deviation(text="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone),
     Deviation(text="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
     Deviation(text="its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)),
 )
-"""The mistakes that have a name."""
+"""The mistakes that have a name and no number, for every policy."""
 
-NO_DEVIATION = Deviation(text="")
+
+def named(policy: ScalePolicy) -> list[Deviation]:
+    """``NAMED``, and another ratio of a policy whose ratio makes a scale."""
+    if policy.makes_scale_inv or policy.ratio == "max*(1/amax)":
+        return [*NAMED]
+    text = "its scale is max * (1 / amax), of two roundings, not max / amax"
+    return [*NAMED, Deviation(text=text, changes={"ratio": "max*(1/amax)"})]
+
+
+NO_DEVIATION = Deviation(text="", parts=0)
 """No mistake: the policy as it is."""
-
-
-def pairs() -> Iterator[Deviation]:
-    """Two mistakes at once: another eps, and scales rounded to bfloat16."""
-    for floor, stored in itertools.product(_FLOORS, _IN_BFLOAT16):
-        yield dataclasses.replace(stored, text=f"{floor.text}, and {stored.text}", changes=floor.changes, amax=floor.amax)

@@ -6,7 +6,7 @@ that holds for other shapes, dtypes and strides. Counterexamples are searched fo
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.quantizer import candidates, counterexamples, describe, layout_invariance, outputs, policy_match
-from fp8ref.conformance.quantizer.candidates import Candidate
+from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
 from fp8ref.conformance.quantizer.fp4 import identify_fp4
 from fp8ref.conformance.quantizer.granularity import identify_granularity, identify_memory
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout, smallest_shape
@@ -88,36 +88,40 @@ def identify_quantizer(
     responses = outputs.ask(quantizer, what, shape, at, along)
     scale_layout = outputs.identify_returned(responses, at, along)
     considered = policy_match.considered(quantizer, responses, scale_layout)
-    fixed, flushing = output.dtype.startswith("float8"), subject.framework == "jax"
-    matched = policy_match.match_policies(responses, scale_layout, found_fmt, considered, fixed=fixed, flushing=flushing)
-    chosen = matched.nearest.candidate
+    matched = policy_match.match_policies(quantizer, responses, scale_layout, found_fmt, considered, wanted=wanted, shape=shape)
+    basis = matched.basis
+    chosen = (basis or matched.nearest).candidate
     findings += [
         describe.axis_finding(quantizer, group.axis, chosen, scale_layout),
         describe.returned_finding(scale_layout, output),
         describe.policy_finding(matched, quantizer.memory),
     ]
+    unlike = [] if matched.agreements else counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
+    misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
     rounding: Behavior | None = None
     different: list[Counterexample] = []
-    if not matched.agreements:
-        unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
-    else:
-        groups = quantizer_inputs.groups(SHAPE, at, along)
-        largest = _of_scale_1(chosen)
-        more, rounding, answers = identify_inner_cast(quantizer, chosen.fmt, largest, groups)
-        findings += more
-        different = unexpected_rounding(answers, chosen.fmt, largest, chosen.policy.compute)
-        unexplained = _unexplained(quantizer, matched, scale_layout, answers, rounding, different)
-    misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
-    unexplained = [*unexplained, *misnamed]
     beyond: list[Counterexample] = []
     limits = describe.limits(quantizer)
-    if not matched.agreements or unexplained or different:
+    unexplained = [] if basis else unlike
+    if basis:
+        cast_alone = identify_inner_cast(quantizer, chosen, quantizer_inputs.groups(SHAPE, at, along))
+        if cast_alone is None:
+            limits.append("the cast alone: with that deviation no amax has scale 1")
+        else:
+            more, rounding, answers = cast_alone
+            findings += more
+            different = unexpected_rounding(answers, chosen.fmt, float(answers.x.max()), chosen.policy.compute)
+        unexplained, asked = _unexplained(quantizer, matched, basis, scale_layout, cast_alone, different)
+        if not unexplained:
+            # Policies that agree so far may differ in other tensors.
+            others = [a.candidate for a in matched.agreements[1:]] if asked is chosen else []
+            more, beyond = _other_tensors(quantizer, [asked, *others], wanted, scale_layout, shape)
+            findings += more
+            limits += ["shapes, ragged blocks and strides of the dtypes after the first difference"] if beyond else []
+        unlike = [*unlike, *unexplained]
+    if unexplained:
         limits.append("other shapes, ragged blocks, strides and dtypes: the first tensors are not explained")
-    else:
-        more, beyond = _other_tensors(quantizer, matched, wanted, scale_layout, shape)
-        findings += more
-        unexplained = list(beyond)
-        limits += ["shapes, ragged blocks and strides of the dtypes after the first difference"] if beyond else []
+    unlike = [*unlike, *misnamed, *beyond]
     # What was expected is compared separately: the function may be identified as something else.
     differences = []
     if wanted is not None:
@@ -128,11 +132,12 @@ def identify_quantizer(
             quantizer, group, granularity, axis, Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt), scale_layout
         )
         differences += counterexamples.transposed_scales(output, scale_layout)
-        differences += [] if differences else different
+        differences += [w for w in different if w not in differences]
         # A memory is a fault, except for te_delayed and flax, which keep a scale of earlier amaxes.
         differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
         differences += [w for w in misnamed if w not in differences]
-    identified = bool(matched.agreements) and not unexplained
+        differences += beyond if differences else []
+    identified = bool(matched.agreements) and not unlike
     untaken = [f.what.removeprefix("from ") for f in findings if f.text == "not taken" and f.what.startswith("from ")]
     found = describe.result_dict(matched, chosen, group, scale_layout, rounding, quantizer, output, found_fmt, identified)
     return Outcome(
@@ -140,22 +145,31 @@ def identify_quantizer(
         summary=describe.summary(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
         + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
         named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
-        unlike=unexplained, expected=expect, differences=differences, limits=limits,
+        unlike=unlike, expected=expect, differences=differences, limits=limits,
     )  # fmt: skip
 
 
-def _of_scale_1(chosen: Candidate) -> float:
-    """The largest amax of scale 1: the max that is scaled to, less the margin; under ``exponents_up`` its power of two."""
-    largest = chosen.scale_fmt.max / 2.0**chosen.policy.margin
-    return 2.0 ** math.floor(math.log2(largest)) if chosen.policy.ratio == "exponents_up" else largest
+def _of_scale_1(chosen: Candidate) -> float | None:
+    """The largest amax of scale 1: the max that is scaled to, less the margin; under ``exponents_up`` its power of two.
+
+    None if a deviation, such as a factor, gives that amax and its negative another scale.
+    """
+    largest = chosen.deviation.limited(chosen.scale_fmt).max / 2.0**chosen.policy.margin
+    largest = 2.0 ** math.floor(math.log2(largest)) if chosen.policy.ratio == "exponents_up" else largest
+    if not chosen.deviation.parts:
+        return largest
+    x = np.array([[largest], [-largest]], np.float32)
+    return largest if np.all(chosen.applied(x, ScaleLayout(granularity="rowwise", axis=-1)).scale == 1) else None
 
 
-def identify_inner_cast(quantizer: Quantizer, fmt: Format, largest: float, group: np.ndarray) -> tuple[list[Finding], Behavior, Responses]:
-    """The decisions of the cast that inputs of magnitude up to largest show, and its responses.
+def identify_inner_cast(quantizer: Quantizer, chosen: Candidate, group: np.ndarray) -> tuple[list[Finding], Behavior, Responses] | None:
+    """The decisions of the cast that inputs under scale 1 show, and its responses; None if no amax has scale 1.
 
-    largest  the amax whose scale is 1: the max that the policy scales to, less its margin.
     group    for each element, the index of its group, [M, K].
     """
+    fmt, largest = chosen.fmt, _of_scale_1(chosen)
+    if largest is None:
+        return None
     limit = min(fmt.max, largest)
     x = cast_inputs.identifying(fmt, quantizer.dtype, limit=limit)
     # One element of each group, the anchor, is largest; the others hold the inputs.
@@ -214,35 +228,34 @@ def explains(a: Responses, b: Behavior) -> bool:
 
 
 def _unexplained(
-    quantizer: Quantizer,
-    matched: PolicyMatch,
-    scale_layout: ScaleLayout,
-    answers: Responses,
-    rounding: Behavior,
-    different: list[Counterexample],
-) -> list[Counterexample]:
-    """Counterexamples that the policy found and the rounding found do not explain together.
+    quantizer: Quantizer, matched: PolicyMatch, basis: Agreement, scale_layout: ScaleLayout,
+    cast_alone: tuple[list[Finding], Behavior, Responses] | None, different: list[Counterexample],
+) -> tuple[list[Counterexample], Candidate]:  # fmt: skip
+    """Counterexamples that the policy found and the rounding found do not explain together, and the two together.
 
-    answers    of the inner cast; different: where its rounding is not that of S-5.
+    cast_alone  as of identify_inner_cast; different: where its rounding is not that of S-5.
     """
+    wrong = counterexamples.for_policy(quantizer, matched, basis, scale_layout) if matched.mismatches(basis).any() else []
+    if cast_alone is None:
+        return wrong, basis.candidate
+    _, rounding, answers = cast_alone
     if not explains(answers, rounding):
-        return counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) or different
+        return wrong or different, basis.candidate
     if not different:
         # Its codes are wrong in a tensor of many groups, though its cast is right.
-        wrong = matched.mismatches(matched.nearest).any()
-        return counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) if wrong else []
+        return wrong, basis.candidate
     # Compare with the policy and this other rounding: what is left, the rounding does not explain.
-    candidate = dataclasses.replace(matched.nearest.candidate, rounding=rounding, source=quantizer.dtype)
-    own = candidates.agreement(candidate, matched.responses, scale_layout)
-    return counterexamples.for_policy(quantizer, matched, own, scale_layout) if matched.mismatches(own).any() else []
+    asked = dataclasses.replace(basis.candidate, rounding=rounding, source=quantizer.dtype)
+    own = candidates.agreement(asked, *outputs.as_rows(matched.responses, scale_layout))
+    return counterexamples.for_policy(quantizer, matched, own, scale_layout) if matched.mismatches(own).any() else [], asked
 
 
 def _other_tensors(
-    quantizer: Quantizer, matched: PolicyMatch, wanted: ScalePolicy | None, scale_layout: ScaleLayout, shape: tuple[int, int]
+    quantizer: Quantizer, asked: Sequence[Candidate], wanted: ScalePolicy | None, scale_layout: ScaleLayout, shape: tuple[int, int]
 ) -> tuple[list[Finding], list[Counterexample]]:
-    """Check other shapes, dtypes and strides with each policy that agrees so far, the expected one first."""
-    for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):
-        findings, beyond = layout_invariance.check(quantizer, agreed.candidate, scale_layout, shape)
+    """Check other shapes, dtypes and strides with each candidate that agrees so far, the expected policy first."""
+    for candidate in sorted(asked, key=lambda c: c.policy != wanted):
+        findings, beyond = layout_invariance.check(quantizer, candidate, scale_layout, shape)
         if not beyond:
             break
     return findings, beyond

@@ -47,7 +47,7 @@ def check(
     for dtype in (quantizer.dtype, *(d for d in ("bfloat16", "float16") if d != quantizer.dtype)):
         other = replace(quantizer, dtype=dtype)
         if dtype != quantizer.dtype:
-            of, finding, wrong = check_dtype(other, candidate, scale_layout, shape)
+            of, finding, wrong = check_dtype(other, replace(candidate, source=dtype), scale_layout, shape)
             findings, found = [*findings, finding], [*found, *wrong]
             if of is None:
                 continue
@@ -170,8 +170,9 @@ def check_dtype(
         unasked = (f"{dtype}, for which it raises",)
         return None, Finding(what=f"from {dtype}", value=None, words="not taken", evidence=str(error), unasked=unasked), []
     same_decisions = [p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)]
+    rows, of_rows = outputs.as_rows(responses, scale_layout)
     agreements = [
-        candidates.agreement(replace(candidate, policy=p), responses, scale_layout)
+        candidates.agreement(replace(candidate, policy=p), rows, of_rows)
         for p in sorted(same_decisions, key=lambda p: p != candidate.policy)
     ]
     considered = policy_match.considered(quantizer, responses, scale_layout)
@@ -221,7 +222,7 @@ def _counterexample(
             bits=(bits_of(x[at], dtype),),
             dtype=dtype,
             got=got_text + _as_without(tensor, candidate, scale_layout, group[at], got),
-            expected=f"{wanted_text} by {candidate.policy.name}",
+            expected=f"{wanted_text} by {candidate.words}",
             clause="S-2, S-5, S-6",
         )
     ]

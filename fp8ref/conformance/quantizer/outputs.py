@@ -295,26 +295,44 @@ def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
 
 
 def as_rows(responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Sequence[Response], ScaleLayout]:
-    """Responses to tensors with one scale each, as a single one whose rows are these tensors.
+    """Responses as a single one, each row of which is a group.
 
-    A policy gives a row what it gives a tensor of these elements alone (S-6), and one comparison of
-    many rows takes less time. Other responses are returned as they are.
+    A policy gives a row what it gives a group of these elements (S-6), and one comparison of many rows takes
+    less time than many of few. Responses of several shapes or dtypes, or whose groups have several sizes, are
+    returned as they are.
     """
     first = responses[0].output if responses else None
     parts = [(a.x.shape, a.output.codes is None, a.output.dtype, a.output.scales.keys()) for a in responses]
-    if first is None or scale_layout.granularity != "tensorwise" or any(part != parts[0] for part in parts):
+    if first is None or any(part != parts[0] for part in parts):
         return responses, scale_layout
-    count, size = len(responses), responses[0].x.size
-    codes, values = (
-        None if getattr(first, name) is None else np.stack([getattr(a.output, name).reshape(-1) for a in responses])
-        for name in ("codes", "values")
-    )
-    scales = {name: np.stack([per_group(a, name, scale_layout)[:1] for a in responses]) for name in first.scales}
-    rows = Response(
-        x=np.stack([a.x.reshape(-1) for a in responses]),
-        group=np.broadcast_to(np.arange(count)[:, None], (count, size)),
+    group = responses[0].group.reshape(-1)
+    sizes = np.bincount(group)
+    if np.any(sizes != sizes[0]):
+        return responses, scale_layout
+    order = np.argsort(group, kind="stable")
+
+    def rows(tensors: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([t.reshape(-1)[order].reshape(sizes.size, -1) for t in tensors])
+
+    codes = None if first.codes is None else rows([a.output.tensor for a in responses])
+    values = None if first.codes is not None else rows([a.output.tensor for a in responses])
+    scales = {name: np.concatenate([per_group(a, name, scale_layout) for a in responses])[:, None] for name in first.scales}
+    whole = Response(
+        x=rows([a.x for a in responses]),
+        group=np.broadcast_to(np.arange(len(responses) * sizes.size)[:, None], (len(responses) * sizes.size, sizes[0])),
         kind=np.concatenate([a.kind for a in responses]),
         largest=np.concatenate([a.largest for a in responses]),
         output=replace(first, codes=codes, values=values, scales=scales),
     )
-    return [rows], replace(scale_layout, granularity="rowwise", axis=-1)
+    return [whole], replace(scale_layout, granularity="rowwise", axis=-1)
+
+
+def some_rows(rows: Response, keep: np.ndarray, width: int) -> Response:
+    """Rows of a response of ``as_rows``, as a mask or as indices, of at most ``width`` elements; the first is the largest."""
+    output = rows.output
+    codes, values = (None if t is None else t[keep, :width] for t in (output.codes, output.values))
+    x = rows.x[keep, :width]
+    return Response(
+        x=x, group=np.broadcast_to(np.arange(len(x))[:, None], x.shape), kind=rows.kind[keep], largest=rows.largest[keep],
+        output=replace(output, codes=codes, values=values, scales={name: s[keep] for name, s in output.scales.items()}),
+    )  # fmt: skip

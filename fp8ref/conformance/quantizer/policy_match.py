@@ -1,6 +1,6 @@
-"""Find the policies that explain a quantizer's scales and codes, else a policy and a deviation.
+"""Find the policies that explain a quantizer's scales and codes, else a policy and deviations.
 
-If no policy agrees, each policy with one known deviation is tried, then a constant factor between
+If no policy agrees, policies with deviations are tried (``deviation_search``), then a constant factor between
 the scales. If nothing agrees, the nearest policy is reported.
 """
 
@@ -12,12 +12,14 @@ import numpy as np
 from fp8ref import policy as policy_data
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES
-from fp8ref.conformance.quantizer import candidates, outputs
+from fp8ref.conformance.quantizer import candidates, deviation_search, outputs
 from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
-from fp8ref.conformance.quantizer.deviations import DEVIATIONS, NO_DEVIATION, Deviation, pairs, scale_times
+from fp8ref.conformance.quantizer.deviation_search import Search
+from fp8ref.conformance.quantizer.deviations import NO_DEVIATION
 from fp8ref.conformance.quantizer.outputs import Quantizer, Response, ScaleLayout
 from fp8ref.formats import Format
 from fp8ref.granularity import by_name
+from fp8ref.policy import ScalePolicy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,11 +27,12 @@ class PolicyMatch:
     """The policies that explain a quantizer's scales, or its codes if it returns no scales.
 
     agreements those policies; empty if there is none.
-    nearest    the first of them, else the policy that agrees most.
+    nearest    the first of them, else the policy that agrees most, as it is.
     considered for each group, whether its response counts (the function ``considered``).
     deviation  how the quantizer departs from the nearest policy, in words; or "".
     explained  for each group, whether the nearest policy with that deviation gives the response.
                What it does not explain has another cause.
+    deviating  the nearest policy with deviations that explain its scales at all amaxes; None without them.
     """
 
     agreements: Sequence[Agreement]
@@ -38,6 +41,12 @@ class PolicyMatch:
     considered: np.ndarray
     deviation: str = ""
     explained: np.ndarray
+    deviating: Agreement | None = None
+
+    @property
+    def basis(self) -> Agreement | None:
+        """The agreement that explains what decides a policy, at all amaxes; None without one."""
+        return self.nearest if self.agreements else self.deviating
 
     def mismatches(self, agreement: Agreement) -> np.ndarray:
         """For each group that counts, whether it disagrees."""
@@ -50,19 +59,54 @@ class PolicyMatch:
 
 
 def match_policies(
-    responses: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format, considered: np.ndarray, *, fixed: bool, flushing: bool
-) -> PolicyMatch:
-    """The policies that agree with all responses that count.
+    quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format, considered: np.ndarray,
+    *, wanted: ScalePolicy | None, shape: tuple[int, int],
+) -> PolicyMatch:  # fmt: skip
+    """The policies that agree with all responses that count, else the nearest one and how the quantizer departs from it.
+
+    wanted  of equal deviations, that from this policy is named.
+    shape   of a tensor with which the least eps is asked for, if no scale is returned.
+    """
+    flushing = quantizer.subject.framework == "jax"
+    rows, of_rows = outputs.as_rows(responses, scale_layout)
+    tied, best = _named(rows, of_rows, found_fmt, considered, flushing=flushing)
+    as_named = PolicyMatch(agreements=tied, nearest=best, responses=responses, considered=considered, explained=best.both)
+    if tied and not as_named.mismatches(best).any():
+        return as_named
+    deviating: Agreement | None = None
+    if len(rows) == 1:
+        search = Search(
+            rows=outputs.some_rows(rows[0], np.arange(rows[0].amax.size), deviation_search.WIDTH),
+            scale_layout=of_rows, considered=considered, fmt=found_fmt, flushing=flushing,
+            underflow=deviation_search.asked_for_underflow(quantizer, shape),
+        )  # fmt: skip
+        partial = search.run(sorted(policy_data.POLICIES.values(), key=lambda p: p != wanted))
+        deviating = partial and candidates.agreement(partial.candidate, rows, of_rows)
+    # Codes that are wrong beside right scales: the cast decides them, unless a deviation explains every one.
+    if tied and (deviating is None or as_named.mismatches(deviating).any()):
+        return as_named
+    # Deviations must explain more than the best policy does as it is.
+    if deviating is None or score(deviating, considered) <= score(best, considered):
+        nearest, text, explained = match_ratio(best, rows, of_rows)
+        return dataclasses.replace(as_named, nearest=nearest, deviation=text, explained=explained | nearest.both)
+    plain = candidates.agreement(dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, of_rows)
+    return PolicyMatch(
+        agreements=[], nearest=plain, responses=responses, considered=considered, deviation=deviating.candidate.deviation.text,
+        explained=deviating.both, deviating=deviating if (deviating.deciding | ~considered).all() else None,
+    )  # fmt: skip
+
+
+def _named(
+    rows: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format, considered: np.ndarray, *, flushing: bool
+) -> tuple[list[Agreement], Agreement]:
+    """The policies that agree best, and the first of them; or none, and the nearest one.
 
     Scaling to the max of found_fmt is tried first, then to another format's max, then codes of
-    another format.
-
-    fixed     the dtype of the codes names their format, so that no other is tried.
-    flushing  subnormals may be zeros, as under XLA: tried together with policies that keep them.
+    another format. In JAX subnormals may be zeros: tried together with policies that keep them.
     """
+    fixed = rows[0].output.dtype.startswith("float8")  # it names the format
     others = [f for f in CAST_FORMATS.values() if f is not found_fmt]
-    sample, _ = outputs.as_rows([a for a in responses if a.ordinary.any()][:8], scale_layout)
-    rows, of_rows = outputs.as_rows(responses, scale_layout)
+    sample = [outputs.some_rows(a, a.ordinary, deviation_search.WIDTH) for a in rows] if len(rows) == 1 else rows
     best: Agreement | None = None
     for stage in ([(found_fmt, found_fmt)], [(f, found_fmt) for f in others], [] if fixed else [(f, f) for f in others]):
         # Elsewhere than in JAX a policy that flushes is tried only after those that do not.
@@ -73,81 +117,25 @@ def match_policies(
                 for policy in policy_data.POLICIES.values()
                 for scale_fmt, of in stage
             ]
-            # A few ordinary amaxes rule out most candidates cheaply.
-            likely = [c for c in tried if candidates.agrees_at_ordinary(c, sample, of_rows)]
-            found = [candidates.agreement(c, rows, of_rows) for c in likely]
+            # A few elements of ordinary groups rule out most candidates cheaply.
+            likely = [c for c in tried if candidates.agrees(c, sample, scale_layout)]
+            found = [candidates.agreement(c, rows, scale_layout) for c in likely]
             agreed = [a for a in found if (a.deciding | ~considered).all()]
             if agreed:
                 top_score = max(score(a, considered) for a in agreed)
                 tied = [a for a in agreed if score(a, considered) == top_score]
-                return PolicyMatch(agreements=tied, nearest=tied[0], responses=responses, considered=considered, explained=tied[0].both)
+                return tied, tied[0]
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
-                found = [candidates.agreement(c, rows, of_rows) for c in tried]
+                found = [candidates.agreement(c, rows, scale_layout) for c in tried]
                 best = max(found, key=lambda a: (bool(a.codes[ordinary(rows)].all()), -a.ulps, score(a, considered)))
     assert best is not None
-    deviating = match_deviation(rows, sample, of_rows, found_fmt)
-    # A deviation must explain more than the best policy does as it is.
-    if deviating is None or score(deviating, considered) <= score(best, considered):
-        nearest, text, explained = match_ratio(best, rows, of_rows)
-        return PolicyMatch(
-            agreements=[], nearest=nearest, responses=responses, considered=considered, deviation=text, explained=explained | nearest.both
-        )
-    plain = candidates.agreement(dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, of_rows)
-    text = deviating.candidate.deviation.text
-    return PolicyMatch(agreements=[], nearest=plain, responses=responses, considered=considered, deviation=text, explained=deviating.both)
+    return [], best
 
 
 def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
     """How many groups agree in what decides the policy, and how many in scales and codes."""
     return int((a.deciding & considered).sum()), int((a.both & considered).sum())
-
-
-def match_deviation(
-    responses: Sequence[Response], sample: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format
-) -> Agreement | None:
-    """The policy with one deviation, else with a pair, that agrees at all ordinary amaxes and at most others."""
-    found = _deviating(responses, sample, scale_layout, found_fmt, DEVIATIONS, factors=True)
-    # Pairs are many, and without scales each costs a cast of the sample.
-    if not found and scale_layout.scale is not None:
-        found = _deviating(responses, sample, scale_layout, found_fmt, tuple(pairs()), factors=False)
-    return max(found, key=lambda a: int(a.both.sum())) if found else None
-
-
-def _deviating(
-    responses: Sequence[Response],
-    sample: Sequence[Response],
-    scale_layout: ScaleLayout,
-    found_fmt: Format,
-    deviations: Sequence[Deviation],
-    *,
-    factors: bool,
-) -> list[Agreement]:
-    """The policies with one of these deviations, or with a power of two as a factor, that agree at all ordinary amaxes."""
-    found = []
-    for policy in policy_data.POLICIES.values():
-        plain = Candidate(policy=policy, scale_fmt=found_fmt, fmt=found_fmt)
-        # If the policy agrees at ordinary amaxes as it is, only deviations at the others are left.
-        as_is = candidates.agrees_at_ordinary(plain, sample, scale_layout)
-        for deviation in (*deviations, *(_power_of_two_factor(plain, sample, scale_layout) if factors else ())):
-            candidate = dataclasses.replace(plain, deviation=deviation)
-            if (
-                deviation.applies_to(policy)
-                and not (as_is and deviation.ordinary)
-                and candidates.agrees_at_ordinary(candidate, sample, scale_layout)
-            ):
-                agreed = candidates.agreement(candidate, responses, scale_layout)
-                if agreed.both[ordinary(responses)].all():
-                    found.append(agreed)
-    return found
-
-
-def _power_of_two_factor(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> list[Deviation]:
-    """The deviation of scales that are all one power of two times the candidate's, if they are."""
-    ratios = _ratios(candidate, sample, scale_layout)
-    ratios = ratios[ordinary(sample)] if ratios.size else ratios
-    exact = ratios.size > 0 and np.all(ratios == ratios[0]) and ratios[0] != 1 and np.frexp(ratios[0])[0] == 0.5
-    return [scale_times(float(ratios[0]))] if exact else []
 
 
 def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Agreement, str, np.ndarray]:

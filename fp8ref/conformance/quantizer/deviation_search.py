@@ -1,0 +1,324 @@
+"""Search for the policy and the deviations from it that explain a quantizer.
+
+Near an amax of 1 no eps, bound or special amax decides: there the policy agrees as it is, or with one deviation
+that has a name. What differs at other amaxes is explained next, one deviation after another. A number in a
+deviation, such as an eps, is solved: the model is bisected until it gives what the quantizer gave.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES
+from fp8ref.conformance.quantizer import candidates, deviations, outputs
+from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
+from fp8ref.conformance.quantizer.deviations import Deviation
+from fp8ref.conformance.quantizer.outputs import Quantizer, Response, ScaleLayout
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+
+WIDTH = 96
+"""The elements of a group that are compared: its largest, the fractions, and most of those next to ties."""
+
+MOST = 4
+"""The most deviations that are tried one after another."""
+
+_SPECIAL: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "zero": ("an amax of 0", lambda amax: amax == 0),
+    "infinite": ("an infinite amax", np.isinf),
+    "NaN": ("an amax of NaN", np.isnan),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a quantizer gave, as rows, and what it is compared with.
+
+    rows         a row for each group, of at most ``WIDTH`` elements; scale_layout: of these rows.
+    considered   for each row, whether it counts.
+    fmt          of its codes, and the one whose max it scales to.
+    flushing     float32 subnormals may be zeros too, as under XLA (S-12).
+    underflow    asks for the largest number whose code is zero, and the least whose code is not.
+    """
+
+    rows: Response
+    scale_layout: ScaleLayout
+    considered: np.ndarray
+    fmt: Format
+    flushing: bool
+    underflow: Callable[[], tuple[np.float32, np.float32] | None]
+
+    def run(self, policies: Iterable[ScalePolicy]) -> Agreement | None:
+        """The candidate that explains most with the fewest deviations, the first of equals; its agreement with the rows."""
+        near = self.rows.ordinary & (self.rows.amax >= 1) & (self.rows.amax <= 1024)
+        sample = outputs.some_rows(self.rows, near, WIDTH)
+        every, best = int(self.considered.sum()), None
+        for candidate in self._near_one(policies, sample):
+            fewer = MOST if best is None or self.score(best) < (every, every) else best.candidate.deviation.parts - 1
+            explained = self._completed(candidate, fewer)
+            if best is None or self._rank(explained) > self._rank(best):
+                best = explained
+                if self._rank(best) >= (every, every, -1):
+                    break
+        return best
+
+    def score(self, a: Agreement) -> tuple[int, int]:
+        """How many groups agree in what decides the policy, and how many in scales and codes."""
+        return int((a.deciding & self.considered).sum()), int((a.both & self.considered).sum())
+
+    def _rank(self, a: Agreement) -> tuple[int, int, int]:
+        return *self.score(a), -a.candidate.deviation.parts
+
+    def _near_one(self, policies: Iterable[ScalePolicy], sample: Response) -> Iterator[Candidate]:
+        """The policies that agree near an amax of 1, as they are; then others with one deviation."""
+        ways = (False, True) if self.flushing else (False,)
+        tried = [Candidate(policy=p, scale_fmt=self.fmt, fmt=self.fmt, flushes=flushes) for p in policies for flushes in ways]
+        others = []
+        for plain in tried:
+            if candidates.agrees(plain, [sample], self.scale_layout):
+                yield plain
+            else:
+                others.append(plain)
+        for plain in others:
+            solved = [*self._limits(plain, sample), *self._factors(plain, sample)]
+            solved += self._floors(plain) if self._is_near(plain, sample) else []
+            for deviation in (*deviations.named(plain.policy), *solved):
+                deviating = dataclasses.replace(plain, deviation=deviation)
+                if candidates.agrees(deviating, [sample], self.scale_layout):
+                    yield deviating
+
+    def _completed(self, candidate: Candidate, most: int) -> Agreement:
+        """The agreement of the candidate with the deviations that explain the most further groups, up to ``most`` in all."""
+        best = candidates.agreement(candidate, [self.rows], self.scale_layout)
+        for _ in range(most - candidate.deviation.parts):
+            wrong = ~best.both & self.considered
+            options = [
+                candidates.agreement(
+                    dataclasses.replace(candidate, deviation=best.candidate.deviation.then(d)), [self.rows], self.scale_layout
+                )
+                for d in (self._at_ends(best.candidate, wrong) if wrong.any() else ())
+            ]
+            better = max(options, key=self.score, default=best)
+            if self.score(better) <= self.score(best):
+                break
+            best = better
+        return best
+
+    def _at_ends(self, candidate: Candidate, wrong: np.ndarray) -> list[Deviation]:
+        """Deviations that show at the amaxes of wrong groups: far from 1, zero, infinite or NaN."""
+        amax, kinds = self.rows.amax, self.rows.kind
+        small, large = bool((wrong & (amax < 1)).any()), bool((wrong & (amax > 1024) & np.isfinite(amax)).any())
+        solved: list[Deviation] = []
+        if small:
+            solved += [*self._floors(candidate), *deviations.of_code_0(candidate.policy), *deviations.of_overflow(candidate.policy)]
+        if small or large:
+            bounds = [*self._bounds(small, large), *deviations.FLUSHES]
+            # A bound says more than one of many floors that give the same powers of two.
+            solved = [*bounds, *solved] if candidate.policy.e8m0 is not None else [*solved, *bounds]
+        for kind in _SPECIAL:
+            at = wrong & (kinds == AMAX_RANGES.index(kind))
+            if at.any():
+                solved += self._constants(kind, int(np.argmax(at)))
+        return solved
+
+    def _returned(self, at: int) -> dict[str, np.float32]:
+        """The scale and scale_inv of a row that are returned, by kind."""
+        return {
+            kind: np.float32(self.rows.output.scales[name].reshape(-1)[at])
+            for name, kind in self.scale_layout.kinds.items()
+            if kind != "amax"
+        }
+
+    def _row(self, kind: str, *, last: bool = False) -> int | None:
+        """The first row, or the last, of a kind of amax; they ascend within a kind."""
+        at = np.flatnonzero(self.rows.kind == AMAX_RANGES.index(kind))
+        return int(at[-1 if last else 0]) if at.size else None
+
+    def _constants(self, kind: str, at: int) -> list[Deviation]:
+        """Constant scales of the amaxes of a kind: those returned, or without scales 1, 0, Inf or NaN."""
+        words, condition = _SPECIAL[kind]
+        shown = self._returned(at)
+        options: list[dict[str, np.float32]] = [shown] if shown else [{"scale": np.float32(v)} for v in (1, 0, np.inf, np.nan)]
+        if len(shown) == 1:
+            # The other one is the policy's, the reciprocal, 1 or 0: codes show which.
+            ((kind, value),) = shown.items()
+            with np.errstate(all="ignore"):
+                others = (np.float32(1) / value, np.float32(1), np.float32(0))
+            options += [{kind: value, "scale" if kind == "scale_inv" else "scale_inv": other} for other in others]
+        return [deviations.constant(words, condition, scales, shown or scales) for scales in options]
+
+    def _bounds(self, small: bool, large: bool) -> list[Deviation]:
+        """The scales of the least and of the greatest amax, as bounds of all."""
+        ends = [(self._row("zero"), True)] * small + [(self._row("huge", last=True), False)] * large
+        found = []
+        for at, is_small in ends:
+            for kind, value in (self._returned(at) if at is not None else {}).items():
+                if np.isfinite(value):
+                    found.append(deviations.bound(kind, value, least=(kind == "scale_inv") == is_small))
+        return found
+
+    def _floors(self, candidate: Candidate) -> list[Deviation]:
+        """Another eps, as the least amax and as one that is added, by the least scale."""
+        at = self._row("zero")
+        if at is None:
+            return []
+        policy = candidate.policy
+        shown = self._returned(at)
+
+        def model(eps: float) -> Candidate:
+            return dataclasses.replace(candidate, deviation=candidate.deviation.then(deviations.floor(eps, policy, "")))
+
+        if shown:
+            kind, value = next(iter(shown.items()))
+
+            def order(of: Candidate) -> int:
+                """-1, 0 or 1: whether the eps of a candidate is less, as great or greater, by the scale of an amax of 0."""
+                scale = getattr(of.scales_of_amax(np.zeros(1, np.float32)), kind)[0]
+                return (int(scale > value) - int(scale < value)) * (1 if kind == "scale_inv" else -1)
+
+            if np.isnan(value):
+                return []
+            if order(candidate) == 0:
+                return [deviations.eps_added(policy.eps, policy, f"{policy.eps:.9g}")] if policy.eps else []
+            low, high = smallest(lambda eps: order(model(eps)) >= 0), smallest(lambda eps: order(model(eps)) > 0)
+        else:
+            between = self.underflow()
+            if between is None:
+                return []
+            low, high = (smallest(lambda eps, x=x: not model(eps).quantize(_one(x), self.scale_layout).codes[0, 0] & 0x7F) for x in between)
+        if low is None or not low < (high := 1.0 if high is None else high):
+            return []
+        eps, words = shortest(low, np.nextafter(high, 0))
+        if high > 1.1 * low > 0:
+            words += f" (or another from {low:.3g} to {high:.3g}: its scales are the same)"
+        elif len(words) > 7 and shown:
+            words += f" (its {kind} is at {'least' if kind == 'scale_inv' else 'most'} {value:.9g})"
+        floors = [deviations.floor(eps, policy, words)] if eps != policy.eps else []
+        return [*floors, *([deviations.eps_added(eps, policy, words)] if eps else [])]
+
+    def _factors(self, plain: Candidate, sample: Response) -> list[Deviation]:
+        """A factor between the scales, exact where the policy's own is a power of two."""
+        found = []
+        own = plain.scales(sample.x, self.scale_layout)
+        for name, kind in self.scale_layout.kinds.items():
+            if kind == "amax":
+                continue
+            of_policy = np.reshape(getattr(own, kind), -1)
+            exact = np.frexp(of_policy)[0] == 0.5
+            ratios = np.unique(sample.output.scales[name].reshape(-1)[exact] / of_policy[exact])
+            if ratios.size == 1 and np.isfinite(ratios[0]) and ratios[0] > 0 and ratios[0] != 1:
+                by = np.float32(ratios[0])
+                found.append(deviations.factor(kind, by, shortest(_before(by), _after(by))[1]))
+        return found
+
+    def _is_near(self, plain: Candidate, sample: Response) -> bool:
+        """Whether the scales of amaxes from 200 on are those of the policy within 2^-10, as with an eps that is added."""
+        return all(
+            np.allclose(found[sample.amax >= 200], expected[sample.amax >= 200], rtol=2.0**-10, atol=0)
+            for found, expected in candidates.both_scales(sample, plain.scales(sample.x, self.scale_layout), self.scale_layout)
+        )
+
+    def _limits(self, plain: Candidate, sample: Response) -> list[Deviation]:
+        """Another max to scale to, if scales have about one ratio."""
+        name = self.scale_layout.scale
+        if name is None or plain.policy.of_exponents:
+            return []
+        kind, values = self.scale_layout.kinds[name], sample.output.scales[name].reshape(-1)
+        with np.errstate(all="ignore"):
+            ratios = values / np.reshape(getattr(plain.scales(sample.x, self.scale_layout), kind), -1)
+        powers_of_two = plain.policy.power_of_two is not None
+        if not np.all((ratios > 0) & (ratios < np.inf)) or ratios.max() / ratios.min() > (2 if powers_of_two else 1 + 2.0**-20):
+            return []
+        sign = 1 if kind == "scale" else -1
+
+        def scales(limit: float) -> np.ndarray:
+            deviating = dataclasses.replace(plain, deviation=deviations.another_max(limit, self.fmt, ""))
+            return sign * np.reshape(getattr(deviating.scales(sample.x, self.scale_layout), kind), -1)
+
+        low = smallest(lambda limit: bool((scales(limit) >= sign * values).all()), 2.0**20)
+        high = smallest(lambda limit: bool((scales(limit) > sign * values).any()), 2.0**20)
+        if low is None or high is None or not low < high:
+            return []
+        limit, words = shortest(low, np.nextafter(high, 0))
+        if high > 1.001 * low:  # of powers of two: several maxes have these scales, and one is a power of two
+            limit = 2.0 ** np.floor(np.log2(high))
+            words = f"{limit:g}"
+        return [deviations.another_max(limit, self.fmt, words)] if low <= limit < high else []
+
+
+def smallest(reached: Callable[[float], bool], below: float = 1.0) -> float | None:
+    """The least float64 above 0 and ``below`` from which on ``reached`` is true, 0 for all; None if it never is."""
+    low, high = 0, int(np.float64(below).view(np.int64)) - 1
+
+    def number(bits: int) -> float:
+        return float(np.int64(bits).view(np.float64))
+
+    # Zero is asked only of an eps: a max of 0 scales nothing.
+    if not reached(number(high)):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(number(middle)) else (middle + 1, high)
+    return number(low)
+
+
+def shortest(low: float, high: float) -> tuple[float, str]:
+    """The number from low to high of the fewest decimal digits, or its float32, and its digits.
+
+    >>> shortest(0.99e-8, 1.01e-8), shortest(0.0, 1e-45)
+    ((1e-08, '1e-08'), (0.0, '0'))
+    """
+    if low == 0:
+        return 0.0, "0"
+    for digits in range(17):
+        words = f"{(low + high) / 2:.{digits}e}"
+        for number in (float(words), float(np.float32(words))):
+            if low <= number <= high:
+                return number, f"{float(words):.9g}"
+    return low, f"{low:.9g}"
+
+
+def asked_for_underflow(quantizer: Quantizer, shape: tuple[int, int]) -> Callable[[], tuple[np.float32, np.float32] | None]:
+    """A function that finds the largest x alone in a tensor whose output is zero, and the next number, whose is not.
+
+    It returns None if the least number of the dtype has an output above zero, as without an eps.
+    """
+
+    @functools.cache
+    def underflow() -> tuple[np.float32, np.float32] | None:
+        drop = 16 if quantizer.dtype == "bfloat16" else 0
+
+        def vanishes(bits: int) -> bool:
+            x = np.zeros(shape, np.float32)
+            x[0, 0] = _number(bits << drop)
+            output = quantizer.ask(x)
+            return not (output.tensor[0, 0] if output.codes is None else output.codes[0, 0] & 0x7F)
+
+        low, high = 1, int(np.float32(1).view(np.int32)) >> drop
+        if not vanishes(low):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if vanishes(middle) else (low, middle)
+        return _number(low << drop), _number(high << drop)
+
+    return underflow
+
+
+def _number(bits: int) -> np.float32:
+    return np.int32(bits).view(np.float32)[()]
+
+
+def _one(x: np.float32) -> np.ndarray:
+    return np.full((1, 1), x, np.float32)
+
+
+def _before(x: np.float32) -> float:
+    return float(x) * (1 - 2.0**-25)
+
+
+def _after(x: np.float32) -> float:
+    return float(x) * (1 + 2.0**-25)
