@@ -30,6 +30,13 @@ SIZES = (59, 0, 16, 29)
 ALIGNED_SIZES = (48, 0, 16, 32)
 """What is asked in their place if a function raises for groups that are not aligned."""
 
+MANY = (0, 0, 1, 255, 0, 17, 2, *(3, 0, 1) * 20, 0)
+"""Rows of the groups that are asked next: the first and the last have none, one is longer than a tile, and there are
+more groups than a warp has lanes. Then comes ``SIZES`` again, with no row of no group."""
+
+_LONGER = 3
+"""N and K of that question, relative to those of the first: more than a tile."""
+
 TIMES = 4
 """How often a function is called: what it does not write is what memory held."""
 
@@ -53,6 +60,8 @@ class Fault:
 class OffsetsGrade(Result):
     """The faults of a grouped GEMM that takes offsets; none if it is right.
 
+    sizes     of the first question, or of the first that shows a fault; rest: rows of no group, of the same question.
+    others    how many further questions are asked: ``MANY`` and no row of no group.
     refused   the error that it raised for groups that are not aligned; "" if it took the sizes.
     """
 
@@ -62,6 +71,7 @@ class OffsetsGrade(Result):
     rest: int
     faults: tuple[Fault, ...]
     refused: str = ""
+    others: int = 0
 
     @property
     def ok(self) -> bool:
@@ -72,7 +82,9 @@ class OffsetsGrade(Result):
     def message(self) -> str:
         """The faults, one a line."""
         asked = f"{self.which} of groups of {', '.join(map(str, self.sizes))} rows, and {self.rest} of no group"
-        unasked = [f"not asked: groups of {', '.join(map(str, SIZES))} rows, for which it raised ({self.refused})"] if self.refused else []
+        groups = f"groups of {', '.join(map(str, SIZES if self.sizes != SIZES else MANY))} rows"
+        unasked = [f"not asked: {groups}, for which it raised ({self.refused})"] if self.refused else []
+        asked += f", and of {self.others} further question{'s' * (self.others > 1)}" if self.others and self.ok else ""
         return "\n".join([f"{self.name}, {asked}, is {'right' if self.ok else 'wrong'}", *map(str, self.faults), *unasked])
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,7 +146,7 @@ def grade_offsets(
                ``which`` "output": a [M, K], b [E, N, K], scales [M, 1] and [E, N, 1] -> [M, N]. "grad_weight": a [M, N], b [M, K],
                scales [E, N] and [E, K] -> [E, N, K]. offs are int32 [E].
     sizes      rows of the groups; rest: rows of no group, after them. None: ``SIZES``, or ``ALIGNED_SIZES`` if
-               the function raises for those.
+               the function raises for those; then ``MANY``, under 3 n and 3 k, and ``SIZES`` with no rows of no group.
     framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; device: of torch's.
     Raises:    ValueError: another ``which`` or framework, no group with rows, a negative size. RefusedError: the function raises.
                ProbeError: it gives no such array.
@@ -150,22 +162,42 @@ def grade_offsets(
         )
     name = name or subject.name_of(function)
     made = subject.Subject(name=name, function=function, framework=framework, device=device)
-    refused = ""
-    for tried in (SIZES, ALIGNED_SIZES) if sizes is None else (tuple(sizes),):
-        given = _operands(which, tried, rest, n, k)
-        shape = (len(tried), n, k) if which == "grad_weight" else (len(given.a), n)
-        faults: dict[Fault, None] = {}
-        try:
-            for _ in range(TIMES):
-                out, dtype = _called(made, given, fmt, shape)
-                faults.update(dict.fromkeys(_faults(given, out, dtype)))
-        except RefusedError as error:
-            if tried != SIZES or sizes is not None:
-                raise
-            refused = str(error).partition("\n")[0]
-            continue
-        break
-    return OffsetsGrade(name=name, which=which, sizes=tried, rest=rest, faults=tuple(faults), refused=refused)
+    first, refused = (SIZES if sizes is None else tuple(sizes), rest, n, k), ""
+    try:
+        faults = _asked(made, which, first, fmt)
+    except RefusedError as error:
+        if sizes is not None:
+            raise
+        refused = str(error).partition("\n")[0]
+        first = (ALIGNED_SIZES, rest, n, k)
+        faults = _asked(made, which, first, fmt)
+    further = []
+    if sizes is None and not faults:
+        aligned = 16 if refused else 1
+        many = tuple(-(-size // aligned) * aligned for size in MANY)
+        for question in ((many, max(rest, 150 // aligned * aligned), _LONGER * n, _LONGER * k), (first[0], 0, n, k)):
+            try:
+                faults = _asked(made, which, question, fmt)
+            except RefusedError as error:
+                refused = refused or str(error).partition("\n")[0]
+                continue
+            further.append(question)
+            if faults:
+                first = question
+                break
+    return OffsetsGrade(name=name, which=which, sizes=first[0], rest=first[1], faults=tuple(faults), refused=refused, others=len(further))
+
+
+def _asked(made: subject.Subject, which: Which, question: tuple[tuple[int, ...], int, int, int], fmt: Format) -> dict[Fault, None]:
+    """The faults, once each, in the answers to one question: sizes, rest, n, k."""
+    sizes, rest, n, k = question
+    given = _operands(which, sizes, rest, n, k)
+    shape = (len(sizes), n, k) if which == "grad_weight" else (len(given.a), n)
+    faults: dict[Fault, None] = {}
+    for _ in range(TIMES):
+        out, dtype = _called(made, given, fmt, shape)
+        faults.update(dict.fromkeys(_faults(given, out, dtype)))
+    return faults
 
 
 def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrade:
@@ -252,6 +284,8 @@ def _wrong(given: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[st
         return None
     if np.isnan(part).any():
         return "holds NaN: rows of no group are read", "X-5"
+    if given.which == "output" and not part.any():
+        return "is all zeros", "X-1"
     others = [j for j in range(len(given.ends)) if j != e]
     for j in others:
         if given.which == "output" and equals(given.result(e, weight=j, scaled=j)):

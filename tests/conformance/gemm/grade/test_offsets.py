@@ -55,9 +55,72 @@ def output_of_whole_tiles(a, b, scale_a, scale_b, offs):
 @pytest.mark.parametrize(("which", "function"), [("output", output), ("grad_weight", grad_weight)])
 def test_right(which, function, dtype):
     grade = require_offsets(lambda *given: function(*given).astype(dtype), which=which, name="mine")
-    assert grade.message == f"mine, {which} of groups of 59, 0, 16, 29 rows, and 16 of no group, is right"
+    assert grade.message == f"mine, {which} of groups of 59, 0, 16, 29 rows, and 16 of no group, and of 2 further questions, is right"
     assert json.loads(json.dumps(grade.to_dict()))["faults"] == []
     assert grade.exit_code == 0
+
+
+def first_128_rows(*given):
+    out = output(*given)
+    for _, rows in spans(given[-1]):
+        out[rows.start + 128 : rows.stop] = 0
+    return out
+
+
+def first_32_groups(*given):
+    out = output(*given)
+    out[int(given[-1][:32][-1]) :] = 0
+    return out
+
+
+def first_128_columns(*given):
+    out = output(*given)
+    out[:, 128:] = 0
+    return out
+
+
+def first_128_of_k(a, b, scale_a, scale_b, offs):
+    return output(a[:, :128], b[:, :, :128], scale_a, scale_b, offs)
+
+
+def zeros_of_one_tile(*given):
+    """Rows of no group are zeros up to a tile of 64 behind the last group."""
+    out = output(*given)
+    out[int(given[-1][-1]) + 64 :] = np.nan
+    return out
+
+
+def always_a_rest(*given):
+    """The last row is taken for one of no group."""
+    out = output(*given)
+    out[-1] = 0
+    return out
+
+
+def empty_ends(*given):
+    """Only groups between two others are set to zeros where they are empty."""
+    out = grad_weight(*given)
+    sizes = np.diff(given[-1], prepend=0)
+    for e in (0, -1):
+        out[e] = out[e] if sizes[e] else 5
+    return out
+
+
+@pytest.mark.parametrize(
+    ("function", "which", "said"),
+    [
+        (first_128_rows, "output", "group 3: drops its rows after a multiple of 128 (X-2)"),
+        (first_32_groups, "output", "group 33: is all zeros (X-1)"),
+        (first_128_columns, "output", "group 2: has other numbers (X-2)"),
+        (first_128_of_k, "output", "group 2: has other numbers (X-2)"),
+        (zeros_of_one_tile, "output", "rows of no group are NaN, not zeros (X-5)"),
+        (always_a_rest, "output", "group 3: "),
+        (empty_ends, "grad_weight", "group 0: has no rows, and its grad_weight is 5, not zeros (X-4)"),
+    ],
+)
+def test_what_few_short_groups_do_not_show(function, which, said):
+    grade = grade_offsets(function, which=which)
+    assert any(str(fault).startswith(said) for fault in grade.faults), grade.message
 
 
 def up(size):
