@@ -1,10 +1,12 @@
-"""Each argument of an attention function against the simulator, on random inputs that need that argument (spec A-17).
+"""Each argument of an attention function, and each two, against the simulator, on random inputs that need them (spec A-17).
 
 The variant is named on plain inputs: square, of whole tiles, a head of keys for each query head. So a fault of one argument shows in the
-cases of this argument alone, and does not rename the variant.
+cases of this argument alone, and does not rename the variant. Kernels have paths of their own for masks: each two arguments that are right
+alone are asked together.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +30,15 @@ CAPPED = 2.0**-5
 """The largest error of outputs under ``CAP``, relative, where exponentials are hardware's. Its tanh errs by 2^-11 (A-22), so a score by
 CAP 2^-11 = 2^-10: one code of P in 2^-10 / 2^-4 = 2^-6 is a neighbor, by 2^-3 at most, which is sqrt(2^-6) 2^-3 = 2^-6 of the outputs
 in the root mean square. The wrong orders of A-27 differ by more than 2^-2."""
+
+ONE = "one query"
+"""Of a case with a single query, as in decoding: one of the cases of ``lengths``."""
+
+_PAIRED = ("lengths", ONE, "heads", "causal mask", "window", "documents", "softcap", "sinks", "scale")
+"""The arguments that are asked two at a time."""
+
+_LENGTHS = {"lengths", ONE, "causal mask", "window"}
+"""Of these, each two are asked together among the cases of one."""
 
 FINDINGS = {"softcap argument": "softcap", "sinks argument": "sinks", "mask and softcap": "softcap"}
 """{finding of a fault: its argument}, where they have other names."""
@@ -73,6 +84,11 @@ def compare(asked: Attention, variant: Variant, tokens: int, alignment: Alignmen
         wrong = {one.name for one in made if one.differing(exact)}
         kept = [case for case in cases if not wrong & _also(case.question)] or cases[:1]
         made.append(_argument(asked, variant, name, kept))
+    right = {one.name for one in made if one.agreements and not one.differing(exact)}
+    for a, b in itertools.combinations([name for name in _PAIRED if name in right or (name == ONE and "lengths" in right)], 2):
+        if not {a, b} <= _LENGTHS:
+            pair = _argument(asked, variant, f"{a} with {b}", [_pair({a, b}, tokens, alignment)])
+            made += [pair] if pair.differing(exact) else []
     return [one for one in made if one.agreements or one.refused]
 
 
@@ -103,9 +119,9 @@ def _cases(asked: Attention, variant: Variant, tokens: int, alignment: Alignment
         return Case(name, Question(*random_operands(rng, heads, tq, tk, features), **more))
 
     ragged = tokens + 37
-    lengths = [(ragged, ragged), (40, ragged), (ragged, 60), (1, ragged)]
+    lengths = [(ragged, ragged), (40, ragged), (ragged, 60), (1, ragged), (20, 4 * tokens + 5)]
     yield "lengths", [case(f"{tq} queries, {tk} keys", tq, tk) for tq, tk in lengths]
-    heads = [(2, 4, 2), (1, 3, 1)]
+    heads = [(3, 4, 2), (1, 3, 1)]
     yield "heads", [case(f"{h} query heads, {kv} heads of keys", heads=(b, h, kv)) for b, h, kv in heads]
     whole = variant.tiles in [one.tiles for one in VARIANTS.values()]  # measured tiles are those of no mask and 64 features
     if whole:
@@ -135,10 +151,27 @@ def _masks(asked: Attention, case, alignment: Alignment) -> Iterator[tuple[str, 
     shapes: tuple[dict, ...] = ({}, {"tq": 40, "tk": 200}, {"tq": 90, "tk": 60})
     if asked.takes(_causal(alignment)):
         yield "causal mask", [case(f"causal, aligned to the {end}", **shape, mask=_causal(end)) for shape in shapes for end in ends]
-    windows = [Mask(window=(17, 5)), Mask(window=(30, None)), Mask(causal=True, window=(64, 0))]
+    windows = [Mask(window=(17, 5)), Mask(window=(30, None)), Mask(causal=True, window=(64, 0)), Mask(window=(0, 3))]
     taken = [dataclasses.replace(one, alignment=end) for one in windows for end in ends if asked.takes(one)]
     if taken:
         yield "window", [case(f"window {one.window}", **shape, mask=one) for shape in shapes for one in taken]
+
+
+def _pair(names: set[str], tokens: int, alignment: Alignment) -> Case:
+    """The case that needs two arguments."""
+    rng = np.random.default_rng(3)
+    tq, tk = (40, tokens + 37) if "lengths" in names else (1, tokens) if ONE in names else (tokens, tokens)
+    batch, heads = 2 if "documents" in names else 1, 4 if "heads" in names else 2
+    causal = "causal mask" in names
+    mask = Mask(causal=causal, window=((64, 0) if causal else (30, 5)) if "window" in names else None, alignment=alignment)
+    ids = tuple(np.sort(rng.integers(0, 3, (batch, n)), axis=1) for n in (tq, tk)) if "documents" in names else None
+    q, k, v = random_operands(rng, (batch, heads, 2), tq, tk, 64)
+    question = Question(
+        4 * q if "softcap" in names else q, k, v, mask if mask.causal or mask.window else FULL, ids,
+        softcap=CAP if "softcap" in names else None, scale=0.3 if "scale" in names else None,
+        sinks=(2 * rng.standard_normal(heads)).astype(np.float32) if "sinks" in names else None,
+    )  # fmt: skip
+    return Case(" with ".join(sorted(names)), question)
 
 
 def _causal(alignment: Alignment) -> Mask:

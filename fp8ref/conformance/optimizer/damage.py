@@ -1,7 +1,8 @@
 """What an optimizer does with gradients that are not finite: clause O makes NaN of their weights (O-2).
 
 Each kind of gradient is alone in a tensor. Beside it are tensors with a finite number in its place: an optimizer
-that makes the same weights of them replaces the gradient by that number.
+that makes the same weights of them replaces the gradient by that number. NaN is asked in other places and of weights
+too, and whether one large gradient changes other weights, as clipping a norm does.
 """
 
 from typing import Any
@@ -31,20 +32,35 @@ AT = (3, 70)
 SHAPE = (16, 256)
 """Whole blocks, and enough elements, of every named layout."""
 
+PLACES: dict[str, tuple[int, Any]] = {
+    "NaN first": (0, (0, 0)),
+    "NaN last": (0, (-1, -1)),
+    "NaN in the second step": (1, AT),
+    "nothing but NaN": (0, ...),
+}
+"""{further gradients that are asked: their step, from 0, and their index}."""
+
+WEIGHT, LARGE, SMALL = "a weight of NaN", "2^40", "0"
+"""Further tensors, with finite gradients, and the one of REPLACED with which ``LARGE`` is compared."""
+
 
 def inputs() -> Inputs:
     """Two steps of equal tensors but for one gradient of the first step; the second shows whose moments are NaN."""
     rng = np.random.default_rng(0)
     w, first, second = (rng.standard_normal(SHAPE).astype(np.float32) for _ in range(3))
-    every = DAMAGED | REPLACED
+    every = DAMAGED | REPLACED | {LARGE: 2.0**40}
 
-    def with_one(value: float) -> np.ndarray:
-        g = first.copy()
-        g[AT] = value
+    def with_one(g: np.ndarray, value: float, at: Any = AT) -> np.ndarray:
+        g = g.copy()
+        g[at] = value
         return g
 
-    gradients = [{name: with_one(value) for name, value in every.items()}, dict.fromkeys(every, second)]
-    return Inputs(weights=dict.fromkeys(every, w), gradients=gradients)
+    names = [*every, *PLACES, WEIGHT]
+    gradients = [{name: with_one(first, value) for name, value in every.items()}, {}]
+    for step, g in enumerate((first, second)):
+        gradients[step] |= {name: with_one(g, np.nan, at) if at_step == step else g for name, (at_step, at) in PLACES.items()}
+        gradients[step] |= {name: g for name in names if name not in gradients[step]}
+    return Inputs(weights=dict.fromkeys(names, w) | {WEIGHT: with_one(w, np.nan)}, gradients=gradients)
 
 
 def hidden(name: str, optimizer: Any, kind: str, given: Numbers, layout: Layout) -> dict[str, str]:
@@ -55,14 +71,22 @@ def hidden(name: str, optimizer: Any, kind: str, given: Numbers, layout: Layout)
     """
     asked = inputs()
     made = subjects.run(name, optimizer, kind, asked, given)
-    return {
-        gradient: _name_of(made, gradient, asked)
-        for gradient in DAMAGED
-        if any(
-            not np.array_equal(np.isnan(after[gradient].weight), wanted)
-            for after, wanted in zip(made[: 2 if gradient == "NaN" else 1], _lost(asked, layout, gradient), strict=False)
-        )
-    }
+
+    def is_hidden(gradient: str, steps: int) -> bool:
+        pairs = zip(made[:steps], _lost(asked, layout, gradient), strict=False)
+        return any(not np.array_equal(np.isnan(after[gradient].weight), wanted) for after, wanted in pairs)
+
+    found = {one: _name_of(made, one, asked) for one in DAMAGED if is_hidden(one, 2 if one == "NaN" else 1)}
+    if found:
+        return found
+    found = {one: _name_of(made, one, asked) for one in PLACES if is_hidden(one, 2)}
+    if any(not np.isnan(after[WEIGHT].weight[AT]) for after in made):
+        found[WEIGHT] = "replaced by a number"
+    # Without stored moments the first change of a weight is that of its own gradient alone.
+    large, small = (np.delete(made[0][one].weight.reshape(-1), np.ravel_multi_index(AT, SHAPE)) for one in (LARGE, SMALL))
+    if not np.array_equal(large, small):
+        found[LARGE] = f"one changes {int((large != small).sum())} other weights, as clipping a norm does"
+    return found
 
 
 def findings(damage: dict[str, str], layout: Layout | None) -> list[Finding]:
@@ -70,7 +94,7 @@ def findings(damage: dict[str, str], layout: Layout | None) -> list[Finding]:
     if layout is None:
         return []
     words = "; ".join(f"{gradient}: {text}" for gradient, text in damage.items()) or "make NaN of their weights"
-    evidence = f"{', '.join(DAMAGED)}, each alone in a tensor {SHAPE}"
+    evidence = f"{', '.join(DAMAGED)}, each alone in a tensor {SHAPE}; {', '.join([*PLACES, WEIGHT])}"
     return [Finding(what="gradients that are not finite", value=not damage, words=words, evidence=evidence)]
 
 

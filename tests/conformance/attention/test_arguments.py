@@ -137,6 +137,74 @@ def test_a_fault_shows_in_its_argument_alone(fault, argument):
     assert all("of variant 'fa4'" in first.expected for first in found.values())
 
 
+def without(lost, *, where):
+    """fa4 that loses an argument in one of its paths."""
+
+    def function(q, k, v, causal=False, window=None, documents=None, softcap=None, sinks=None, scale=None):
+        given = {"causal": causal, "window": window, "documents": documents, "softcap": softcap, "sinks": sinks, "scale": scale}
+        if where(given, q, k):
+            given |= dict.fromkeys(lost)
+        return attend(q, k, v, **given)
+
+    return function
+
+
+def in_causal(given, q, k):
+    return given["causal"]
+
+
+def in_window(given, q, k):
+    return given["window"] is not None
+
+
+def of_shared_heads(given, q, k):
+    return q.shape[1] != k.shape[1]
+
+
+def of_one_query(given, q, k):
+    return q.shape[2] == 1
+
+
+def of_ragged_keys(given, q, k):
+    return k.shape[2] % 128 > 0
+
+
+@pytest.mark.parametrize(
+    ("lost", "where", "named"),
+    [
+        (("sinks",), in_causal, ["causal mask with sinks"]),
+        (("softcap",), in_causal, ["causal mask with softcap"]),
+        (("scale",), in_window, ["window with scale"]),
+        (("documents",), in_window, ["window with documents"]),
+        (("documents",), of_shared_heads, ["heads with documents"]),
+        (("softcap", "sinks"), of_one_query, ["one query with softcap", "one query with sinks"]),
+        (("sinks",), of_ragged_keys, ["lengths with sinks"]),
+        (("sinks",), lambda given, q, k: given["softcap"], ["softcap with sinks"]),
+    ],
+)
+def test_an_argument_that_one_path_loses(lost, where, named):  # A-17
+    assert list(wrong(without(lost, where=where))) == named
+
+
+def only(shape, axis, most):
+    """fa4 that is right up to so many sequences, or keys."""
+
+    def function(q, k, v):
+        if shape(q, k) > most:
+            v = np.take(v, np.arange(v.shape[axis]) % most, axis=axis)
+        return attend(q, k, v)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [(only(lambda q, k: len(q), 0, 2), ["heads"]), (only(lambda q, k: k.shape[2], 2, 512), ["lengths"])],
+)
+def test_sequences_and_keys_are_more_than_two_tiles(function, named):
+    assert list(wrong(function)) == named
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -51,6 +51,48 @@ def test_what_becomes_of_a_gradient_is_named(fault):  # O-2
     assert hidden(step_of("te", **changes), "te") == wanted
 
 
+def at_end(g):
+    """Of the last 64 elements, a tail of a kernel."""
+    g = g.copy()
+    g.reshape(-1)[-64:] = np.nan_to_num(g.reshape(-1)[-64:])
+    return g
+
+
+def clipped(g):
+    norm = np.sqrt((g.astype(np.float64) ** 2).sum())
+    return g if not norm > 1e6 else (g * (1e6 / norm)).astype(np.float32)
+
+
+def later(p, g, state, **numbers):
+    """Gradients that are not finite become zeros from the second step on."""
+    return step_of("torchao", change=np.nan_to_num if state is not None else lambda g: g)(p, g, state, **numbers)
+
+
+def healed(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+    return step_of("torchao")(np.nan_to_num(p), g, state, learning_rate, b1, b2, eps, weight_decay)
+
+
+@pytest.mark.parametrize(
+    ("step", "wanted"),
+    [
+        (step_of("torchao", change=at_end), {"NaN last": "0 and 0 of 4096 weights are NaN after the first and the second step"}),
+        (step_of("torchao", change=lambda g: np.zeros_like(g) if np.isnan(g).mean() > 0.5 else g),
+         {"nothing but NaN": "0 and 0 of 4096 weights are NaN after the first and the second step"}),
+        (step_of("torchao", change=clipped), {"2^40": "one changes 4095 other weights, as clipping a norm does"}),
+        (later, {"NaN in the second step": "0 and 0 of 4096 weights are NaN after the first and the second step"}),
+        (healed, {"a weight of NaN": "replaced by a number"}),
+    ],
+    ids=["tail", "all", "norm", "later", "weight"],
+)  # fmt: skip
+def test_other_places_steps_and_weights_are_asked(step, wanted):  # O-2
+    found = hidden(step, "torchao")
+    assert found.keys() == wanted.keys()
+    if "2^40" in found:  # some of the products are equal
+        assert found["2^40"].endswith("other weights, as clipping a norm does")
+    else:
+        assert found == wanted
+
+
 def test_numbers_in_place_of_infinities_are_named():
     """Of an AdamW without a range of gradients: the squares of both numbers of nan_to_num are infinite, and no change is left."""
 
