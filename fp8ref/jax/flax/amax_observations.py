@@ -30,14 +30,12 @@ class Observers:
     threaded   paths of linen's hooks that change SEEN.
     given      the observations that linen's hooks take and do not change, by path: tracers, one for each use.
     delivered  paths of the hooks in ``given`` whose backward pass ran.
-    calibrates whether hooks observe and multiply in high precision, for ``calibrate``.
     """
 
     names: set[str] = field(default_factory=set)
     threaded: set[str] = field(default_factory=set)
     given: dict[str, list] = field(default_factory=dict)
     delivered: set[str] = field(default_factory=set)
-    calibrates: bool = False
 
 
 _observing: ContextVar[Observers | None] = ContextVar("fp8ref_jax_flax_observing", default=None)
@@ -95,9 +93,9 @@ def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
 
 
 @contextmanager
-def observing(*, calibrates: bool = False):
+def observing():
     """In this context, hooks with a state must deliver their observations. Yields those that did."""
-    observers = Observers(calibrates=calibrates)
+    observers = Observers()
     token = _observing.set(observers)
     try:
         yield observers
@@ -151,10 +149,14 @@ def warned(y: jax.Array, recipe: Recipe, name: str, evaluated: Callable[[], None
     )
 
 
+calibration = jax.make_user_context(default_value=False)
+"""``with calibration(True)``: hooks observe and multiply in high precision. JAX's caches of traces are kept
+apart by it, so that a jit or a checkpoint inside a model runs neither mode's trace in the other."""
+
+
 def calibrating() -> bool:
     """Whether ``calibrate`` runs the model."""
-    found = _observing.get()
-    return found is not None and found.calibrates
+    return calibration.value
 
 
 def observed(seen: delayed.Seen, operands: tuple) -> dict:

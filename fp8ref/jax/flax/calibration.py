@@ -37,7 +37,7 @@ def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable
     if apply is None:
         raise ValueError("calibrate runs a linen model by its apply; got none. Pass apply=net.apply.")
     seen = collection({tuple(path.split(".")): of_layer for path, of_layer in begun.items()}, "seen")
-    with amax_observations.observing(calibrates=True):
+    with amax_observations.observing(), amax_observations.calibration(True):
         for args, kwargs in calls:
             seen = apply({**model, SEEN: seen}, *args, mutable=[SEEN], **kwargs)[1][SEEN]
     layers: dict[str, dict] = {}
@@ -52,7 +52,7 @@ def _of_nnx(model: nnx.Module, begun: Mapping, calls: list[tuple[tuple, dict]]) 
     try:
         for path, hook in stateful.items():
             hook.seen = nnx.data(Seen(dict(begun[path])))
-        with amax_observations.observing(calibrates=True):
+        with amax_observations.observing(), amax_observations.calibration(True):
             for args, kwargs in calls:
                 model(*args, **kwargs)
         return {path: hook.seen.get_value() for path, hook in stateful.items()}

@@ -154,7 +154,7 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
         multiply=hook.multiply,
     )
     if not delayed.keeps_state(recipe):
-        return use()[0]
+        return use(recipe=RECIPES["bf16"] if amax_observations.calibrating() else recipe)[0]
     if not hook.has_variable(STATE, "state") and not hook.is_mutable_collection(STATE):
         raise ValueError(
             f"{name}: recipe {recipe.name!r} needs a state in collection {STATE!r}; got none. "

@@ -60,7 +60,7 @@ class Hook(nnx.Module):
             multiply=self.multiply,
         )
         if self.state is None:
-            return use()[0]
+            return self._in_high_precision(use) if amax_observations.calibrating() else use()[0]
         state = self.state.get_value()
         if stack := next((jax.numpy.shape(of_role.stored) for of_role in state.values() if jax.numpy.ndim(of_role.stored)), ()):
             raise ValueError(

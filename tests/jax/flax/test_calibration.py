@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from fp8ref.jax import flax as fp8
+from fp8ref.linear_rules import Rule
 
 X = jax.random.normal(jax.random.key(1), (24, 32))
 
@@ -60,6 +61,66 @@ def test_calibration_sets_the_scales_of_a_linen_evaluation():
     after = fp8.calibrate(variables, [X[:8], X[8:]], apply=net.apply)
     assert not close(before, expected)
     assert close(net.apply(after, X), expected)
+
+
+@pytest.mark.parametrize("transformed", [nnx.jit, nnx.remat])
+def test_a_cached_trace_is_of_its_own_mode(transformed):
+    """A jit or a checkpoint inside a model: training after a calibration is in FP8, and a calibration after training is not."""
+
+    @transformed
+    def body(model, x):
+        return Model.__call__(model, x)
+
+    class Cached(Model):
+        def __call__(self, x):
+            return body(self, x)
+
+    def loss_fn(model, x):
+        return (model(x) ** 2).mean()
+
+    expected, model = fp8.convert(Model(), "delayed"), fp8.convert(Cached(), "delayed")
+    fp8.calibrate(expected, [X])
+    fp8.calibrate(model, [X])
+    step = fp8.value_and_grad(loss_fn)
+    assert nnx.jit(step)(model, X)[0] == nnx.jit(step)(expected, X)[0]
+    trained = fp8.convert(Cached(), "delayed")
+    nnx.jit(step)(trained, X)
+    fp8.calibrate(trained, [X])
+    for one in (model, trained):
+        got, wanted = (m.down.dot_general.state.get_value()["input"].amax_history[0] for m in (one, expected))
+        np.testing.assert_array_max_ulp(got, wanted, 2)  # XLA fuses what it compiles, so that sums differ in order
+
+
+def test_hooks_without_states_multiply_in_high_precision():
+    """What comes behind them observes what no cast has changed; under jit they are in FP8 again."""
+
+    @nnx.jit
+    def up(model, x):
+        return model.up(x)
+
+    class Mixed(Model):
+        def __call__(self, x):
+            return self.down(up(self, x))
+
+    plain, model = Mixed(), fp8.convert(Mixed(), "delayed", rules=(Rule(layers=("up",), recipe="rowwise"),))
+    fp8.calibrate(model, [X])
+    assert model.up.dot_general.state is None
+    np.testing.assert_array_equal(model.down.dot_general.state.get_value()["input"].amax_history[0], jnp.abs(up(plain, X)).max())
+    assert not (up(model, X) == up(plain, X)).all()
+
+    class Hooks(nn.Module):
+        first: object = None
+        second: object = None
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16, name="down", dot_general_cls=self.second)(nn.Dense(64, name="up", dot_general_cls=self.first)(x))
+
+    net = Hooks(fp8.linen_dot_general("rowwise"), fp8.linen_dot_general("delayed"))
+    variables = net.init(jax.random.key(0), X)
+    _, between = Hooks().apply({"params": variables["params"]}, X, capture_intermediates=True)
+    state = fp8.calibrate(variables, [X], apply=net.apply)["fp8_state"]["down"]["Fp8DotGeneral_0"]["state"].roles["input"]
+    np.testing.assert_array_equal(state.amax_history[0], jnp.abs(between["intermediates"]["up"]["__call__"][0]).max())
 
 
 def test_calibration_of_nothing_is_refused():
