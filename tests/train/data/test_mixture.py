@@ -29,6 +29,13 @@ def test_a_row_is_a_function_of_its_index_and_the_seed():
     assert rows(made[0], 0, 40) != rows(made[2], 0, 40)
 
 
+def test_every_source_has_a_shuffle_of_its_own():
+    mixed = mixture.train([source(0, 50), source(100, 50)], [1.0, 1.0], seed=0)
+    found = np.array(rows(mixed, 0, 100))
+    assert sorted(found[found < 100]) == sorted(found[found >= 100] - 100)
+    assert (found[found < 100] != found[found >= 100] - 100).any()
+
+
 def test_a_source_begins_anew_when_it_is_used_up():
     mixed = mixture.train([source(0, 3), source(100, 1000)], [1.0, 1.0], seed=0)
     small = [row for row in rows(mixed, 0, 12) if row < 100]
