@@ -241,7 +241,9 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
 
 def _say_if_gradients_grow(found: Checkpoint, config: Config, backend: str) -> None:
     """Say so where the ranks' grad_outputs become larger or smaller than delayed scaling has seen (K-2)."""
-    before, now = (one.parallel.sharing for one in (configs.from_dict(found.manifest["config"]), config))
+    before, now = (
+        one.parallel.sharing for one in (configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json")), config)
+    )
     delayed = config.numerics.attention_scaling == "delayed" or any(RECIPES[recipe].delayed for recipe in config.recipes)
     if backend == "torch" and delayed and before != now:
         effect = "clips the largest in its first step" if now > before else "loses small ones until old amaxes leave its histories"
@@ -253,7 +255,7 @@ def _say_if_gradients_grow(found: Checkpoint, config: Config, backend: str) -> N
 
 def lengthens(config: Config, manifest: dict, taken: int) -> bool:
     """Whether a config has more steps than that of a manifest, and the steps that were taken have the same learning rates and recipes."""
-    before = configs.from_dict(manifest["config"])
+    before = configs.from_dict(manifest["config"], source=getattr(manifest, "source", "manifest.json"))
     steps, entries = before.run.steps, config.numerics.schedule or ()
     return (
         config.run.steps > steps
@@ -267,7 +269,9 @@ def lengthens(config: Config, manifest: dict, taken: int) -> bool:
 
 def evaluated(data: Mapping) -> dict[str, str]:
     """{name: sha256} of the sets of data.evaluation, of a description of the data."""
-    return {name: about["sha256"] for name, about in data.get("evaluation", {}).items()}
+    sets = data.get("evaluation")
+    described = sets.items() if isinstance(sets, Mapping) else ()
+    return {name: str(about.get("sha256")) for name, about in described if isinstance(about, Mapping)}
 
 
 def changed(mine: dict, theirs: dict) -> dict:
@@ -295,6 +299,8 @@ def _without_paths(config: dict | None) -> dict | None:
     if not isinstance(config, dict):
         return config
     whole = configs.completed(config)
+    if whole is config:  # no config of this version
+        return config
     kept = {"mixture": 1, "evaluation": 0}
     data = {key: [pair[kept[key]] for pair in value] if key in kept else value for key, value in whole.get("data", {}).items()}
     return whole | {"data": data}

@@ -52,6 +52,32 @@ def test_a_link_that_overwriting_would_remove_is_refused_before_anything_is(tmp_
         claim(tmp_path / "run", small, overwrite=True)
 
 
+@pytest.mark.parametrize(
+    ("section", "value", "said"),
+    [
+        ("run", {"seed": None}, r"/manifest\.json: run\.seed: Input should be a valid integer"),
+        ("parallel", {"coopile": "none"}, r"/manifest\.json: unknown key 'parallel\.coopile'"),
+        ("data", {"mixture": 3}, r"/manifest\.json: data\.mixture"),
+        ("data", {"evaluation": [3]}, r"/manifest\.json: data\.evaluation"),
+    ],
+)
+def test_a_damaged_config_of_a_manifest_is_named(tmp_path, small, section, value, said):
+    finished(tmp_path / "run", small)
+    path = tmp_path / "run" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["config"][section] |= value
+    path.write_text(json.dumps(manifest))
+    longer = small.replace(run={"steps": small.run.steps + 5})
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/run{said}"):
+        claim(tmp_path / "run", longer, resume=True)
+
+
+@pytest.mark.parametrize("data", [{}, {"evaluation": []}, {"evaluation": {"a": 3}}, {"evaluation": None}], ids=str)
+def test_what_is_no_evaluation_is_none(data):
+    assert run_dir.evaluated(data) == {}
+    assert run_dir.evaluated({"evaluation": {"a": {"sha256": "0"}}}) == {"a": "0"}
+
+
 @pytest.mark.parametrize("keys", [{"resume": True}, {"overwrite": True}], ids=str)
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_lock_is_a_file_of_the_run(tmp_path, small, keys, kind):
