@@ -18,7 +18,7 @@ import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -98,17 +98,23 @@ def read_bytes(path: Path, most: int = TEXT) -> bytes:
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a regular file with their ends; one is in memory at a time. The last may have no end.
 
-    Raises:   OSError, ValueError: as ``open_regular``; a line of more than ``LINE`` bytes, or more than ``LOG`` in all.
+    Raises:   OSError, ValueError: as ``open_regular`` and ``short_lines``; more than ``LOG`` bytes in all.
     """
     total = 0
     with open_regular(path) as file:
-        while line := file.readline(LINE + 1):
+        for line in short_lines(file):
             total += len(line)
-            if len(line) > LINE:
-                raise ValueError(f"it has a line of more than {LINE:,} bytes")
             if total > LOG:
                 raise ValueError(f"it is larger than {LOG:,} bytes")
             yield line
+
+
+def short_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of an open file with their ends. ValueError: one of more than ``LINE`` bytes."""
+    while line := file.readline(LINE + 1):
+        if len(line) > LINE:
+            raise ValueError(f"it has a line of more than {LINE:,} bytes")
+        yield line
 
 
 def read_object(path: Path) -> Record:

@@ -5,7 +5,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from fp8ref import console
+from fp8ref import console, files
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json
 
@@ -130,7 +130,7 @@ def _verify(known: argparse.Namespace) -> int:
     from fp8ref.conformance.vectors.operations import judge
 
     with console.waiting("vectors verify"):
-        verdict = judge(known.operation, sys.stdin.buffer, settings=_settings(known), rules=rules, some=known.some)
+        verdict = judge(known.operation, files.short_lines(sys.stdin.buffer), settings=_settings(known), rules=rules, some=known.some)
     if known.json:
         verdict.write(known.json)
     console.show(*verdict.text().split("\n"))  # plain text: vectors need no console
