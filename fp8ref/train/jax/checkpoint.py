@@ -41,7 +41,7 @@ class Store:
         try:
             tree = dict(self._writer.metadata(directory.absolute()).item_metadata.tree)
         except Exception as error:  # orbax raises all kinds of errors for metadata that it did not write
-            raise ConfigError(f"{directory} cannot be read ({error}). Put its files back.") from error
+            raise ConfigError(f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back.") from error
         wanted = dict(like)
         saved_mu, own_mu = tree.pop(train_state.MU, {}), wanted.pop(train_state.MU, {})
         saved, mine = train_state.flat(tree), train_state.flat(wanted)
@@ -58,7 +58,12 @@ class Store:
                 saved_mu, jax.ShapeDtypeStruct((), np.float32, sharding=like[train_state.COUNT].sharding)
             )
         abstract = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), wanted)
-        found = self._writer.restore(directory.absolute(), args=orbax.args.StandardRestore(abstract))
+        try:
+            found = self._writer.restore(directory.absolute(), args=orbax.args.StandardRestore(abstract))
+        except (OSError, jax.errors.JaxRuntimeError):  # nothing is known of the files
+            raise
+        except Exception as error:  # as of its metadata
+            raise ConfigError(f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back.") from error
         read = found.pop(train_state.MU, {})
         if own_mu:
             found[train_state.MU] = {

@@ -1,13 +1,17 @@
+import json
 import os
 import pickle
 import shutil
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
 
 from fp8ref.errors import ConfigError
+from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax import checkpoint
 from fp8ref.train.jax.trainer import Trainer
@@ -110,3 +114,30 @@ def test_a_planted_pickle_is_never_read(saved, tmp_path):  # K-5
         (folder / name).unlink()
     assert not (tmp_path / "read").exists()
     assert equal(model.weights(), weights)
+
+
+@pytest.mark.parametrize("raised", [KeyError("param_name"), json.JSONDecodeError("two\nlines", "x", 0), TypeError("x")], ids=repr)
+def test_what_orbax_raises_of_metadata_is_an_error_of_the_project(tmp_path, monkeypatch, raised):
+    store, tree = checkpoint.Store(), {train_state.COUNT: jnp.int32(3), train_state.MASTERS: {"a": jnp.ones(4)}}
+    store.save(tmp_path / "state", tree)()
+    assert store.load(tmp_path / "state", tree)[train_state.COUNT] == 3
+
+    def restore(*_, **__):
+        raise raised
+
+    monkeypatch.setattr(store._writer, "restore", restore)
+    with pytest.raises(ConfigError, match=r"state cannot be read \(.*\)\. Put its files back") as error:
+        store.load(tmp_path / "state", tree)
+    assert "\n" not in str(error.value)
+
+
+def test_a_full_device_is_no_damage_to_files(tmp_path, monkeypatch):
+    store, tree = checkpoint.Store(), {train_state.COUNT: jnp.int32(3)}
+    store.save(tmp_path / "state", tree)()
+
+    def restore(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(store._writer, "restore", restore)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        store.load(tmp_path / "state", tree)
