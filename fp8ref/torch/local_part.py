@@ -6,12 +6,15 @@
 A bare ``to_local`` of a gradient that is still a sum over ranks gives one rank's term of it.
 """
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
 def local_part(x: Tensor, like: Tensor | None = None) -> Tensor:
     """This rank's elements of a DTensor; another tensor as it is. Gradients flow through it.
+
+    A backward pass fails, as autograd's own, if a parameter was changed in place since.
 
     like      a tensor with the placements that the reader needs: x is redistributed to them if it
               has others, on every rank. None: as x is placed.
@@ -29,7 +32,27 @@ def local_part(x: Tensor, like: Tensor | None = None) -> Tensor:
             f"elements of a tensor are needed; got {tuple(x.shape)} placed as {x.placements}, of which "
             "each rank has a term of a sum. Redistribute it to Replicate() or Shard() first."
         )
-    return x.to_local()
+    part = x.to_local()
+    counts = x.is_leaf and part.requires_grad and not torch.compiler.is_compiling()
+    return _Unchanged.apply(part, (x,)) if counts and type(part) is Tensor else part
+
+
+class _Unchanged(torch.autograd.Function):
+    """A part, whose backward pass fails if its whole was changed in place.
+
+    What changes a DTensor in place raises its version, and not that of its local tensor, which
+    another function saves.
+    """
+
+    @staticmethod
+    def forward(ctx, part: Tensor, whole: tuple[Tensor]) -> Tensor:
+        ctx.save_for_backward(*whole)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        assert ctx.saved_tensors  # which fails if the version is another
+        return grad, None
 
 
 def check_alike(x: Tensor, like: Tensor) -> None:

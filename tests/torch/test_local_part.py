@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8ref
+from fp8ref.torch import convert, tensor_parallel
 from fp8ref.torch.local_part import check_alike, local_part
 
 
@@ -36,6 +37,24 @@ def test_a_shard_and_a_copy_are_read_as_they_are(mesh, placement):
     assert part.data_ptr() == x.data_ptr()
     part.sum().backward()  # gradients flow
     assert torch.equal(x.grad, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_parameter_that_was_changed_in_place_fails_the_backward_pass(mesh, linear):
+    if linear:  # in FP8, which would compute grad_input by the new weight
+        model = convert.convert(nn.ModuleDict({"up": nn.Linear(32, 32)}), "delayed")
+        function = tensor_parallel.parallelize(model, mesh, plan={"up": "colwise"})["up"]
+        weight = function.weight
+    else:
+        weight = nn.Parameter(placed(mesh, Shard(0), torch.ones(2, 32)))
+        function = lambda x: x * local_part(weight)  # noqa: E731
+    x = torch.ones(2, 32, requires_grad=True)
+    function(x).sum().backward()
+    y = function(x)
+    with torch.no_grad():
+        weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("placement", [Partial(), Partial("avg")])
