@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     supervised = arguments is None and not supervision.is_child()
     words = sys.argv[1:] if arguments is None else list(arguments)
     known, options = _parser().parse_known_args(words)
+    if arguments is None and known.timeout is None:
+        # of multiprocessing and compilers, which would find modules of any name in the working directory
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         code = supervision.in_child(known.timeout) if supervised and known.timeout is not None else _run(known, options)
         sys.stdout.flush()

@@ -1,6 +1,7 @@
 """What a command imports of the code that a config or a run directory names: nothing unless told."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -125,6 +126,39 @@ def test_the_working_directory_holds_no_modules(tmp_path):
     shown = subprocess.run([sys.executable, "-m", "fp8ref", "report", "absent"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert shown.returncode == 2, shown.stderr
     assert "absent is not a directory" in shown.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+CHILD = """
+import sys
+from multiprocessing import get_context
+from fp8ref import cli
+from fp8ref.commands import runs
+
+def start(known):
+    child = get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+    return child.exitcode
+
+if __name__ == "__main__":
+    runs._report = start
+    sys.argv = ["fp8ref", "report", "run"]
+    cli.run()
+"""
+
+
+def test_nor_do_processes_that_a_command_starts_find_modules_there(tmp_path):
+    """As of a sweep: multiprocessing starts them with the working directory first."""
+    (tmp_path / "cwd").mkdir()
+    for name in ("pickle", "struct", "signal"):
+        (tmp_path / "cwd" / f"{name}.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    (tmp_path / "script.py").write_text(CHILD)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    started = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], cwd=tmp_path / "cwd", env=environment, capture_output=True, text=True
+    )
+    assert started.returncode == 0, started.stderr
     assert not (tmp_path / "ran").exists()
 
 

@@ -99,6 +99,7 @@ def test_a_log_that_is_not_there_is_refused(tmp_path):
         ("a.csv", "step,loss\ninf,2.5\n", "a step is a whole number"),
         ("a.csv", "step,loss\n1e300,2.5\n", "a step is a whole number"),
         ("a.csv", "step,loss\n-1,2.5\n", "a step is a whole number"),
+        ("a.csv", "step,loss\n9007199254740993,2.5\n", "a step is a whole number"),
         ("a.csv", "step,loss\nnan,2.5\n", "a step is a whole number"),
         ("a.jsonl", '{"step": true, "loss": 2.5}\n', "both are numbers"),
         ("a.jsonl", '{"step": 1, "loss": [2.5]}\n', "both are numbers"),
