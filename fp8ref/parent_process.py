@@ -15,7 +15,7 @@ def follow(pipe: int, owner: int) -> None:
     owner     a process, or a negative process group.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, owner)
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]  # Linux
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # of Linux
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([pipe], [], [], 0)[0]:  # closed before
         os.killpg(-owner, signal.SIGKILL) if owner < 0 else os.kill(owner, signal.SIGKILL)
