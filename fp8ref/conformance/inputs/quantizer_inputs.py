@@ -113,7 +113,28 @@ def disputed(largest: np.ndarray, fmt: Format, dtype: str) -> np.ndarray:
     amax = np.where(np.isfinite(amax), amax, np.float32(0))[:, None]
     x, codes = _cast_near_ties(amax, fmt, dtype)
     order = np.random.default_rng(0).random(x.shape) - np.any([c != codes[0] for c in codes], axis=0)
+    if dtype == "float16":  # few are exact: groups of 32 have room for a third, which shall tell all ways apart
+        order -= _covering(np.stack(codes))
     return np.take_along_axis(x, np.argsort(order, axis=1)[:, :_DISPUTED], axis=1)
+
+
+def _covering(codes: np.ndarray) -> np.ndarray:
+    """For each of [n, ties] numbers, how early it comes, above 1, if each next one is that which tells most further ways apart; else 0.
+
+    codes  in each way [ways, n, ties].
+    """
+    apart = np.stack([a != b for a, b in itertools.combinations(codes, 2)])
+    together, rank = np.ones(apart.shape[:2], bool), np.zeros(apart.shape[1:])
+    every = np.arange(rank.shape[0])
+    for early in range(_DISPUTED, 1, -1):
+        gain = (apart & together[..., None]).sum(0)
+        at = gain.argmax(1)
+        found = gain[every, at] > 0
+        if not found.any():
+            break
+        rank[every[found], at[found]] = early
+        together &= ~apart[:, every, at]
+    return rank
 
 
 @functools.lru_cache(maxsize=64)

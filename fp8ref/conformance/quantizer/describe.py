@@ -153,8 +153,12 @@ def without_granularity(
     )  # fmt: skip
 
 
-def policy_finding(matched: PolicyMatch, memory: int) -> Finding:
-    """The finding on the scale policy."""
+def policy_finding(matched: PolicyMatch, quantizer: Quantizer) -> Finding:
+    """The finding on the scale policy.
+
+    Policies that inputs of bfloat16 do not tell apart are equal for every tensor of bfloat16 (S-16).
+    """
+    memory = quantizer.memory
     count, of = policy_match.score(matched.nearest, matched.considered)[0], int(matched.considered.sum())
     by = (
         "scales"
@@ -169,6 +173,7 @@ def policy_finding(matched: PolicyMatch, memory: int) -> Finding:
         other = f", of max {chosen.scale_fmt.max:g}, not {chosen.fmt.max:g}" if chosen.scale_fmt is not chosen.fmt else ""
         text = matched.names[0] + other + flushed
         same = f", or the same by {', '.join(matched.names[1:])}" if matched.names[1:] else ""
+        same += ": no tensor of bfloat16 tells them apart" if same and quantizer.dtype == "bfloat16" and not memory else ""
         return Finding(what="policy", value=matched.names[0], words=text + same, evidence=evidence)
     nearest = matched.nearest.candidate.policy.name
     text = f"{nearest}, but {matched.deviation}" if matched.deviation else f"no known policy; nearest {nearest}"

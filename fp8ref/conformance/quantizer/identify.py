@@ -94,7 +94,7 @@ def identify_quantizer(
     findings += [
         describe.axis_finding(quantizer, group.axis, chosen, scale_layout),
         describe.returned_finding(scale_layout, output),
-        describe.policy_finding(matched, quantizer.memory),
+        describe.policy_finding(matched, quantizer),
     ]
     unlike = [] if matched.agreements else counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)

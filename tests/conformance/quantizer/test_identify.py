@@ -337,6 +337,8 @@ def test_a_quantizer_of_bfloat16_alone():
     assert found.ok, found.message
     # of bfloat16 amaxes none tells exp2 of log2 from the bit mask (S-4)
     assert [found.found["policy"], *found.found["same_policies"]] == ["torchao_pow2", "torchao_mask"]
+    said = next(f for f in found.findings if f.what == "policy").text
+    assert said == "torchao_pow2, or the same by torchao_mask: no tensor of bfloat16 tells them apart"
 
 
 @pytest.mark.slow
