@@ -24,7 +24,7 @@ from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import scaling
 
-SHAPES = ((1, 128), (3, 256), (128, 128), (131, 128), (3, 28672), (1031, 1152))
+SHAPES = ((1, 128), (3, 256), (16, 384), (64, 512), (128, 128), (131, 128), (3, 28672), (1031, 1152))
 """Shapes whose K is as S-6 asks.
 
 Among them are one row, a square, rows that no block divides, long rows, and over a million
@@ -134,9 +134,7 @@ def check_strides(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, *, large: bool = True
 ) -> tuple[list[Finding], list[Counterexample]]:
     """Compare tensors that are not contiguous in memory with the candidate."""
-    groups = quantizer_inputs.groups((128, 256), scale_layout.granularity, scale_layout.axis)
-    tensors = [planted_tensors.random((128, 256), quantizer)]
-    tensors += [] if quantizer.memory else planted_tensors.tiny(groups, quantizer)
+    tensors = [planted_tensors.random((128, 256), quantizer), *planted_tensors.tensors((128, 256), scale_layout, quantizer)]
     taken, refused, found = [], [], list[Counterexample]()
     for view in VIEWS if quantizer.subject.framework != "jax" else ():
         try:

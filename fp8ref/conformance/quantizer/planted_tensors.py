@@ -25,9 +25,9 @@ _PLANTED = {
     "a NaN inside and an infinity last": (np.inf, np.nan),
 }
 
-# The magnitudes of groups in turn, which an eps, a zero amax or an overflowing scale decides: an eps may be
-# left out for other shapes or strides, or be another one.
-_TINY = (0.0, 1.0, 1e-5, 1e-7, 1e-9, 1e-11, 1e-13, 2.0**-126, 2.0**-24, 0.0, 1e-30, 2.0**-3)
+# The magnitudes of groups in turn, which an eps, a bound of the scale, a zero amax or an overflowing scale decides:
+# an eps may be left out for other shapes or strides, or be another one.
+_MAGNITUDES = (0.0, 1.0, 1e-5, 1e-7, 1e-9, 1e-11, 1e-13, 2.0**-126, 2.0**-24, 0.0, 1e-30, 2.0**-3, 2.0**60, 2.0**100, 2.0**126)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +78,21 @@ def tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quanti
             words = f"each group {factor:g} times as large as the one before, over 8 groups"
             yield PlantedTensor(x=(_small(shape, rng) * 256 * powers).astype(np.float32), planted=words)
     if not quantizer.memory:
-        yield from tiny(groups, quantizer)
+        yield from far_from_one(groups, quantizer)
     yield random(shape, quantizer)
 
 
-def tiny(groups: np.ndarray, quantizer: Quantizer) -> Iterator[PlantedTensor]:
-    """Tensors of zero and tiny groups in turn; of one group, a tensor for each of four magnitudes.
+def far_from_one(groups: np.ndarray, quantizer: Quantizer) -> Iterator[PlantedTensor]:
+    """Tensors of zero, tiny and huge groups in turn; of one group, a tensor for each of five magnitudes.
 
     With a memory, a quantizer may keep scales after these: one call cannot tell.
     """
     count = int(groups.max()) + 1
-    for first in range(1 if count > len(_TINY) else 4):
-        magnitudes = np.array(_TINY, np.float32)[(groups + (0, 2, 4, 6)[first]) % len(_TINY)]
-        x = _small(groups.shape, np.random.default_rng(first)) * 256 * magnitudes
-        yield PlantedTensor(x=rounded(x.astype(np.float32), quantizer.dtype), planted="zero and tiny groups in turn")
+    most = 2.0**14 if quantizer.dtype == "float16" else 2.0**126
+    for i, first in enumerate((0,) if count > len(_MAGNITUDES) else (0, 2, 4, 6, 14)):
+        magnitudes = np.minimum(np.array(_MAGNITUDES, np.float32)[(groups + first) % len(_MAGNITUDES)], np.float32(most))
+        x = _small(groups.shape, np.random.default_rng(i)) * 256 * magnitudes
+        yield PlantedTensor(x=rounded(x.astype(np.float32), quantizer.dtype), planted="zero, tiny and huge groups in turn")
 
 
 def random(shape: tuple[int, int], quantizer: Quantizer) -> PlantedTensor:

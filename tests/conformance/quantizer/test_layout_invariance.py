@@ -186,8 +186,32 @@ def no_floor_of_many_rows(x):
     return planted_quantizers.blocks(x, lambda amax: np.float32(448) / np.maximum(amax, np.float32(1e-12 if len(x) <= 256 else 2.0**-149)))
 
 
-@pytest.mark.parametrize(("function", "what"), [(another_floor_by_stride, "strides"), (no_floor_of_many_rows, "shapes")])
-def test_a_scale_rule_of_some_tensors_alone(function, what):  # S-16
+def torchao(amax):
+    return np.float32(448) / np.maximum(amax, np.float32(1e-12))
+
+
+def only(where, scale):
+    """Blocks by torchao, but where x is of one kind with another scale."""
+    return lambda x: planted_quantizers.blocks(x, scale if where(x) else torchao)
+
+
+def strided(x):
+    return not x.flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    ("function", "what", "said"),
+    [
+        (another_floor_by_stride, "strides", "zero, tiny and huge groups in turn"),
+        (no_floor_of_many_rows, "shapes", "zero, tiny and huge groups in turn"),
+        (only(strided, lambda amax: np.where(np.isinf(amax), 1, torchao(amax))), "strides", "an infinity last"),
+        (only(strided, lambda amax: np.where(np.isnan(amax), 1, torchao(amax))), "strides", "NaN last"),
+        (only(strided, lambda amax: np.maximum(torchao(amax), np.float32(4.8e-7))), "strides", "an infinity last"),
+        (only(lambda x: len(x) > 256, lambda amax: np.maximum(torchao(amax), np.float32(4.8e-7))), "shapes", "zero, tiny and huge groups"),
+        (only(lambda x: len(x) == 64, lambda amax: 2 * torchao(amax)), "shapes", "of x [64, 512]"),
+    ],
+)
+def test_a_scale_rule_of_some_tensors_alone(function, what, said):  # S-16
     quantizer = Quantizer(subject=subject.wrap("mine", function, framework="numpy", device="cpu", shape=(256, 384)), dtype="float32")
     candidate = Candidate(policy=POLICIES["torchao"], scale_fmt=E4M3FN, fmt=E4M3FN)
     scale_layout = ScaleLayout(granularity="blockwise_1x128", axis=-1, kinds={"[1]": "scale"})
@@ -195,4 +219,4 @@ def test_a_scale_rule_of_some_tensors_alone(function, what):  # S-16
     findings, found = check(quantizer, candidate, scale_layout)
     assert findings[0].what == what
     assert findings[0].text == "not all alike"
-    assert "zero and tiny groups in turn" in found[0].input
+    assert said in found[0].input
