@@ -61,7 +61,7 @@ class Argument:
         return next((one for one in self.agreements if not (one.exact if exact else self._near(one))), None)
 
     def _near(self, one: Agreement) -> bool:
-        return one.alike or (self.name == "softcap" and one.error <= CAPPED)
+        return one.alike or ("softcap" in self.name and one.error <= CAPPED)
 
     def first(self, exact: bool) -> Counterexample | None:
         """The first output that differs."""

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fp8ref.conformance import identify_quantizer
+from fp8ref.conformance import identify_quantizer, subject
 from fp8ref.conformance.inputs import dtypes, quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
+from fp8ref.conformance.quantizer import counterexamples, policy_match
+from fp8ref.conformance.quantizer import outputs as outputs_of
 from fp8ref.conformance.quantizer.candidates import Candidate
-from fp8ref.conformance.quantizer.outputs import ScaleLayout
+from fp8ref.conformance.quantizer.outputs import Quantizer, ScaleLayout
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.granularity import GRANULARITIES
 from fp8ref.policy import POLICIES
@@ -133,6 +135,17 @@ def test_scales_of_another_policy_are_not_enough(policy, other, granularity):  #
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_passes_as_another(policy):  # S-16
+    """All ordered pairs by the answers to one set of tensors, as an expected policy is compared; one pair by the whole verdict."""
+    made = subject.wrap("mine", quantizer(policy), framework="numpy", device="cpu", shape=SHAPE)
+    asked = Quantizer(subject=made, dtype="float32")
+    responses = outputs_of.ask(asked, quantizer_inputs.identifying(E4M3FN, "float32"), SHAPE, "mx_1x32", -1)
+    scale_layout = outputs_of.identify_returned(responses, "mx_1x32", -1)
+    considered = policy_match.considered(asked, responses, scale_layout)
+    matched = policy_match.match_policies(asked, responses, scale_layout, E4M3FN, considered, wanted=None, shape=SHAPE)
     for other in POLICIES:
-        found = identify_quantizer(quantizer(policy), E4M3FN, expect=other)
-        assert found.ok == (policy == other or {policy, other} == {"te_current", "te_delayed"}), other
+        found = counterexamples.unexpected_policy(asked, POLICIES[other], E4M3FN, responses, scale_layout, matched, E4M3FN, right_cast=True)
+        assert bool(found) == (policy != other and {policy, other} != {"te_current", "te_delayed"}), other
+    names = list(POLICIES)
+    following = names[(names.index(policy) + 2) % len(names)]
+    assert identify_quantizer(quantizer(policy), E4M3FN, expect=policy).ok
+    assert not identify_quantizer(quantizer(policy), E4M3FN, expect=following).ok
