@@ -107,9 +107,12 @@ def _check_model(model: str) -> None:
     """Run by Python while dynamo traces. Only notices change, which no guard reads."""
     forward = [state for states in list(_states.values()) for state in _forward(states)]
     forward = [state for state in forward if not (state.scaled or state.notice.settled) and state.notice.model == model]
-    if _busy(forward):
+    # torch.export puts tensors without numbers in the place of states, and what it writes is for good:
+    # there it counts that Python saw nothing set them.
+    unread = _busy(forward)
+    if unread and not torch.compiler.is_exporting():
         return
-    if unset := next((state for state in forward if not state.step.item()), None):
+    if unset := next((state for state in forward if not state.step.is_meta and (unread or not state.step.item())), None):
         name = re.split(r"\.?\b(?:grouped_)?states\.", unset.path)[0]
         warnings.warn(delayed.unset_scales(linear_input.named(name), _CALIBRATE), stacklevel=2)
     for state in forward:

@@ -121,6 +121,19 @@ def test_an_error_filter_raises_in_each_evaluation():
                 evaluate(model, X)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_is_warned_of(strict):
+    """What it writes keeps the scales that the model has."""
+
+    def export(model, x):
+        with torch.no_grad():
+            torch.export.export(model.eval(), (x,), strict=strict)
+
+    assert said(export, in_fp8()) == ["linear 0"]
+    assert said(export, trained()) == []
+    assert said(export, in_fp8().to("meta"), X.to("meta")) == []
+
+
 def test_checkpoints_in_the_first_step_are_silent():  # H-12: the suite makes every warning an error
     model = convert.convert(nn.Sequential(made(), made()), "delayed")
     for _ in range(2):  # microbatches
