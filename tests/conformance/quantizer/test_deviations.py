@@ -164,7 +164,7 @@ def test_another_max_of_powers_of_two():
     assert deviation(quantizer, "torchao_pow2") == ("torchao_pow2", words)
 
 
-def mx(*, code_0=2.0**126, ends=(-127, 127), of_nan=0.0, byte=lambda byte, amax: byte):
+def mx(*, code_0=2.0**126, ends=(-127, 127), of_nan=0.0, of_inf=2.0**-120, byte=lambda byte, amax: byte):
     """mx_floor in NumPy; code_0: the scale beside code 0; ends: of its exponents; byte: another byte than the right one."""
 
     def quantize(x):
@@ -172,7 +172,8 @@ def mx(*, code_0=2.0**126, ends=(-127, 127), of_nan=0.0, byte=lambda byte, amax:
         amax = np.abs(x).reshape(len(x), -1, 32).max(-1)
         k = np.clip((amax.view(np.uint32) >> 23).astype(int) - 127 - 8, *ends)
         code = np.where(np.isnan(amax), 255, k + 127)
-        scale = np.select([np.isnan(amax), code == 0], [of_nan, code_0], np.ldexp(1.0, -k)).astype(np.float32)
+        special = [np.isnan(amax), np.isinf(amax), code == 0]
+        scale = np.select(special, [of_nan, of_inf, code_0], np.ldexp(1.0, -k)).astype(np.float32)
         return planted.codes(x, np.repeat(scale, 32, axis=1)), byte(code, amax).astype(np.uint8)
 
     return quantize
@@ -195,6 +196,12 @@ AT_ENDS = {
 @pytest.mark.parametrize("words", AT_ENDS)
 def test_scales_at_their_ends(words):  # S-14, S-16
     assert deviation(AT_ENDS[words], "mx_floor") == ("mx_floor", words)
+
+
+def test_codes_show_the_scale_beside_a_returned_constant():
+    """Inf is taken as NaN, of which mx_floor has scale 0: not the reciprocal of what is returned, nor the policy's own."""
+    quantizer = mx(of_inf=0.0, byte=lambda byte, amax: np.where(np.isinf(amax), 255, byte))
+    assert deviation(quantizer, "mx_floor") == ("mx_floor", "an infinite amax has scale_inv nan")
 
 
 def te_current(x, over=FLOAT32.max, least=0.0):
