@@ -30,6 +30,9 @@ DEPTH = 64
 TEXT = 2**28
 """The most bytes of a text."""
 
+OBJECTS = 2**21
+"""The most objects and lists in JSON: three bytes of text may take a hundred of memory."""
+
 LOG = 2**32
 """The most bytes of a log, which is read line by line."""
 
@@ -133,8 +136,12 @@ def parse_json(text: str | bytes, kind: Callable[[list[tuple[str, Any]]], dict[s
     """The value in a JSON text.
 
     kind      makes an object of its keys and values; None: a dict, which has each key once.
-    Raises:   ValueError: no JSON; more than ``DEPTH`` levels; an object with a key twice, one of which would be lost.
+    Raises:   ValueError: no JSON; more than ``DEPTH`` levels or ``OBJECTS`` objects and lists; an object with a key
+              twice, one of which would be lost.
     """
+    begins = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if begins > OBJECTS:
+        raise ValueError(f"it has more than {OBJECTS:,} objects and lists")
     try:
         value = json.loads(text, object_pairs_hook=kind or functools.partial(_object, dict))
     except RecursionError:

@@ -442,6 +442,14 @@ def test_json_has_limits(text, message):
         files.parse_json(text)
 
 
+@pytest.mark.parametrize("part", ["[],", "{},", '{"a":0},'])
+@pytest.mark.parametrize("kind", [str, str.encode])
+def test_json_of_many_lists_is_refused_before_they_are_made(monkeypatch, part, kind):
+    monkeypatch.setattr(files, "OBJECTS", 1001)
+    assert len(files.parse_json(kind(f"[{part * 999}[]]"))) == 1000
+    assert guarded(lambda: files.parse_json(kind(f"[{part * 1000}[]]"))) == "it has more than 1,001 objects and lists"
+
+
 def test_json_of_the_most_levels_is_read():
     assert files.parse_json("[" * 64 + "]" * 64)
     assert files.parse_json('{"a": [{"a": 1}, {"a": 2}]}') == {"a": [{"a": 1}, {"a": 2}]}
