@@ -213,7 +213,8 @@ def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
     wanted = {"q", "k", "v"} | ({"o"} if variant.out.bits == 8 else set())
     codes = tensors["q"].codes if "q" in tensors else None  # None, or in their own dtype, in high precision
     if set(tensors) != wanted or (codes is not None and codes.dtype.itemsize == 1) != (variant.fmt.bits == 8):
+        roles = ", ".join(sorted(tensors, key="qkvo".find)) or "no role"
         raise ValueError(
-            f"result is what forward gave by the same variant, {variant.name!r}; got another's, with tensors of {', '.join(tensors) or 'no role'}. "
+            f"result is what forward gave by the same variant, {variant.name!r}; got another's, with tensors of {roles}. "
             "Call forward by the variant of the backward pass."
         )

@@ -43,6 +43,7 @@ from fp8ref.jax import attention_real as real
 from fp8ref.jax.attention_forward import Result
 from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.eager import as_one_program
 
 
 def apply(
@@ -368,6 +369,7 @@ def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
     return result._replace(p_codes=None, scores=None)
 
 
+@as_one_program("use", "keep")
 def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use, *, keep: bool = False) -> Gradients:
     if use.variant.backward == "exact":
         return real.backward(do, given, use)

@@ -30,6 +30,7 @@ from fp8ref.jax import attention_real as real
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_kept import Kept
 from fp8ref.jax.attention_operands import Parts
+from fp8ref.jax.eager import as_one_program
 from fp8ref.jax.head_scaling import Heads
 
 
@@ -65,6 +66,7 @@ class Result(NamedTuple):
     counts: jax.Array | None = None
 
 
+@as_one_program("use", "keep_p", "keep_s", "observe")
 def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
     """One pass over all blocks and tiles.
 

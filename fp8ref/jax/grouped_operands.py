@@ -23,6 +23,7 @@ from fp8ref.formats import Format
 from fp8ref.granularity import by_name
 from fp8ref.grouped import Amax
 from fp8ref.jax import attention_inputs, cast, gemm, scales, scaling
+from fp8ref.jax.eager import as_one_program
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import CastSpec, GemmSpec
 
@@ -229,6 +230,7 @@ def _of_lines(table: jax.Array) -> jax.Array:
     return table.reshape(1, 1) if table.ndim == 0 else table[:, None, :]
 
 
+@as_one_program("turned", "precision", "scope")
 def _rows_by_weights(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision, scope: str) -> jax.Array:
     """float32 [M, D] of x [M, C] and w [E, C, D], or [E, D, C] if turned; zeros in rows of no group."""
     blocks = _row_blocks(groups)
@@ -243,6 +245,7 @@ def _rows_by_weights(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, p
     return jnp.take(out.reshape(-1, out.shape[-1]), blocks.to, axis=0, mode="fill", fill_value=0)
 
 
+@as_one_program("precision", "scope")
 def _rows_by_rows(g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision, scope: str) -> jax.Array:
     """float32 [E, K, N] of g [M, N] and x [M, K]: the sum over the rows of each group, block after block."""
     blocks = _row_blocks(groups)
