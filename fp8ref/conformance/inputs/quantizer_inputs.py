@@ -125,7 +125,7 @@ def _covering(codes: np.ndarray) -> np.ndarray:
     """
     apart = np.stack([a != b for a, b in itertools.combinations(codes, 2)])
     together, rank = np.ones(apart.shape[:2], bool), np.zeros(apart.shape[1:])
-    every = np.arange(rank.shape[0])
+    every = np.arange(codes.shape[1])
     for early in range(_DISPUTED, 1, -1):
         gain = (apart & together[..., None]).sum(0)
         at = gain.argmax(1)

@@ -188,8 +188,14 @@ class Search:
             between = self.underflow()
             if between is None:
                 return []
-            low, high = (smallest(lambda eps, x=x: not model(eps).quantize(_one(x), self.scale_layout).codes[0, 0] & 0x7F) for x in between)
-        if low is None or not low < (high := 1.0 if high is None else high):
+
+            def vanishes(eps: float, x: np.float32) -> bool:
+                return not model(eps).quantize(_one(x), self.scale_layout).codes[0, 0] & 0x7F
+
+            zero, other = between
+            low, high = smallest(lambda eps: vanishes(eps, zero)), smallest(lambda eps: vanishes(eps, other))
+        high = 1.0 if high is None else high
+        if low is None or not low < high:
             return []
         eps, words = shortest(low, np.nextafter(high, 0))
         if high > 1.1 * low > 0:
@@ -211,7 +217,7 @@ class Search:
             ratios = np.unique(sample.output.scales[name].reshape(-1)[exact] / of_policy[exact])
             if ratios.size == 1 and np.isfinite(ratios[0]) and ratios[0] > 0 and ratios[0] != 1:
                 by = np.float32(ratios[0])
-                found.append(deviations.factor(kind, by, shortest(_before(by), _after(by))[1]))
+                found.append(deviations.factor(kind, float(by), shortest(_before(by), _after(by))[1]))
         return found
 
     def _is_near(self, plain: Candidate, sample: Response) -> bool:
@@ -309,7 +315,7 @@ def asked_for_underflow(quantizer: Quantizer, shape: tuple[int, int]) -> Callabl
 
 
 def _number(bits: int) -> np.float32:
-    return np.int32(bits).view(np.float32)[()]
+    return np.array([bits], np.int32).view(np.float32)[0]
 
 
 def _one(x: np.float32) -> np.ndarray:
