@@ -39,18 +39,23 @@ def test_what_is_gathered_and_summed_follows_from_the_cuts():  # P-2, P-6, P-7
 
 @pytest.mark.parametrize(
     ("role", "cuts"),
-    [("input", (("m",), ("k",))), ("weight", (("n",), ("k",))), ("grad_output", (("m",), ("n",)))],
+    [
+        ("input", (("m", "f"), ("k",))),
+        ("weight", (("n", "f"), ("k",))),
+        ("grad_output", (("m", "f"), ("n",))),
+    ],
 )
 def test_an_amax_is_reduced_over_what_cuts_its_group(role, cuts):  # P-2
     """A tensor's scale spans rows and columns, a row's what is reduced, and no layout cuts a block."""
-    placement = Placement(m=("m",), n=("n",), k=("k",))
+    placement = Placement(m=("m", "f"), n=("n",), k=("k",), fsdp=("f",))
     rows, columns = cuts
     assert placement.amax_axes(role, "tensorwise", -1) == (*rows, *columns)
     assert placement.amax_axes(role, "rowwise", -1) == placement.amax_axes(role, "rowwise", 1) == columns
     assert placement.amax_axes(role, "rowwise", -2) == placement.amax_axes(role, "rowwise", 0) == rows
     assert placement.amax_axes(role, "1x128", -1) == ()
-    local = dataclasses.replace(placement, scope="local")  # tokens scale by themselves
-    assert local.amax_axes(role, "tensorwise", -1) == tuple(name for name in (*rows, *columns) if name != "m")
+    local = dataclasses.replace(placement, scope="local")  # of a device's own tokens
+    expected = (*rows, *columns) if role == "weight" else columns
+    assert local.amax_axes(role, "tensorwise", -1) == expected
 
 
 def test_a_device_keeps_the_scales_of_its_rows_of_each_group():  # P-6
