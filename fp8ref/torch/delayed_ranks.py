@@ -112,7 +112,7 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
     if not alone:
         return True
     linears = dict.fromkeys(paths.values())
-    samples = {path: _gradients.get(model.get_submodule(path)) for path in linears}  # type: ignore[call-overload]
+    samples = {path: _gradients.get(model.get_submodule(path)) for path in linears}
     sampled = {path: sample for path, sample in samples.items() if sample is not None}
     path = next((path for path, sample in sampled.items() if sample.any()), None)
     if path is None and sampled:
@@ -128,7 +128,7 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
     if (first.decode() if isinstance(first, bytes) else first) != scales:
         raise _separate(alone[0][0])
     for path in sampled:
-        del _gradients[model.get_submodule(path)]  # type: ignore[arg-type]
+        del _gradients[model.get_submodule(path)]
     return True
 
 

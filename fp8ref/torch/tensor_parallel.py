@@ -200,7 +200,7 @@ def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, 
     _stand_in_for_no_tokens(linear, mesh.size() if style == "rowwise" and between.is_shard() else 1)
 
 
-def _stand_in_for_no_tokens(linear: nn.Linear, parts: int = 1) -> None:
+def _stand_in_for_no_tokens(linear: nn.Module, parts: int = 1) -> None:
     """Have a linear that DTensor runs take an input without tokens (L-9): zeros run instead.
 
     torch's DTensor reshapes no empty tensor (2.13), and torchao's styles compute an amax of it.
@@ -248,6 +248,7 @@ def _share_input(block: nn.Module, mesh: DeviceMesh, between: Placement, columns
     before, after = (between, *others), (_WHOLE, *others)
     # gemm_observer then takes x at the block, before it is cast.
     block.shares_input = True  # type: ignore[assignment]
+    style: PrepareModuleInput
     if all(gathers_fp8(block.get_submodule(name)) for name in columns):
         style = _PrepareFloat8Input(input_layouts=before, desired_input_layouts=after, fwd_config_submodule_fqn=columns[0])
     else:  # some linears take x in high precision: FP8 ones cast it after the gather
