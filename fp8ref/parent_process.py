@@ -14,8 +14,10 @@ def follow(pipe: int, owner: int) -> None:
     pipe      a read end to which nothing is written any more.
     owner     a process, or a negative process group.
     """
+    if not hasattr(fcntl, "F_SETSIG"):  # Linux alone has it
+        return
     fcntl.fcntl(pipe, fcntl.F_SETOWN, owner)
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # of Linux
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([pipe], [], [], 0)[0]:  # closed before
         os.killpg(-owner, signal.SIGKILL) if owner < 0 else os.kill(owner, signal.SIGKILL)

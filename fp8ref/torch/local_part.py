@@ -38,7 +38,8 @@ def local_part(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 class _Unchanged(torch.autograd.Function):
-    """A part, whose backward pass fails if its whole was changed in place.
+    """A part, whose backward pass fails if its whole was changed in place, even where only the part's
+    own gradient is asked for.
 
     What changes a DTensor in place raises its version, and not that of its local tensor, which
     another function saves.

@@ -211,7 +211,7 @@ def _stand_in_for_no_tokens(linear: nn.Module, parts: int = 1) -> None:
 
     def entering(_, args):
         shape.clear()  # of a pass that failed
-        if args[0].numel() or args[0].ndim < 1:
+        if not args or args[0].numel() or args[0].ndim < 1:
             return None
         x = local_part(args[0])
         shape.extend(size // parts if dim == 1 else size for dim, size in enumerate(x.shape[:-1]))

@@ -140,9 +140,11 @@ def statistics(config: Config, start: Start) -> dict[str, dict]:
 def keeping(out: Path, about: dict) -> Callable:
     """A function (name, measure) -> the value in ``out``, or else the measured one, which it writes there.
 
-    Raises:   ConfigError: another ablation is there; it cannot be written.
+    Raises:   ConfigError: another ablation is there; it cannot be written; out or its file is a link.
     """
     path = out / LOSSES
+    if link := next((x for x in (out, path) if x.is_symlink()), None):
+        raise ConfigError(f"an ablation writes through no link; {link} is one. Name another directory with --out, or remove it.")
     lines = list(_lines(path))
     if lines and lines[0] != json.loads(json.dumps(about)):
         differ = next(iter(configs.differences(lines[0], json.loads(json.dumps(about)))))

@@ -138,6 +138,15 @@ def test_no_tokens_give_no_outputs_and_zeros_as_gradients():  # L-9; ao#1200, to
     assert run(2, of_no_tokens) == [[], []]
 
 
+def test_a_stand_in_for_no_tokens_leaves_other_calls_as_they_are():  # L-9
+    linear, x = nn.Linear(8, 4), torch.randn(3, 8)
+    expected = linear(x)
+    tensor_parallel._stand_in_for_no_tokens(linear)
+    assert torch.equal(linear(x), expected)
+    assert torch.equal(linear(input=x), expected)
+    assert linear(x[:0]).shape == (0, 4)
+
+
 def on_two_dims(sequence):
     """Of a 2 x 2 mesh, the gradients of a batch that fsdp cuts, and the mean of those that tensor parallelism alone has for each part of it."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tensor"))

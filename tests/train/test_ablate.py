@@ -341,3 +341,18 @@ def test_a_planted_cast_of_a_transformer_layer_is_rank_1_at_the_run_s_peak_rate(
     assert found.rows[0].low > 0
     assert found.rows[0].underflow > 0.9
     assert abs(found.rows[1].cost) < found.rows[0].cost / 10
+
+
+@pytest.mark.parametrize("linked", ["file", "directory"])
+def test_an_ablation_writes_through_no_link(tmp_path, linked):
+    out, other = tmp_path / "ablation", tmp_path / "other"
+    other.mkdir()
+    if linked == "directory":
+        out.symlink_to(other)
+    else:
+        out.mkdir()
+        (out / variants.LOSSES).symlink_to(other / "text")
+        (other / "text").write_text("kept")
+    with pytest.raises(ConfigError, match="writes through no link"):
+        variants.keeping(out, {"a": 1})
+    assert [path.read_text() for path in other.iterdir()] == ["kept"] * (linked == "file")

@@ -34,7 +34,7 @@ LONGEST = 4096
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _NUMBER = r"([-+0-9.eE]+|nan|inf)"
-_NUMBERS = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*(e[-+]?[0-9]+)?|\.[0-9]+(e[-+]?[0-9]+)?|nan|inf(inity)?)\s*", re.IGNORECASE | re.ASCII)
+_NUMBERS = re.compile(r"\s*[-+]?([0-9]+(\.[0-9]*)?(e[-+]?[0-9]+)?|\.[0-9]+(e[-+]?[0-9]+)?|nan|inf(inity)?)\s*", re.IGNORECASE | re.ASCII)
 """What a column holds."""
 
 _CONSOLES = (
@@ -156,9 +156,12 @@ def _rows(path: Path, loss: str | None) -> Iterator[dict]:
     _check_names(names, loss, str(path))
     read = {_named(names, STEPS), _named(names, (loss,) if loss else LOSSES)}
     for row in rows:
-        if not ended and 0 < len(row) <= len(names) and names[len(row) - 1] in read:
-            if not _NUMBERS.fullmatch(row[-1]):
-                _leave_out(path)
+        if not ended and 0 < len(row) < len(names):
+            _leave_out(path)
+            continue
+        if not ended and len(row) == len(names) and names[-1] in read:
+            if names[-1] == _named(names, STEPS) or not _NUMBERS.fullmatch(row[-1]):
+                _leave_out(path)  # of a step that lacks digits the row would be another's
                 continue
             console.say(f"{path}: its last line has no end; of a run that goes on, the last digits of {row[-1]} may be missing")
         yield dict(zip(names, row, strict=False))

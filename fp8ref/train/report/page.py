@@ -195,6 +195,7 @@ def _is_report(path: Path) -> bool:
 def _put(path: Path, content: bytes) -> None:
     """Replace a file atomically."""
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # a link would be followed
     temporary.write_bytes(content)
     os.replace(temporary, path)
 

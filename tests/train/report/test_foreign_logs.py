@@ -136,6 +136,12 @@ def test_keys_that_are_not_read_may_occur_twice(tmp_path):
     assert read(tmp_path / "a.jsonl", line) == {3: 2.5}
 
 
+def test_a_long_number_with_a_letter_is_refused(tmp_path):
+    """The search for a number is linear in its digits: by the square of them it would not end."""
+    with pytest.raises(ConfigError, match=r"a\.jsonl"):
+        read(tmp_path / "a.jsonl", '{"step": "' + "1" * 1_000_000 + 'x", "loss": 2.0}\n')
+
+
 _LINES = "step:  1  loss:  2.5000  x\nstep:  2  loss:  2.25"
 
 
@@ -150,6 +156,8 @@ _LINES = "step:  1  loss:  2.5000  x\nstep:  2  loss:  2.25"
         ("a.csv", "step,loss\n1,2.5\n2,1e", {1: 2.5}),
         ("a.csv", "step,loss\n1,2.5\n2,2.2", {1: 2.5, 2: 2.2}),
         ("a.csv", "step,loss\n1,2.5\n2,-", {1: 2.5}),
+        ("a.csv", "step,loss,lr\n1,2.5,9\n2,2", {1: 2.5}),
+        ("a.csv", "loss,step\n2.5,1\n2.4,1", {1: 2.5}),
         ("a.csv", "step,loss\n1,2.5\n2,2.2\r", {1: 2.5, 2: 2.2}),
         ("a.csv", "step,loss,lr\n1,2.5,9\n2,2.2,1", {1: 2.5, 2: 2.2}),
         ("a.csv", "step,loss,text\n1,2.5,9\n2,2.2,on", {1: 2.5, 2: 2.2}),

@@ -538,3 +538,11 @@ def test_the_health_of_states_is_a_table_and_a_figure(tmp_path, small, write):  
         assert said in shown.text, said
     assert "health of optimizer states" in shown.text
     assert "FP8 statistics" not in shown.text
+
+
+def test_a_page_is_written_through_no_link(tmp_path):
+    other, path = tmp_path / "other", tmp_path / "report.html"
+    other.write_text("kept")
+    (tmp_path / "report.html.tmp").symlink_to(other)
+    page._put(path, b"page")
+    assert (other.read_text(), path.read_text(), path.is_symlink()) == ("kept", "page", False)
