@@ -369,7 +369,7 @@ def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
     return result._replace(p_codes=None, scores=None)
 
 
-@as_one_program("use", "keep")
+@as_one_program("use", "keep", unnamed={"use": Use.unnamed})
 def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use, *, keep: bool = False) -> Gradients:
     if use.variant.backward == "exact":
         return real.backward(do, given, use)

@@ -66,7 +66,7 @@ class Result(NamedTuple):
     counts: jax.Array | None = None
 
 
-@as_one_program("use", "keep_p", "keep_s", "observe")
+@as_one_program("use", "keep_p", "keep_s", "observe", unnamed={"use": Use.unnamed})
 def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
     """One pass over all blocks and tiles.
 

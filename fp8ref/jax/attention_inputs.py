@@ -3,9 +3,9 @@
 ``Use`` holds what is static about one call, ``Inputs`` its arrays.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from fp8ref.jax import head_scaling, sharding
 from fp8ref.jax.head_scaling import MX
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Use:
     """One call of attention: all that is static about it. Hashable, so that custom_vjp passes it by.
 
@@ -53,6 +53,10 @@ class Use:
     def name(self) -> str:
         """What errors begin with."""
         return f"attention by variant {self.variant.name!r}"
+
+    def unnamed(self) -> "Use":
+        """What decides the numbers: neither whose call it is nor who watches."""
+        return dataclasses.replace(self, layer="", watcher=None)
 
     def scope(self, product: Product):
         """A context that names a product in the program: ``<layer>/attention:<product>``."""

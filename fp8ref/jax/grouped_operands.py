@@ -230,7 +230,10 @@ def _of_lines(table: jax.Array) -> jax.Array:
     return table.reshape(1, 1) if table.ndim == 0 else table[:, None, :]
 
 
-@as_one_program("turned", "precision", "scope")
+_UNNAMED = {"scope": lambda scope: ""}
+
+
+@as_one_program("turned", "precision", "scope", unnamed=_UNNAMED)
 def _rows_by_weights(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision, scope: str) -> jax.Array:
     """float32 [M, D] of x [M, C] and w [E, C, D], or [E, D, C] if turned; zeros in rows of no group."""
     blocks = _row_blocks(groups)
@@ -245,7 +248,7 @@ def _rows_by_weights(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, p
     return jnp.take(out.reshape(-1, out.shape[-1]), blocks.to, axis=0, mode="fill", fill_value=0)
 
 
-@as_one_program("precision", "scope")
+@as_one_program("precision", "scope", unnamed=_UNNAMED)
 def _rows_by_rows(g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision, scope: str) -> jax.Array:
     """float32 [E, K, N] of g [M, N] and x [M, K]: the sum over the rows of each group, block after block."""
     blocks = _row_blocks(groups)
