@@ -57,6 +57,8 @@ _TOML_STRINGS = re.compile(
 )
 """Strings and comments, also unterminated ones, so that no character is looked at twice."""
 
+_JSON_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+
 _END_RECORD = 22
 """Bytes of the end of a zip archive without a comment."""
 
@@ -139,8 +141,7 @@ def parse_json(text: str | bytes, kind: Callable[[list[tuple[str, Any]]], dict[s
     Raises:   ValueError: no JSON; more than ``DEPTH`` levels or ``OBJECTS`` objects and lists; an object with a key
               twice, one of which would be lost.
     """
-    begins = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
-    if begins > OBJECTS:
+    if _brackets(text) > OBJECTS and _brackets(_JSON_STRINGS.sub(b"", text if isinstance(text, bytes) else text.encode())) > OBJECTS:
         raise ValueError(f"it has more than {OBJECTS:,} objects and lists")
     try:
         value = json.loads(text, object_pairs_hook=kind or functools.partial(_object, dict))
@@ -245,6 +246,10 @@ def _object(kind: type[dict[str, Any]], pairs: list[tuple[str, Any]]) -> dict[st
         twice, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"an object has the key {twice!r} twice")
     return value
+
+
+def _brackets(text: str | bytes) -> int:
+    return text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
 
 
 def _check_depth(value: Any) -> None:

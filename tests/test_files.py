@@ -450,6 +450,14 @@ def test_json_of_many_lists_is_refused_before_they_are_made(monkeypatch, part, k
     assert guarded(lambda: files.parse_json(kind(f"[{part * 1000}[]]"))) == "it has more than 1,001 objects and lists"
 
 
+@pytest.mark.parametrize("kind", [str, str.encode])
+def test_brackets_in_strings_of_json_are_no_lists(monkeypatch, kind):
+    monkeypatch.setattr(files, "OBJECTS", 3)
+    text = '[{"[[[[": "\\"{{\\\\"}, ["]"]]'
+    assert files.parse_json(kind(text)) == [{"[[[[": '"{{\\'}, ["]"]]
+    assert guarded(lambda: files.parse_json(kind(f"[{text}]"))) == "it has more than 3 objects and lists"
+
+
 def test_json_of_the_most_levels_is_read():
     assert files.parse_json("[" * 64 + "]" * 64)
     assert files.parse_json('{"a": [{"a": 1}, {"a": 2}]}') == {"a": [{"a": 1}, {"a": 2}]}
