@@ -274,13 +274,15 @@ def smallest(reached: Callable[[float], bool], below: float = 1.0) -> float | No
 def shortest(low: float, high: float) -> tuple[float, str]:
     """The number from low to high of the fewest decimal digits, or its float32, and its digits.
 
-    >>> shortest(0.99e-8, 1.01e-8), shortest(0.0, 1e-45)
-    ((1e-08, '1e-08'), (0.0, '0'))
+    Of one digit, 1 comes first: what code says is rather 1e-4 than 8e-5.
+
+    >>> shortest(0.99e-8, 1.01e-8), shortest(0.0, 1e-45), shortest(6e-5, 1.1e-4)
+    ((1e-08, '1e-08'), (0.0, '0'), (0.0001, '0.0001'))
     """
     if low == 0:
         return 0.0, "0"
-    for digits in range(17):
-        words = f"{(low + high) / 2:.{digits}e}"
+    power_of_ten = f"1e{np.floor(np.log10(high)):.0f}"
+    for words in (power_of_ten, *(f"{(low + high) / 2:.{digits}e}" for digits in range(17))):
         for number in (float(words), float(np.float32(words))):
             if low <= number <= high:
                 return number, f"{float(words):.9g}"

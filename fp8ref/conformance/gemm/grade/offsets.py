@@ -43,6 +43,9 @@ TIMES = 4
 ROUNDED = (16, 32, 64, 128)
 """To multiples of these a kernel may round a group's rows."""
 
+Question = tuple[tuple[int, ...], int, int, int]
+"""Rows of the groups, rows of no group, N and K."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -62,7 +65,7 @@ class OffsetsGrade(Result):
 
     sizes     of the first question, or of the first that shows a fault; rest: rows of no group, of the same question.
     others    how many further questions are asked: ``MANY`` and no row of no group.
-    refused   the error that it raised for groups that are not aligned; "" if it took the sizes.
+    refused   the error that it raised for a question, and what was not asked therefore; "" if it raised none.
     """
 
     name: str
@@ -81,9 +84,8 @@ class OffsetsGrade(Result):
     @property
     def message(self) -> str:
         """The faults, one a line."""
-        asked = f"{self.which} of groups of {', '.join(map(str, self.sizes))} rows, and {self.rest} of no group"
-        groups = f"groups of {', '.join(map(str, SIZES if self.sizes != SIZES else MANY))} rows"
-        unasked = [f"not asked: {groups}, for which it raised ({self.refused})"] if self.refused else []
+        asked = f"{self.which} of {_rows_of(self.sizes, self.rest)}"
+        unasked = [f"not asked: {self.refused}"] if self.refused else []
         asked += f", and of {self.others} further question{'s' * (self.others > 1)}" if self.others and self.ok else ""
         return "\n".join([f"{self.name}, {asked}, is {'right' if self.ok else 'wrong'}", *map(str, self.faults), *unasked])
 
@@ -92,6 +94,7 @@ class OffsetsGrade(Result):
         return {"ok": self.ok, "subject": self.name, "gemm": self.which, "sizes": list(self.sizes), "rest": self.rest} | {
             "faults": [asdict(fault) for fault in self.faults],
             "refused": self.refused,
+            "others": self.others,
         }
 
     def render(self, console: "Console") -> None:
@@ -168,7 +171,7 @@ def grade_offsets(
     except RefusedError as error:
         if sizes is not None:
             raise
-        refused = str(error).partition("\n")[0]
+        refused = _refusal(first, error)
         first = (ALIGNED_SIZES, rest, n, k)
         faults = _asked(made, which, first, fmt)
     further = []
@@ -179,7 +182,7 @@ def grade_offsets(
             try:
                 faults = _asked(made, which, question, fmt)
             except RefusedError as error:
-                refused = refused or str(error).partition("\n")[0]
+                refused = refused or _refusal(question, error)
                 continue
             further.append(question)
             if faults:
@@ -188,8 +191,16 @@ def grade_offsets(
     return OffsetsGrade(name=name, which=which, sizes=first[0], rest=first[1], faults=tuple(faults), refused=refused, others=len(further))
 
 
-def _asked(made: subject.Subject, which: Which, question: tuple[tuple[int, ...], int, int, int], fmt: Format) -> dict[Fault, None]:
-    """The faults, once each, in the answers to one question: sizes, rest, n, k."""
+def _rows_of(sizes: Sequence[int], rest: int) -> str:
+    return f"groups of {', '.join(map(str, sizes))} rows, and {rest} of no group"
+
+
+def _refusal(question: Question, error: RefusedError) -> str:
+    return f"{_rows_of(question[0], question[1])}, for which it raised ({str(error).partition(chr(10))[0]})"
+
+
+def _asked(made: subject.Subject, which: Which, question: Question, fmt: Format) -> dict[Fault, None]:
+    """The faults, once each, in the answers to one question."""
     sizes, rest, n, k = question
     given = _operands(which, sizes, rest, n, k)
     shape = (len(sizes), n, k) if which == "grad_weight" else (len(given.a), n)

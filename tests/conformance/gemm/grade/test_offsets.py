@@ -207,9 +207,20 @@ def test_a_kernel_that_refuses_groups_which_are_not_aligned_is_asked_aligned_one
 
     grade = require_offsets(aligned, name="mine")
     assert (grade.ok, grade.sizes) == (True, (48, 0, 16, 32))
-    assert "not asked: groups of 59, 0, 16, 29 rows, for which it raised (mine raised ValueError" in grade.message
+    assert "not asked: groups of 59, 0, 16, 29 rows, and 16 of no group, for which it raised (mine raised ValueError" in grade.message
     with pytest.raises(RefusedError, match="multiples of 16"):
         grade_offsets(aligned, sizes=(59, 0, 16, 29))
+
+
+def test_the_question_that_a_kernel_refuses_is_named():
+    def with_rows_of_no_group(a, b, scale_a, scale_b, offs):
+        if offs[-1] == len(a):
+            raise ValueError("no rows of no group")
+        return output(a, b, scale_a, scale_b, offs)
+
+    grade = require_offsets(with_rows_of_no_group, name="mine")
+    assert (grade.sizes, grade.others, grade.to_dict()["others"]) == (SIZES, 1, 1)
+    assert "not asked: groups of 59, 0, 16, 29 rows, and 0 of no group, for which it raised" in grade.message
 
 
 @pytest.mark.parametrize("name", PLANTED)
