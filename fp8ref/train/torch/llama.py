@@ -145,8 +145,10 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D]."""
         outputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        # [B, H, T, D]
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in outputs)
+        # [B, T, H D] -> [B, H, T, D]; H is computed, since a -1 has no one value where T is 0, and dynamo does not
+        # trace Tensor.unflatten under torch.set_default_device
+        shapes = [(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim) for y in outputs]
+        q, k, v = (y.view(shape).transpose(1, 2) for y, shape in zip(outputs, shapes, strict=True))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
