@@ -37,3 +37,10 @@ def test_embedding_gradients_sum_in_float32():  # M-2: 300 gradients of 2^-9 in 
     embedding = Embedding(CONFIG)
     (embedding(torch.full((1, 300), 7), torch.bfloat16).float() * 2.0**-9).sum().backward()
     assert (embedding.weight.grad[7] == 300 * 2.0**-9).all()
+
+
+def test_dynamo_traces_the_model_under_a_default_device():
+    model, tokens = Llama(CONFIG), torch.zeros(1, 8, dtype=torch.int64)
+    with torch.device("cpu"), torch.no_grad():
+        expected = model(tokens)
+        assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(tokens), expected)
