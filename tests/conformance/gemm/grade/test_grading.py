@@ -65,7 +65,7 @@ def test_an_error_says_the_cause_once_with_the_first_result():
     assert message.startswith("mine is wrong: ")
     assert message.count("the last 32 of K dropped") == 1
     assert "got 0, expected 1 (G-2)" in message
-    assert "asked: [96, 96] K = 96, [64, 80] K = 1056, [128, 128] K = 4096; e4m3fn x e4m3fn to float32" in message
+    assert "asked: [96, 96] K = 96, [64, 80] K = 1056, [128, 128] K = 4096, [272, 272] K = 96; e4m3fn x e4m3fn to float32" in message
     assert "not asked: " in message
 
 
