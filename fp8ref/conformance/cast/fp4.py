@@ -25,6 +25,9 @@ f32_to_f4_unpacked. The three are one on numbers."""
 CALLS = 256
 """Calls of which the rate of stochastic rounding is taken."""
 
+_LARGEST = 7
+"""The code of the largest number; that of its negative is 8 more."""
+
 
 _REPEATING: tuple[cast.Rounding, ...] = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
 
@@ -52,17 +55,12 @@ def identify_fp4_cast(
     wrong = {mode: (got != codes) & number for mode, codes in found.items()}
     nearest = min(wrong, key=lambda mode: int(wrong[mode].sum()))
     repeats = np.array_equal(got, _codes(subject, x, source, fmt)[0])
-    fair = repeats or _is_stochastic(subject, source, fmt)
     unlike = []
-    if repeats and wrong[nearest].any():
+    if not repeats:
+        unlike = _unlike_stochastic(subject, x[number], source, fmt)
+    elif wrong[nearest].any():
         i = int(np.argmax(wrong[nearest]))
         unlike = [_counterexample(x, got, found[nearest], i, source, fmt, "C-2")]
-    elif not fair:
-        unlike = [
-            Counterexample(
-                input="the mean of many calls", bits=(), dtype=source, got="a biased code", expected="an unbiased one", clause="C-2"
-            )
-        ]
     rounding: str = nearest if repeats else "stochastic"
     pair = tuple(int(v) for v in _codes(subject, np.array([np.nan, -np.nan] * 8, np.float32), source, fmt)[0][:2])
     known = [n for n, codes in NAN_CODES.items() if codes == pair] if rounding in ("nearest_even", "stochastic") and not unlike else []
@@ -114,21 +112,35 @@ def _codes(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> tuple[n
     return (unpack(array), "low first") if agree[0] >= agree[1] else (unpack(swapped), "high first")
 
 
-def _is_stochastic(subject: Subject, source: str, fmt: Format) -> bool:
-    """Whether it rounds up as often as the fraction says: within 6 standard deviations for each of nine fractions.
+def _unlike_stochastic(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> list[Counterexample]:
+    """What shows that it does not round stochastically: a number that becomes none of the two beside it, else one that
+    is not rounded away from zero as often as its fraction says, to 6 standard deviations.
 
-    1/512 is one that 8 random bits do not tell from 0 or 1/256: 128 of the 2^16 choices, 11 a standard deviation.
+    The fractions are nine from 0 to 0.5, and three between each two neighbors. 1/512 is one that 8 random bits do not
+    tell from 0 or 1/256: 128 of the 2^16 choices, 11 a standard deviation.
     """
-    fractions = np.append(np.arange(1, 9) / 16, 1 / 512)
-    x = np.repeat((fractions / 2).astype(np.float32), 256)  # between 0 and 0.5, which no dtype here rounds
-    ups = np.zeros(9)
+    fractions = np.concatenate([np.arange(1, 9) / 16, [1 / 512], np.tile([0.25, 0.5, 0.75], 2 * (_LARGEST - 1))])
+    toward_zero = np.concatenate([np.zeros(9, np.uint8), np.repeat(np.r_[0 : _LARGEST - 1, 8 : 8 + _LARGEST - 1], 3)]).astype(np.uint8)
+    lower, upper = (cast.decode(codes, fmt).astype(np.float64) for codes in (toward_zero, toward_zero + np.uint8(1)))
+    asked = (lower + fractions * (upper - lower)).astype(np.float32)  # no dtype here rounds them
+    times = np.array([256] * 9 + [32] * (len(asked) - 9))
+    given = np.concatenate([np.repeat(asked, times), x])
+    given = np.concatenate([given, np.zeros(given.size % 2, np.float32)])
+    low = cast.encode_plain(given, fmt, rounding="toward_zero")
+    high = low + (cast.decode(low, fmt) != given).astype(np.uint8) * (low % 8 < _LARGEST)
+    ends, away = np.cumsum(times), np.zeros(len(asked))
     for _ in range(CALLS):
-        values = cast.decode(_codes(subject, x, source, fmt)[0], fmt).reshape(9, 256)
-        if not np.isin(values, (0, 0.5)).all():
-            return False
-        ups += (values == 0.5).sum(axis=1)
-    n = CALLS * 256
-    return bool(np.all(np.abs(ups - n * fractions) <= 6 * np.sqrt(n * fractions * (1 - fractions))))
+        codes = _codes(subject, given, source, fmt)[0]
+        if (other := (codes != low) & (codes != high)).any():
+            return [_counterexample(given, codes, low, int(np.argmax(other)), source, fmt, "C-2")]
+        away += np.add.reduceat(codes[: ends[-1]] == high[: ends[-1]], ends - times, dtype=np.int64)
+    n = CALLS * times
+    off = np.abs(away - n * fractions) > 6 * np.sqrt(n * fractions * (1 - fractions))
+    if not off.any():
+        return []
+    i = int(np.argmax(off))
+    value, rates = float(asked[i]), [f"{show(float(upper[i]))} in {rate:.3g} of the calls" for rate in (away[i] / n[i], fractions[i])]
+    return [Counterexample(input=show(value), bits=(bits_of(value, source),), dtype=source, got=rates[0], expected=rates[1], clause="C-2")]
 
 
 def _counterexample(x: np.ndarray, got: np.ndarray, expected: np.ndarray, i: int, source: str, fmt: Format, clause: str) -> Counterexample:
