@@ -168,13 +168,16 @@ def _code_text(code: np.uint8, fmt: Format, output: QuantizerOutput) -> str:
     return f"code 0x{int(code):02X} ({value})" if output.codes is not None else f"the value of code 0x{int(code):02X} ({value})"
 
 
-def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
-    """For each kind of amax with a wrong group, the kind and its simplest largest element."""
+def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, scales: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
+    """For each kind of amax with a wrong group, the kind and its simplest largest element.
+
+    scales    where the scales are wrong, which an element alone shows: codes may need another beside it.
+    """
     found = []
     for i, kind in enumerate(AMAX_RANGES):
         of = wrong & (kinds == i)
         if of.any():
-            found.append((kind, float(largest[simplest(largest, of)])))
+            found.append((kind, float(largest[simplest(largest, of & scales if (of & scales).any() else of)])))
     return found
 
 
@@ -245,7 +248,7 @@ def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, sc
     wrong = matched.mismatches(agreed)
     unnamed = not matched.agreements and not matched.deviation
     found: list[Counterexample] = []
-    for k, a in simplest_by_kind(kind, wrong, largest):
+    for k, a in simplest_by_kind(kind, wrong, ~agreed.deciding, largest):
         # Shown already: the same policy and deviation explain these groups too. Without a deviation,
         # what is wrong at an ordinary amax is not told from what is wrong at other finite ones.
         if found and (matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all() or (unnamed and k in NONZERO_RANGES)):

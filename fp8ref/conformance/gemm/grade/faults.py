@@ -58,10 +58,11 @@ def product(stimulus: Stimulus, a: np.ndarray, b: np.ndarray, scales: tuple[np.n
     """a [M, K] times b [N, K] under the stimulus's scales, or others of their shapes: float32 [M, N]."""
     with np.errstate(all="ignore"):
         of_scales = (stimulus.a.scale_inv, stimulus.b.scale_inv) if scales is None else scales
-        if all(s.ndim == 0 or s.shape[1] == 1 for s in of_scales):  # no blocks along K
+        operands = (stimulus.a, stimulus.b)
+        if all(s.ndim == 0 or s.shape == (len(q.codes), 1) for s, q in zip(of_scales, operands, strict=True)):  # no blocks
             result = a @ b.T * of_scales[0] * of_scales[1].T
         else:
-            left, right = (x * spread(q, s) for x, q, s in zip((a, b), (stimulus.a, stimulus.b), of_scales, strict=True))
+            left, right = (x * spread(q, s) for x, q, s in zip((a, b), operands, of_scales, strict=True))
             result = left @ right.T
         return (result if stimulus.bias is None else result + stimulus.bias) + np.float32(0)
 

@@ -14,6 +14,7 @@ from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.conformance.gemm.scaled_gemm import rows_of
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
+from fp8ref.granularity import by_name
 from fp8ref.sim import cast, gemm
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.tensor_core import UNITS
@@ -139,9 +140,11 @@ def _has_bits(stimulus: Stimulus, found: np.ndarray, accumulate: str | Accumulat
 
 
 def _first_rows(q: Any, side: int) -> Any:
-    if q.granularity == "blockwise_128x128":
-        return q._replace(codes=q.codes[:side], scale=q.scale[:1], scale_inv=q.scale_inv[:1])
-    return rows_of(q, np.arange(min(side, len(q.codes))))
+    side = min(side, len(q.codes))
+    if (other := by_name(q.granularity).other or 1) > 1:  # rows that share a scale
+        blocks = -(-side // other)
+        return q._replace(codes=q.codes[:side], scale=q.scale[:blocks], scale_inv=q.scale_inv[:blocks])
+    return rows_of(q, np.arange(side))
 
 
 def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[Cause]:

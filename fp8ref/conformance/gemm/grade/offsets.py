@@ -30,9 +30,9 @@ SIZES = (59, 0, 16, 29)
 ALIGNED_SIZES = (48, 0, 16, 32)
 """What is asked in their place if a function raises for groups that are not aligned."""
 
-MANY = (0, 0, 1, 255, 0, 17, 2, *(3, 0, 1) * 20, 0)
-"""Rows of the groups that are asked next: the first and the last have none, one is longer than a tile, and there are
-more groups than a warp has lanes. Then comes ``SIZES`` again, with no row of no group."""
+MANY = (0, 0, 1, 255, 0, 17, 2, 275, *(3, 0, 1) * 20, 0)
+"""Rows of the groups that are asked next: the first and the last have none, one is longer than a tile of 128, one than
+one of 256, and there are more groups than a warp has lanes. Then comes ``SIZES`` again, with no row of no group."""
 
 _LONGER = 3
 """N and K of that question, relative to those of the first: more than a tile."""

@@ -104,13 +104,17 @@ def _places(rng: np.random.Generator, k: int, count: int) -> np.ndarray:
 
 
 def _powers(rng: np.random.Generator, granularity: str, shape: tuple[int, int], centre: int) -> np.ndarray:
-    """Scale_inv of a granularity: powers of two, which differ by row, and by a factor of 2 along K."""
+    """Scale_inv of a granularity: powers of two, which differ by row, and by a factor of 2 along K.
+
+    The last block along K, which may be cut, has another one than the block before it: the larger, in
+    both operands, so that their products do not make up for each other.
+    """
     of_scales = scale_shape(granularity, shape, -1)
     if not of_scales:
         return np.asarray(2.0**centre, np.float32)
-    return (2.0 ** (centre + rng.integers(-3, 4, (of_scales[0], 1)) + rng.integers(0, 2, (1, of_scales[1])) * (of_scales[1] > 1))).astype(
-        np.float32
-    )
+    by_row, along_k = rng.integers(-3, 4, (of_scales[0], 1)), rng.integers(0, 2, (1, of_scales[1]))
+    along_k[0, -2:] = (0, 1) if of_scales[1] > 1 else 0
+    return (2.0 ** (centre + by_row + along_k)).astype(np.float32)
 
 
 def single(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]) -> Iterator[tuple[np.ndarray, Stimulus]]:

@@ -79,6 +79,16 @@ def of_blocks(a, b, size):
     return total
 
 
+def last_block_by_the_scale_before(a, b):
+    """As where the number of blocks is K // 128."""
+
+    def scales(q):
+        before = [q.scale_inv[:, :-1], q.scale_inv[:, -2:-1]]
+        return q._replace(scale_inv=np.concatenate(before, axis=1)) if q.codes.shape[1] % 128 else q
+
+    return of_blocks(scales(a), scales(b), 128)
+
+
 def without_the_last_block(a, b):
     """Whole blocks alone, as a loop to K // 128."""
     size, k = 128, a.codes.shape[1] // 128 * 128
@@ -94,6 +104,7 @@ def test_the_last_block_of_k_may_be_shorter(monkeypatch):  # FBGEMM#6159
     assert (right.verdict, right.edges) == ("right", ["M = 1", "N = 1", "K = 192"])
     wrong = grade_gemm(without_the_last_block, **how)
     assert [cause.name.partition(":")[0] for cause in wrong.causes] == ["at K = 192"]
+    assert grade_gemm(last_block_by_the_scale_before, **how).verdict == "wrong"
     mx = grade_gemm(lambda a, b: of_blocks(a, b, 32), granularity="mx_1x32")
     assert (mx.verdict, mx.edges[-1]) == ("right", "K = 144")
 

@@ -110,6 +110,22 @@ def test_other_granularities(a, b):
     assert grade.granularities == (a, b)
 
 
+@pytest.mark.grid(1)
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("blockwise_1x128", "blockwise_128x128"),
+        ("blockwise_128x128", "blockwise_128x128"),
+        ("mx_32x32", "mx_1x32"),
+        ("mx_32x32", "mx_32x32"),
+    ],
+)
+def test_rows_that_share_scales_may_end_in_part_of_a_block(a, b):
+    """272 rows are two blocks of 128 and one of 16, under one block along K."""
+    grade = grade_gemm(lambda a, b: gemm.matmul(a, b, accumulate="exact"), granularity=a, granularity_b=b, shapes=[(272, 272, 128)])
+    assert (grade.verdict, grade.plan) == ("right", "exact"), grade.message
+
+
 @pytest.mark.slow
 def test_a_long_k():
     """16,384 is asked index by index in four GEMMs of 64 x 64."""

@@ -67,6 +67,13 @@ def first_128_rows(*given):
     return out
 
 
+def first_256_rows(*given):
+    out = output(*given)
+    for _, rows in spans(given[-1]):
+        out[rows.start + 256 : rows.stop] = 0
+    return out
+
+
 def first_32_groups(*given):
     out = output(*given)
     out[int(given[-1][:32][-1]) :] = 0
@@ -110,7 +117,8 @@ def empty_ends(*given):
     ("function", "which", "said"),
     [
         (first_128_rows, "output", "group 3: drops its rows after a multiple of 128 (X-2)"),
-        (first_32_groups, "output", "group 33: is all zeros (X-1)"),
+        (first_256_rows, "output", "group 7: drops its rows after a multiple of 32 (X-2)"),
+        (first_32_groups, "output", "group 32: is all zeros (X-1)"),
         (first_128_columns, "output", "group 2: has other numbers (X-2)"),
         (first_128_of_k, "output", "group 2: has other numbers (X-2)"),
         (zeros_of_one_tile, "output", "rows of no group are NaN, not zeros (X-5)"),
