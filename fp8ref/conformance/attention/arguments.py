@@ -132,7 +132,7 @@ def _cases(asked: Attention, variant: Variant, tokens: int, alignment: Alignment
                             for masked, mask in (("no mask", FULL), ("causal", _causal(alignment)))
                             if asked.takes(mask)]  # fmt: skip
         yield "padding", [_padding(asked, case(f"documents of -1, {said} in their memory", heads=(2, 2, 2)), tokens, fill)
-                          for said, fill in (("zeros", 0.0), *([("NaN", math.nan)] if not asked.takes_codes else []))]  # fmt: skip
+                          for said, fill in (("numbers", 3.0), *([("NaN", math.nan)] if not asked.takes_codes else []))]  # fmt: skip
     if asked.takes_scale:
         yield "scale", [case("softmax scale 0.3", scale=0.3)]
     if variant.smoothed:
@@ -150,7 +150,8 @@ def _masks(asked: Attention, case, alignment: Alignment) -> Iterator[tuple[str, 
     ends: tuple[Alignment, ...] = ("end", "start") if asked.takes_alignment else (alignment,)
     shapes: tuple[dict, ...] = ({}, {"tq": 40, "tk": 200}, {"tq": 90, "tk": 60})
     if asked.takes(_causal(alignment)):
-        yield "causal mask", [case(f"causal, aligned to the {end}", **shape, mask=_causal(end)) for shape in shapes for end in ends]
+        tiles = (*shapes, {"tq": 150, "tk": 200})  # queries of more than a tile
+        yield "causal mask", [case(f"causal, aligned to the {end}", **shape, mask=_causal(end)) for shape in tiles for end in ends]
     windows = [Mask(window=(17, 5)), Mask(window=(30, None)), Mask(causal=True, window=(64, 0)), Mask(window=(0, 3))]
     taken = [dataclasses.replace(one, alignment=end) for one in windows for end in ends if asked.takes(one)]
     if taken:

@@ -24,11 +24,11 @@ from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import scaling
 
-SHAPES = ((1, 128), (3, 256), (16, 384), (64, 512), (128, 128), (131, 128), (3, 28672), (1031, 1152))
+SHAPES = ((1, 128), (3, 256), (16, 384), (64, 512), (128, 128), (299, 128), (3, 28672), (1031, 1152))
 """Shapes whose K is as S-6 asks.
 
-Among them are one row, a square, rows that no block divides, long rows, and over a million
-elements.
+Among them are one row, a square, more than 256 rows that no block divides, long rows, and over a
+million elements.
 """
 
 RAGGED = ((1, 1), (2, 3), (3, 17), (4, 1000))

@@ -10,6 +10,9 @@ from fp8ref.conformance.quantizer import ragged_blocks
 from fp8ref.conformance.quantizer.outputs import Quantizer, ScaleLayout
 
 _LARGE = 1 << 20
+_IN_LARGE = ("the largest last", "NaN inside", "an infinity last")
+"""What is planted in tensors of ``_LARGE`` elements and more, which take a second each."""
+
 WHOLE = (20, 264)
 """The shape in which the largest element is planted at many places, one after another."""
 
@@ -62,7 +65,7 @@ def tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quanti
     for name, (at_last, at_inside) in _PLANTED.items():
         special = not {at_last, at_inside} <= {4.0, None}
         # With a memory, a quantizer may keep scales after these: one call cannot tell.
-        if not (special and quantizer.memory) and (group.size < _LARGE or name == "the largest last"):
+        if not (special and quantizer.memory) and (group.size < _LARGE or name in _IN_LARGE):
             planted = [(at, value) for at, value in ((last, at_last), (inside, at_inside)) if value is not None]
             yield _with(shape, rng, name, planted)
     if shape in (WHOLE, WHOLE[::-1]):

@@ -16,7 +16,8 @@ KEPT = ("q", "k", "v", "causal", "window", "documents", "softcap", "sinks", "sca
 
 def attend(q, k, v, causal=False, window=None, documents=None, softcap=None, sinks=None, scale=None, *, fault=None):
     """fa4 with one fault."""
-    alignment = "start" if fault == "aligned to the start" else "end"
+    long = fault == "aligned to the start above 128 queries" and 128 < q.shape[2] < k.shape[2]
+    alignment = "start" if long or fault == "aligned to the start" else "end"
     if window is not None:
         change = {"left edge": (1, 0), "right edge": (0, -1), "both edges": (1, 1)}.get(fault, (0, 0))
         window = tuple(None if side is None else side + by for side, by in zip(window, change, strict=True))
@@ -37,6 +38,8 @@ def attend(q, k, v, causal=False, window=None, documents=None, softcap=None, sin
     if fault == "padding is a document" and documents:
         documents = tuple(np.where(x < 0, 9, x) for x in documents)
         q, k, v = map(np.nan_to_num, (q, k, v))
+    if fault == "padding without NaN is a document" and documents and not np.isnan(q).any():
+        documents = tuple(np.where(x < 0, 9, x) for x in documents)
     if fault == "padding is read" and documents and np.isnan(q).any():
         rows = attention.forward(q, k, v, variant="fa4", documents=documents)
         return rows._replace(o=np.full_like(rows.o, np.nan))
@@ -110,6 +113,7 @@ def wrong(function, alignment="end"):
     [
         (None, []),
         ("aligned to the start", ["causal mask", "window"]),  # SageAttention#131
+        ("aligned to the start above 128 queries", ["causal mask"]),
         ("not causal", ["causal mask"]),
         ("left edge", ["window"]),  # MSLK#263
         ("right edge", ["window"]),
@@ -123,6 +127,7 @@ def wrong(function, alignment="end"):
         ("no documents", ["documents", "padding"]),
         ("one sequence's", ["documents", "padding"]),
         ("padding is a document", ["padding"]),  # TransformerEngine#2892
+        ("padding without NaN is a document", ["padding"]),
         ("padding is read", ["padding"]),
         ("no softcap", ["softcap"]),
         ("another softcap", ["softcap"]),
