@@ -94,7 +94,8 @@ def _elementwise(function: Any, fmt: Format, inputs: tuple[float, float, float])
 
 
 def _amax(fmt: Format) -> st.SearchStrategy[float]:
-    return significands(_LOW, _HIGH)
+    """An amax of the domain, often one of the least, where an eps shows."""
+    return st.one_of(significands(_LOW, _HIGH), significands(_LOW, _LOW))
 
 
 def _neighbors(fmt: Format) -> st.SearchStrategy[tuple[float, float]]:

@@ -33,8 +33,8 @@ BREAK = {
     "torchao_adamw_fp8": {"reciprocal"},  # scale_inv first
     "deepseek_v3": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_2024": {"finite", "reciprocal"},  # no eps
-    "vllm": {"power_of_two_equivariance", "reciprocal"},  # an eps of 1e-10, above the least amax, 2^-34
-    "sglang": {"power_of_two_equivariance", "reciprocal"},
+    "vllm": {"power_of_two_equivariance", "range_used", "reciprocal"},  # an eps of 1e-10, above 2^-39
+    "sglang": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_ue8m0": {"power_of_two_equivariance", "range_used"},
     "qwix": {"reciprocal"},
     "qwix_bf16": {"reciprocal"},
