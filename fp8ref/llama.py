@@ -34,6 +34,10 @@ ROW = ("o_proj", "down_proj")
 """Linears that tensor parallelism cuts by input features."""
 
 
+MATRICES = 2**17
+"""The most layers, times experts: the names of all weights are made before any is looked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names, and those of ``Qwen3MoeConfig`` for
@@ -101,6 +105,12 @@ class LlamaConfig:
         if self.attention_softcap is not None and not 0 < self.attention_softcap < math.inf:
             raise ValueError(f"model.attention_softcap is positive and finite; got {self.attention_softcap}. Leave it out for none.")
         self._check_experts()
+        matrices = self.num_hidden_layers * max(1, self.num_experts)
+        if matrices > MATRICES:
+            raise ValueError(
+                f"model.num_hidden_layers times model.num_experts is at most {MATRICES:,}; got {matrices:,}. "
+                "Set fewer, or repair the file that says so."
+            )
 
     def _check_experts(self) -> None:
         for key in ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"):

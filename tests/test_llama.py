@@ -143,6 +143,13 @@ def test_sizes_are_at_least_one(key, value):
         LlamaConfig(**{key: value})
 
 
+def test_a_damaged_number_of_layers_is_refused_before_names_are_made():
+    with pytest.raises(ValueError, match=r"at most 131,072; got 1,000,000,000\. Set fewer"):
+        LlamaConfig(num_hidden_layers=10**9)
+    with pytest.raises(ValueError, match="at most 131,072; got 262,144"):
+        LlamaConfig(num_hidden_layers=64, num_experts=4096, num_experts_per_tok=1)
+
+
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "initializer_range"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_constants_are_positive(key, value):

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, QUANTIZED_FORMATS, Format
+from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, QUANTIZED_FORMATS, Format
 from fp8ref.sim import philox, threads
 from fp8ref.sim.kernels import cast as kernels
 from fp8ref.sim.kernels.compiled import ELEMENTS, worth
@@ -55,7 +55,8 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
               infinities likewise. toward_zero and to_odd give max of any finite x. Into e8m0fnu:
               zero and negative values -> NaN, below 2^-127 -> 2^-127. Into e2m1fn: NaN -> 6.
     Raises:   ValueError: fmt not of 8 or 4 bits; x not floating point; unknown rounding; a seed
-              missing or not used; to_odd or stochastic into e8m0fnu; e2m1fn without saturate.
+              missing or not used; to_odd or stochastic into e8m0fnu; e2m1fn without saturate;
+              e8m0fnu in a thread that takes subnormals for zeros.
     Source:   spec C-1 to C-7, C-9.
 
     >>> from fp8ref.formats import E4M3FN
@@ -135,6 +136,8 @@ def decode(codes, fmt: Format) -> np.ndarray:
     formats.check(fmt)
     if fmt.bits not in _CODED:
         raise ValueError(f"decode takes codes of {', '.join([*QUANTIZED_FORMATS, 'e8m0fnu'])}; got {fmt}.")
+    if fmt == E8M0FNU:
+        check_subnormals()  # of 2^-127
     if fmt.bits == 4 and codes.size and codes.max() > 15:
         raise ValueError(f"codes of {fmt} are one a byte, at most 15; got {codes.max()}. Unpack pairs with packing.unpack.")
     return np.take(_table(fmt), codes, mode="wrap")  # no code is out of range, and this is the fastest mode
@@ -163,6 +166,8 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
         return decode(encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed), fmt)
     _check_wide(fmt)
     x = array(x)
+    if fmt.emin - fmt.mantissa_bits < -126 and _is_tiny(x).any():
+        check_subnormals()
     if fmt in (FLOAT32, FLOAT16, BFLOAT16) and x.dtype == np.float32 and rounding == "nearest_even" and not saturate and seed is None:
         return _nearest_even(x, fmt)
     return round_to_plain(x, fmt, rounding=rounding, saturate=saturate, seed=seed)
@@ -201,6 +206,22 @@ def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
     rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), x, rounded.view(np.float32).reshape(x.shape))
 
+
+def _is_tiny(x: np.ndarray) -> np.ndarray:
+    """Where a number is below 2^-126 and not zero, by its bits, which a thread without subnormals reads too."""
+    if x.dtype.name not in _LEAST_NORMAL:
+        return np.zeros((), bool)
+    least = _LEAST_NORMAL[x.dtype.name]
+    magnitude = np.atleast_1d(x).view(least.dtype) << 1
+    return (magnitude != 0) & (magnitude < least << 1)
+
+
+_LEAST_NORMAL: dict[str, np.ndarray] = {
+    "float64": np.array(0x3810 << 48, np.uint64),
+    "float32": np.array(0x80 << 16, np.uint32),
+    "bfloat16": np.array(0x80, np.uint16),
+}
+"""{dtype: the bits of 2^-126}; float16 has no number below it."""
 
 _TINY, _HALF, _TWO = np.float32(2.0**-126), np.float32(0.5), np.float32(2)
 
@@ -278,6 +299,8 @@ def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate
     if fmt.signed is False and rounding in ("to_odd", "stochastic"):
         raise ValueError(f"rounding {rounding!r} is not defined for {fmt} (C-7). Use 'nearest_even' or 'toward_zero'.")
     _check_rounding(rounding, seed)
+    if fmt == E8M0FNU:
+        check_subnormals()  # of 2^-127
     check_dtype(x)
 
 

@@ -45,7 +45,7 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     Returns their step.
 
     tokenizer   a file, or a directory of files, to copy too; by default the run's own
-                tokenizer.json, if it exists.
+                tokenizer.json, if it exists and is one.
     Raises:   ConfigError: no run, or no checkpoint; out is not empty, or is inside the run; no such
               tokenizer.
     """
@@ -61,7 +61,7 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
             log.read_manifest(run)  # raises if this is not a run at all
             raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
         try:
-            _export(found, out, tokenizer)
+            _export(found, out, tokenizer, say)
             return found.step
         except (OSError, ValueError):
             if found.path.exists():
@@ -69,15 +69,17 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
             # the run still trains, and has removed it after writing newer ones: try those
 
 
-def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
+def _export(found: Checkpoint, out: Path, tokenizer: Path | None, say: Callable[[str], None]) -> None:
     config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
     if config.architecture.kind in ("torch", "nnx"):
         raise ConfigError(
             f"an export has the format of transformers, which a model of kind {config.architecture.kind!r} has not; read {found.state}."
         )
-    used = config.data.tokenizer
-    if tokenizer is None and used and Path(used).is_file():
-        tokenizer = Path(used)
+    if tokenizer is None and (used := config.data.tokenizer) and Path(used).is_file():
+        if _is_tokenizer(Path(used)):
+            tokenizer = Path(used)
+        else:
+            say(f"{found.path / 'manifest.json'} names {used}, which is no tokenizer.json; it is left out. --tokenizer copies any file")
     beside = [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
     if (backend := found.manifest.get("backend")) not in architecture.BACKEND.values():
         raise ConfigError(f"{found.path} is of backend {backend!r}; fp8ref writes jax and torch. Leave it out.")
@@ -103,6 +105,15 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
         raise OSError(f"--out {out} could not be written: {error}. Make room, or name another directory.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _is_tokenizer(path: Path) -> bool:
+    """Whether a file that a run names is a tokenizer.json: a run of others may name a file that is private."""
+    try:
+        model = files.read_object(path)["model"]
+    except (OSError, ValueError):  # a missing key too
+        return False
+    return isinstance(model, dict) and "vocab" in model
 
 
 def _read(state: Path, weights: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.delayed import DelayedScaling
+from fp8ref.errors import ConfigError
 from fp8ref.formats import Format
 from fp8ref.recipe import delayed_casts
 from fp8ref.states import Moment
@@ -122,6 +123,12 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
     if config.parallel.auto_scale is not None:
         found |= {f"{MU}.{name}.weight": Tensor((), "float32") for name in config.shapes.linears}
     return found | fp8_states(config, backend)
+
+
+def check_master(name: str, dtype: np.dtype) -> None:
+    """ConfigError unless a saved master holds numbers of a float type: an integer's bits are no weight."""
+    if dtype.kind in "biuc":
+        raise ConfigError(f"{name} is a float in every layout, and {dtype} in the checkpoint. Load a state that fp8ref wrote.")
 
 
 def weight(codes: np.ndarray, scale_inv: np.ndarray | None) -> np.ndarray:

@@ -165,11 +165,18 @@ def test_a_thread_without_subnormals_is_refused():
     """Else a product below 2^-126 would be 0, without a word."""
     torch = pytest.importorskip("torch")
     x = np.full((4, 16), 2.0**-130, np.float32)
-    q = scaling.quantize(x, E4M3FN)
+    q, wide = scaling.quantize(x, E4M3FN), x.astype(np.float64)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush")
     try:
-        for call in (lambda: scaling.dequantize(q), lambda: scaling.quantize(x, E4M3FN), lambda: scaling.amax(x)):
+        calls = [lambda: scaling.dequantize(q), lambda: scaling.quantize(x, E4M3FN), lambda: scaling.amax(x)]
+        calls += [
+            lambda: cast.encode(x, E8M0FNU),
+            lambda: cast.decode(q.codes, E8M0FNU),
+            *(lambda x=x: cast.round_to(x, BFLOAT16) for x in (x, wide)),
+        ]
+        assert not cast.encode(x, E4M3FN).any()  # by integers, where no subnormal of float32 counts
+        for call in calls:
             with pytest.raises(ValueError, match=r"takes them for zeros.*torch\.set_flush_denormal\(False\)"):
                 call()
     finally:

@@ -255,17 +255,23 @@ def test_a_tokenizer_comes_along(exported, tmp_path, directory):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-def test_the_runs_own_tokenizer_comes_along(exported, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "copied"), [('{"model": {"vocab": {}}}', True), ("token = hunter2", False), ('{"token": "hunter2"}', False)]
+)
+def test_the_runs_own_tokenizer_comes_along(exported, tmp_path, text, copied):
+    """A file that a run names is copied only if it is a tokenizer: a run of others may name a private one."""
     folder, _, _ = exported
-    own = tmp_path / "tokenizer.json"
-    own.write_text("{}")
+    own = tmp_path / "own.json"
+    own.write_text(text)
     shutil.copytree(folder / "run", tmp_path / "run")
     (path,) = checkpoint.saved(tmp_path / "run")
     about = {key: value for key, value in checkpoint.verify(path).items() if key not in ("format", "files")}
     about["config"]["data"]["tokenizer"] = str(own)
     checkpoint.write_manifest(path, about)
-    export.export(tmp_path / "run", tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    said = []
+    export.export(tmp_path / "run", tmp_path / "out", say=said.append)
+    assert (tmp_path / "out" / "own.json").exists() == copied
+    assert any("is no tokenizer.json; it is left out" in line for line in said) != copied
 
 
 def test_a_run_whose_own_manifest_is_lost_is_exported(exported, tmp_path):

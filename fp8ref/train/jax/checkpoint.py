@@ -117,7 +117,9 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
     for name, shape in shapes.items():
         if (train_state.MASTERS, name) in saved:
-            yield name, read(name, shape)
+            value = read(name, shape)
+            train_state.check_master(name, value.dtype)
+            yield name, value
         elif (train_state.MASTERS, f"{name}.codes") in saved:
             yield name, train_state.weight(read(f"{name}.codes", shape), read(f"{name}.scale_inv", ()))
         else:

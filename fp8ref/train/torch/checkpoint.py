@@ -122,6 +122,8 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
             key = key if key in parts else f"{key}.codes"
             for begin, file in parts.get(key, {}).items():
                 part = file.get_tensor(key)
+                if not key.endswith(".codes"):
+                    train_state.check_master(name, part.dtype)
                 place = tuple(slice(i, i + n) for i, n in zip(begin, part.shape, strict=True))
                 if value[place].shape != part.shape:
                     raise ConfigError(f"{name} is {list(shape)} here and larger in the checkpoint. Load a state of the same model.")
