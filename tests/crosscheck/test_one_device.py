@@ -50,6 +50,10 @@ def test_both_backends_hold_to_the_simulator(recipe, small):
     for name in ("logits/step0/value/jax", "logits/step0/value/jax-torch", "loss/step0/value/torch", "loss/curve/value/jax-torch"):
         assert name in rows
     assert rows["grad_norm/curve/value/jax-torch"].compared == 2
+    parameters = {name.removesuffix(".weight") for name in llama.parameter_shapes(small.model)}
+    assert {name.partition("/gradient/value/")[0] for name in report.checks if "/gradient/value/" in name} == parameters
+    for backend in ("jax", "torch"):
+        assert {f"weights/initial/value/{backend}", f"synthetic.cast/e4m3fn/codes/{backend}"} <= report.checks.keys()
 
 
 def test_one_backend_alone(small):

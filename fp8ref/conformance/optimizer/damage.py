@@ -40,6 +40,9 @@ PLACES: dict[str, tuple[int, Any]] = {
 }
 """{further gradients that are asked: their step, from 0, and their index}."""
 
+SHAPES: dict[str, tuple[int, ...]] = {"NaN in a vector": (4096,), "NaN in 131,072 elements": (512, 256)}
+"""{further gradients of NaN that are asked: the shapes of their tensors}; the NaN is at the flat index 70."""
+
 WEIGHT, LARGE, SMALL = "a weight of NaN", "2^40", "0"
 """Further tensors, with finite gradients, and the one of REPLACED with which ``LARGE`` is compared."""
 
@@ -60,7 +63,11 @@ def inputs() -> Inputs:
     for step, g in enumerate((first, second)):
         gradients[step] |= {name: with_one(g, np.nan, at) if at_step == step else g for name, (at_step, at) in PLACES.items()}
         gradients[step] |= {name: g for name in names if name not in gradients[step]}
-    return Inputs(weights=dict.fromkeys(names, w) | {WEIGHT: with_one(w, np.nan)}, gradients=gradients)
+    weights = dict.fromkeys(names, w) | {WEIGHT: with_one(w, np.nan)}
+    for name, shape in SHAPES.items():
+        weights[name], gradients[0][name], gradients[1][name] = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
+        gradients[0][name].flat[70] = np.nan
+    return Inputs(weights=weights, gradients=gradients)
 
 
 def hidden(name: str, optimizer: Any, kind: str, given: Numbers, layout: Layout) -> dict[str, str]:
@@ -79,7 +86,7 @@ def hidden(name: str, optimizer: Any, kind: str, given: Numbers, layout: Layout)
     found = {one: _name_of(made, one, asked) for one in DAMAGED if is_hidden(one, 2 if one == "NaN" else 1)}
     if found:
         return found
-    found = {one: _name_of(made, one, asked) for one in PLACES if is_hidden(one, 2)}
+    found = {one: _name_of(made, one, asked) for one in (*PLACES, *SHAPES) if is_hidden(one, 2)}
     if any(not np.isnan(after[WEIGHT].weight[AT]) for after in made):
         found[WEIGHT] = "replaced by a number"
     # Without stored moments the first change of a weight is that of its own gradient alone.
@@ -94,7 +101,7 @@ def findings(damage: dict[str, str], layout: Layout | None) -> list[Finding]:
     if layout is None:
         return []
     words = "; ".join(f"{gradient}: {text}" for gradient, text in damage.items()) or "make NaN of their weights"
-    evidence = f"{', '.join(DAMAGED)}, each alone in a tensor {SHAPE}; {', '.join([*PLACES, WEIGHT])}"
+    evidence = f"{', '.join(DAMAGED)}, each alone in a tensor {SHAPE}; {', '.join([*PLACES, *SHAPES, WEIGHT])}"
     return [Finding(what="gradients that are not finite", value=not damage, words=words, evidence=evidence)]
 
 
@@ -102,7 +109,7 @@ def _lost(asked: Inputs, layout: Layout, gradient: str) -> list[np.ndarray]:
     """Which weights are NaN after each step, by clause O."""
     p: Any = asked.weights[gradient]
     p = sim.master(p, layout) if layout.keeps_master else p
-    state, lost = sim.init(SHAPE, layout), []
+    state, lost = sim.init(np.shape(asked.weights[gradient]), layout), []
     for g in asked.gradients:
         p, state = sim.step(p, g[gradient], state, learning_rate=1e-3, layout=layout)
         lost.append(np.isnan(sim.weight(p, layout) if layout.keeps_master else p))

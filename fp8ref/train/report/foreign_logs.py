@@ -151,6 +151,7 @@ def _rows(path: Path, loss: str | None) -> Iterator[dict]:
                 ended = line.endswith(("\n", "\r"))
                 yield line
 
+    csv.field_size_limit(files.LINE)  # a column that is not read may hold texts
     rows = csv.reader(lines())
     names = next(rows, [])
     _check_names(names, loss, str(path))

@@ -188,6 +188,16 @@ def test_multiplications_of_a_bridged_hook():
     assert (row.recipe, row.multiplications) == ("tensorwise", TOKENS * D * 64)
 
 
+class OwnLinear(nnx.Linear):
+    def __call__(self, x):
+        return x @ self.kernel.get_value()
+
+
+def test_a_linear_with_a_call_of_its_own_was_called():
+    (row, *_) = fj.flax.report(OwnLinear(D, F, rngs=nnx.Rngs(0)), (X,)).rows
+    assert (row.recipe, row.reason) == (None, "its own __call__ multiplies without the layer's hook")
+
+
 class Pair(nnx.Module):
     """A layer of somebody's own with two hooks, which it looks at."""
 

@@ -42,6 +42,7 @@ def test_megatrons_console(tmp_path):
 
 def test_a_csv_of_any_case_and_order(tmp_path):
     assert read(tmp_path / "a.csv", "time,Loss,Step\n0,2.5,3\n1,,4\n2,2.25,1\n") == {1: 2.25, 3: 2.5}
+    assert read(tmp_path / "c.csv", "step,sample,loss\n0," + "x" * 200_000 + ",2.5\n") == {0: 2.5}
     assert read(tmp_path / "b.csv", "Step,run - train/loss\n0,2.5\n", loss="run - train/loss") == {0: 2.5}
 
 
@@ -109,7 +110,6 @@ def test_a_log_that_is_not_there_is_refused(tmp_path):
         ("a.csv", "step,Step,loss\n0,1,9\n", r"a\.csv has 'step' 2 times"),
         ("a.jsonl", '{"step": 1, "loss": 2.5, "loss": 9}\n', "line 1, has 'loss' 2 times"),
         ("a.jsonl", '{"step": 1, "loss": 2.5, "Loss": 9}\n', "line 1, has 'loss' 2 times"),
-        ("a.csv", "step,loss,text\n0,2.5," + "x" * 200_000 + "\n", "field larger than field limit"),
         ("a.jsonl", '{"step": 1, "loss": ' + "[" * 100_000 + "\n", "more than 64 levels"),
         ("a.jsonl", '{"step": 1, "loss": true}\n', "both are numbers"),
         ("a.jsonl", '{"step": 1, "loss": false}\n', "both are numbers"),
