@@ -183,6 +183,12 @@ class RoleState(nn.Module):
         if wrong := delayed_checks.wrong_values(loaded):
             errors.append(f"{prefix}{wrong} Load another checkpoint, or leave the states out and call delayed.calibrate.")
             return
+        if not loaded and self.scale.is_meta and metadata.get("assign_to_params_buffers"):
+            errors.append(
+                f"{prefix}scale is on the meta device, and the checkpoint of a model without FP8 has no state to assign. "
+                "Call model.to_empty(device=...) first, and load without assign=True."
+            )
+            return
         self.seen = torch.zeros_like(self.seen, device=device)
         needed = missing if loaded else []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, needed, unexpected, errors)

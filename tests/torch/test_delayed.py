@@ -315,6 +315,17 @@ def test_weights_of_a_model_without_fp8_are_loaded():  # TransformerEngine#1860,
         model.eval()(torch.ones(4, 32))
 
 
+def test_states_without_memory_are_named_where_none_is_assigned():
+    plain = small()
+    with torch.device("meta"):
+        model = convert.convert(small(), "delayed")
+    with pytest.raises(RuntimeError, match=r"0\.states\.input\.scale is on the meta device.* Call model\.to_empty\(device=\.\.\.\) first"):
+        model.load_state_dict(plain.state_dict(), assign=True)
+    model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    delayed.calibrate(model, [torch.ones(4, 32)])
+    assert all(state.step == 1 for name, state in delayed.states(model) if not name.endswith("grad_output"))
+
+
 def test_weights_are_loaded_from_a_distributed_checkpoint(tmp_path):
     plain = small()
     with warnings.catch_warnings():
