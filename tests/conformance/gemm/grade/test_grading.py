@@ -30,7 +30,8 @@ def test_a_gemm_of_a_library_is_right(library, out_dtype):
     pytest.importorskip(library.partition("-")[0])
     if library == "torch-rowwise" and out_dtype != "bfloat16":
         pytest.skip("it returns bfloat16")
-    grade = grade_gemm(named(library, out_dtype=out_dtype), shapes=[(64, 80, 1056)])
+    # torch's on a CPU without instructions for FP8 takes a second for 15 million products
+    grade = grade_gemm(named(library, out_dtype=out_dtype), shapes=[(32, 48, 544)])
     assert grade.verdict == "right", grade.message
     assert not [cause for cause in grade.causes if cause.severity != "right"]
 
