@@ -96,9 +96,8 @@ def _part(arrays: tuple, how: tuple, which: Gemm, e: int, begin: int, end: int, 
         return x[e].T, codes[e].T, of_expert
     x, codes, size = x[begin:end], codes[begin:end], by_name(granularity).reduced or 1
     count = -(-len(x) // size)
-    # Whole blocks along the rows, and of no rows one of zeros
-    missing = (max(count * size, 1) if axis == -2 else max(len(x), 1)) - len(x)
-    x, codes = (np.pad(v, ((0, missing), (0, 0))) for v in (x, codes))
+    if not len(x):  # one row of zeros
+        x, codes = (np.zeros((1, v.shape[1]), v.dtype) for v in (x, codes))
     if scale.ndim == 0:
         return x, codes, scale
     if one:
