@@ -88,7 +88,7 @@ def healed(p, g, state, learning_rate, b1, b2, eps, weight_decay):
         (later, {"NaN in the second step": "0 and 0 of 4096 weights are NaN after the first and the second step"}),
         (healed, {"a weight of NaN": "replaced by a number"}),
     ],
-    ids=["tail", "all", "norm", "later", "weight"],
+    ids=["vector", "large", "tail", "all", "norm", "later", "weight"],
 )  # fmt: skip
 def test_other_places_steps_and_weights_are_asked(step, wanted):  # O-2
     found = hidden(step, "torchao")
