@@ -40,7 +40,7 @@ def test_embedding_gradients_sum_in_float32():  # M-2: 300 gradients of 2^-9 in 
 
 
 def test_dynamo_traces_the_model_under_a_default_device():
-    model, tokens = Llama(CONFIG), torch.zeros(1, 8, dtype=torch.int64)
+    model, tokens = loaded(CONFIG, llama.initial_weights(CONFIG, seed=0)), torch.zeros(1, 8, dtype=torch.int64)
     with torch.device("cpu"), torch.no_grad():
         expected = model(tokens)
         assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(tokens), expected)
