@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E8M0FNU, FLOAT16, FLOAT32, Format
-from fp8ref.granularity import scale_shape
+from fp8ref.granularity import by_name, scale_shape
 from fp8ref.sim import cast, scaling
 from fp8ref.sim.scaling import Quantized
 
@@ -116,8 +116,15 @@ def hardware_scales(granularity: str, scale_inv: np.ndarray) -> np.ndarray:
 
 
 def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
-    """The given rows of an operand, with their scales."""
-    scale, scale_inv = (x[rows] if x.ndim else x for x in (q.scale, q.scale_inv))
+    """The given rows of an operand, with their scales.
+
+    Raises:   ValueError: rows that share scales of blocks, and are not the first ones, which alone keep their blocks.
+    """
+    size = by_name(q.granularity).other or 1
+    if size > 1 and not np.array_equal(rows, np.arange(len(rows))):
+        raise ValueError(f"of blocks of {size} rows the first rows are taken; got {rows}. Take np.arange of a number.")
+    lines = rows[::size] // size
+    scale, scale_inv = (x[lines] if x.ndim else x for x in (q.scale, q.scale_inv))
     return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
 
 

@@ -7,8 +7,8 @@ import pytest
 from planted_gemms import planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm
-from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand
-from fp8ref.formats import E5M2
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand, rows_of
+from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim import gemm
 
 SHAPE = (16, 16, 64)
@@ -104,6 +104,15 @@ def test_operands(granularity):
     assert made.scale.shape == made.scale_inv.shape == (() if granularity == "tensorwise" else (4, 1))
     np.testing.assert_array_equal(made.scale_inv, np.float32(1) / scale)
     assert (made.fmt, made.granularity, made.axis) == (E5M2, granularity, -1)
+
+
+def test_rows_of_blocks_keep_their_scales():
+    scale = np.array([[1, 2], [4, 8], [16, 32]], np.float32)
+    q = operand(np.zeros((80, 64), np.uint8), E4M3FN, "mx_32x32", scale)
+    for rows, blocks in ((4, 1), (32, 1), (33, 2), (80, 3)):
+        np.testing.assert_array_equal(rows_of(q, np.arange(rows)).scale, scale[:blocks])
+    with pytest.raises(ValueError, match="of blocks of 32 rows the first rows are taken"):
+        rows_of(q, np.array([0, 2]))
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -14,7 +14,6 @@ from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.conformance.gemm.scaled_gemm import rows_of
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
-from fp8ref.granularity import by_name
 from fp8ref.sim import cast, gemm
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.tensor_core import UNITS
@@ -129,7 +128,7 @@ def _plans(severe: bool) -> Iterator[str | Accumulation]:
 
 def _has_bits(stimulus: Stimulus, found: np.ndarray, accumulate: str | Accumulation, epilogue: Epilogue, out: Format) -> bool:
     for side in (4, ROWS):
-        a, b = (_first_rows(q, side) for q in (stimulus.a, stimulus.b))
+        a, b = (rows_of(q, np.arange(min(side, len(q.codes)))) for q in (stimulus.a, stimulus.b))
         try:
             given = gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogue, out_dtype=out)
         except ValueError:  # a plan that does not take this K or these formats
@@ -137,14 +136,6 @@ def _has_bits(stimulus: Stimulus, found: np.ndarray, accumulate: str | Accumulat
         if not np.array_equal(given, found[:side, :side], equal_nan=True):
             return False
     return True
-
-
-def _first_rows(q: Any, side: int) -> Any:
-    side = min(side, len(q.codes))
-    if (other := by_name(q.granularity).other or 1) > 1:  # rows that share a scale
-        blocks = -(-side // other)
-        return q._replace(codes=q.codes[:side], scale=q.scale[:blocks], scale_inv=q.scale_inv[:blocks])
-    return rows_of(q, np.arange(side))
 
 
 def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[Cause]:

@@ -31,7 +31,16 @@ def test_a_gemm_of_a_library_is_right(library, out_dtype):
     if library == "torch-rowwise" and out_dtype != "bfloat16":
         pytest.skip("it returns bfloat16")
     # torch's on a CPU without instructions for FP8 takes a second for 15 million products
-    grade = grade_gemm(named(library, out_dtype=out_dtype), shapes=[(32, 48, 544)])
+    shape = (64, 80, 1056) if library == "jax-dot" else (32, 48, 544)
+    grade = grade_gemm(named(library, out_dtype=out_dtype), shapes=[shape])
+    assert grade.verdict == "right", grade.message
+    assert not [cause for cause in grade.causes if cause.severity != "right"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["torch-scaled-mm", "torch-rowwise"])
+def test_a_gemm_of_torch_is_right_for_a_longer_k(library):
+    grade = grade_gemm(named(library, out_dtype="bfloat16"), shapes=[(64, 80, 1056)])
     assert grade.verdict == "right", grade.message
     assert not [cause for cause in grade.causes if cause.severity != "right"]
 
