@@ -1,5 +1,5 @@
 """Scale policies as data: every decision between an amax and a scale (spec S-3, S-4, S-9 to
-S-15, S-17, S-20, S-22).
+S-15, S-17, S-20 to S-22), and the policies of libraries by name.
 
 One dataclass holds the decisions, and the policy of each library is one value of it. ``sim.scales``
 implements all of them; a backend implements some and refuses the others. Code asks for decisions,
@@ -8,12 +8,254 @@ of POLICIES.
 """
 
 import dataclasses
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from fp8ref import registry
-from fp8ref.formats import BFLOAT16
-from fp8ref.scale_policy import E8M0Rule as E8M0Rule
-from fp8ref.scale_policy import ScalePolicy as ScalePolicy
-from fp8ref.scale_policy import TwoLevel as TwoLevel
+from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32, Format
+
+Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents", "exponents_up", "exponents_even", "one"]
+"""What a policy computes first: a scale, or with the others a scale_inv; ``one`` computes nothing (S-21)."""
+
+Special = Literal["compute", "one", "keep", "keep_inverse"]
+"""The scale of a zero, infinite or NaN amax.
+
+compute       the result of the arithmetic
+one           scale 1
+keep          the previous scale
+keep_inverse  RN32(1 / previous scale)
+"""
+
+Overflow = Literal["inf", "float32_max", "bfloat16_max"]
+"""The scale that replaces one above float32's range: infinity, or a dtype's largest number."""
+
+PowerOfTwo = Literal["mask", "exp2_log2", "cut"]
+"""How a scale is rounded to a power of two: by its bits, or by way of a float32 logarithm (S-4); cut (S-20)."""
+
+Stored = Literal["scale", "scale_inv"]
+"""Which of the two a cast applies: it multiplies by ``scale``, or divides by ``scale_inv``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class E8M0Rule:
+    """The scales that are not the reciprocal of an e8m0 scale_inv (S-14): where scale_inv is
+    2^-127, code 0, and where the amax is NaN.
+
+    scale_of_code_0  where scale_inv is 2^-127; arithmetic would give 2^127.
+    scale_of_nan     ``zero``, ``nan``: scale_inv is NaN, and scale 0 or NaN; ``as_infinite``: both
+                     are those of an infinite amax.
+    infinite         an infinite amax: ``computed``, with k at most 127; ``as_nan``.
+    """
+
+    scale_of_code_0: float
+    scale_of_nan: Literal["zero", "nan", "as_infinite"]
+    infinite: Literal["computed", "as_nan"] = "computed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLevel:
+    """Scales of blocks that are numbers of an 8-bit format, under one float32 scale of the tensor (S-22).
+
+    tensor     the scale of the tensor: ``encode``, multiplies into the range of the blocks' scales and
+               is made first; ``decode``, multiplies out of it and is made first; ``none``: there is
+               none, and the blocks' scales are the only ones.
+    smallest   the least scale of a block: a smaller one becomes it; 0 has no effect.
+    block_fmt  the format of the blocks' scales.
+
+    Raises:    ValueError: an unknown word, a smallest outside [0, 1), a block_fmt other than e4m3fn.
+    """
+
+    tensor: Literal["encode", "decode", "none"]
+    smallest: float = 0.0
+    block_fmt: Format = E4M3FN
+
+    def __post_init__(self) -> None:
+        if self.tensor not in ("encode", "decode", "none"):
+            raise ValueError(f"the tensor's scale is one of encode, decode, none; got {self.tensor!r}.")
+        if not 0 <= self.smallest < 1 or self.block_fmt != E4M3FN:
+            raise ValueError(f"smallest is in [0, 1) and block_fmt e4m3fn; got {self.smallest}, {self.block_fmt}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalePolicy:
+    """The decisions from amax to scale, in this order (S-9): floor by eps; ratio; overflow; power
+    of two; special amaxes. Of a ratio that makes scale_inv: floor; ratio; one_below; factor;
+    scale_dtype; power of two (S-17, S-20).
+
+    eps           smaller amaxes are replaced by it, an exact real number, or by RN32(eps) where the
+                  ratio makes scale_inv; 0 has no effect.
+    margin        powers of two of room: fmt.max * 2^-margin takes the place of fmt.max.
+    ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 /
+                  amax)). The others make scale_inv: ``amax/max``: RN32(amax / fmt.max);
+                  ``amax*(1/max)``: RN32(amax * RN32(1 / fmt.max)); ``exponents``: 2^(floor(log2
+                  amax) - floor(log2 fmt.max)); ``exponents_up``: the same by ceil(log2 amax);
+                  ``exponents_even``: the same of amax rounded to the mantissa bits of fmt, ties up.
+                  ``one``: scale 1 for every amax (S-21).
+    power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the
+                  same by way of RN32(log2). Where the ratio makes scale_inv, scale_inv is rounded
+                  up instead, which rounds the scale down; ``cut`` clears its mantissa, a NaN's too.
+    overflow      the scale that replaces one above float32's range.
+    zero, infinite, nan
+                  the scale of such an amax: ``compute``: the result of the arithmetic; ``one``:
+                  scale 1; ``keep``: the previous scale; ``keep_inverse``: RN32(1 / previous scale).
+    stored        ``scale``: tensors are multiplied by scale. ``scale_inv``: they are divided by
+                  scale_inv, and a delayed state holds scale_inv.
+    compute       the dtype of that division: tensor, scale_inv and quotient are rounded to it
+                  (S-13).
+    e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu. None: they
+                  are float32 numbers, and scale is RN32(1 / scale_inv) (S-17).
+    one_below     of a scale_inv: a smaller one becomes 1; 0 has no effect (S-20).
+    factor        of a scale_inv: it is multiplied by RN32(factor), in float32 (S-20).
+    scale_dtype   of a scale_inv: it is rounded to this dtype (S-20).
+    two_level     scales of blocks under a scale of the tensor (S-22): no other decision goes with it.
+
+    Raises:       ValueError: eps outside [0, 1), margin not an integer from 0 to 64, an unknown
+                  word, or decisions that contradict each other.
+    """
+
+    name: str
+    eps: float = 0.0
+    margin: int = 0
+    ratio: Ratio = "max/amax"
+    power_of_two: PowerOfTwo | None = None
+    overflow: Overflow = "inf"
+    zero: Special = "compute"
+    infinite: Special = "compute"
+    nan: Special = "compute"
+    stored: Stored = "scale"
+    compute: Format = FLOAT32
+    e8m0: E8M0Rule | None = None
+    one_below: float = 0.0
+    factor: float = 1.0
+    scale_dtype: Format = FLOAT32
+    two_level: TwoLevel | None = None
+
+    def __post_init__(self) -> None:
+        self._one_of("ratio", Ratio)
+        self._one_of("overflow", Overflow)
+        self._one_of("stored", Stored)
+        for key in ("zero", "infinite", "nan"):
+            self._one_of(key, Special)
+        if self.power_of_two not in (None, *get_args(PowerOfTwo)):
+            raise ValueError(f"power_of_two is None, 'mask' or 'exp2_log2', or 'cut' of a scale_inv; got {self.power_of_two!r}.")
+        if not 0 <= self.eps < 1:
+            raise ValueError(f"eps must be in [0, 1); got {self.eps}.")
+        if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 64:
+            raise ValueError(f"margin is an integer in [0, 64]; got {self.margin!r}.")
+        if self.compute not in (FLOAT32, BFLOAT16) or (self.compute != FLOAT32 and self.stored == "scale"):
+            raise ValueError(
+                f"compute is float32, or bfloat16 where tensors are divided (stored='scale_inv'); got {self.compute}, stored={self.stored!r}."
+            )
+        if self.e8m0 is not None and not self.makes_scale_inv:
+            raise ValueError(f"e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or one of exponents and with no other; got {self.ratio!r}.")
+        if self.makes_scale_inv:
+            self._check_scale_inv()
+        elif self.power_of_two == "cut" or (self.one_below, self.factor, self.scale_dtype) != (0, 1, FLOAT32):
+            raise ValueError(
+                "power_of_two 'cut', one_below, factor and scale_dtype go with a ratio that makes scale_inv; got "
+                f"ratio={self.ratio!r}, one_below={self.one_below}, factor={self.factor}, scale_dtype={self.scale_dtype}."
+            )
+        if self.unscaled or self.two_level is not None:
+            own = "ratio" if self.two_level is None else "two_level"
+            others = [f.name for f in dataclasses.fields(self) if f.name not in ("name", own) and getattr(self, f.name) != f.default]
+            if others:
+                raise ValueError(
+                    f"a policy with {own} {getattr(self, own)!r} takes no other decision; got {', '.join(others)}. Leave them out."
+                )
+
+    def _one_of(self, key: str, allowed) -> None:
+        if getattr(self, key) not in get_args(allowed):
+            raise ValueError(f"{key} is one of {', '.join(get_args(allowed))}; got {getattr(self, key)!r}.")
+
+    def _check_scale_inv(self) -> None:
+        """Refuse decisions that a ratio which makes scale_inv would ignore."""
+        if self.scale_dtype not in (FLOAT32, BFLOAT16) or not 0 < self.factor < 2 or not 0 <= self.one_below < 1:
+            raise ValueError(
+                "scale_dtype is float32 or bfloat16, factor in (0, 2), one_below in [0, 1); "
+                f"got {self.scale_dtype}, {self.factor}, {self.one_below}."
+            )
+        if self.e8m0 is None:
+            if self.of_exponents or self.power_of_two == "mask":
+                raise ValueError(
+                    "a scale_inv that is a power of two by its exponent or by 'mask' has a rule e8m0; got "
+                    f"ratio={self.ratio!r}, power_of_two={self.power_of_two!r}, e8m0=None. Give E8M0Rule, or leave power_of_two out."
+                )
+        elif self.power_of_two not in (
+            allowed := ("mask", "exp2_log2") if self.ratio == "exponents" or not self.of_exponents else ("mask",)
+        ):
+            need = " or ".join(map(repr, allowed))
+            raise ValueError(f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two {need}; got {self.power_of_two!r}.")
+        plain, left_out = ScalePolicy(name=self.name), ["margin", "overflow", "zero", "infinite", "nan"]
+        left_out += ["eps"] if self.of_exponents else []
+        left_out += ["stored", "one_below", "factor", "scale_dtype"] if self.e8m0 is not None else []
+        for key in left_out:
+            if getattr(self, key) != getattr(plain, key):
+                raise ValueError(
+                    f"a policy whose ratio makes scale_inv ({self.ratio!r}) leaves {key} at {getattr(plain, key)!r}; got {getattr(self, key)!r}."
+                )
+
+    @property
+    def of_exponents(self) -> bool:
+        """Whether scale_inv is made of the amax's exponent alone."""
+        return self.ratio in ("exponents", "exponents_up", "exponents_even")
+
+    @property
+    def makes_scale_inv(self) -> bool:
+        """Whether the ratio makes scale_inv, of which scale is then the reciprocal (S-14, S-17)."""
+        return self.ratio in ("amax/max", "amax*(1/max)") or self.of_exponents
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether every scale is 1 (S-21)."""
+        return self.ratio == "one"
+
+    @property
+    def keeps(self) -> bool:
+        """True if the policy needs the previous scale, because it keeps it for some amax (S-11)."""
+        return any(special in ("keep", "keep_inverse") for special in (self.zero, self.infinite, self.nan))
+
+    @property
+    def clause(self) -> str:
+        """The clause that decides its scales; S-9, the general one, unless a narrower
+        clause does."""
+        if self.unscaled:
+            return "S-21"
+        if self.two_level is not None:
+            return "S-22"
+        if not self.in_backends and (self.makes_scale_inv or self.overflow == "bfloat16_max"):
+            return "S-20"
+        if self.e8m0 is not None:
+            return "S-14"
+        if self.makes_scale_inv:
+            return "S-17"
+        if self.stored == "scale_inv":
+            return "S-13"
+        if self.ratio == "max*(1/amax)":
+            return "S-15"
+        if self.floored_quotient:
+            return "S-3" if self.power_of_two is None else "S-4"
+        return "S-9"
+
+    @property
+    def floored_quotient(self) -> bool:
+        """True if only eps and power_of_two may differ from policy ``torchao``."""
+        # torch.compile traces this: it cannot make a policy of constants
+        return not self.makes_scale_inv and dataclasses.replace(self, name="", eps=0.0, power_of_two=None) == _PLAIN
+
+    @property
+    def in_backends(self) -> bool:
+        """Whether the backends have its decisions: ``floored_quotient``, and S-14's and S-17's. They refuse the others, and some
+        eps: ``scales.implemented`` of each decides."""
+        if not self.makes_scale_inv:
+            return self.floored_quotient
+        plain = self.ratio in ("amax/max", "amax*(1/max)") or (self.ratio == "exponents" and self.power_of_two == "mask")
+        further = (self.one_below, self.factor, self.scale_dtype, self.stored) != (0, 1, FLOAT32, "scale")
+        without_e8m0 = self.e8m0 is None and self.power_of_two is not None
+        return plain and not further and not without_e8m0 and (self.e8m0 is None or self.e8m0.infinite == "computed")
+
+
+_PLAIN = ScalePolicy(name="")
+
 
 # torchao 0.18, float8/float8_utils.py: amax_to_scale, _round_scale_down_to_power_of_2.
 _TORCHAO = ScalePolicy(name="torchao", eps=1e-12)
