@@ -1,7 +1,7 @@
 """Attention as data: how a kernel quantizes, accumulates, exponentiates and rescales (spec A).
 
 A ``Variant`` is every decision between q, k, v and the output. VARIANTS has those of FlashAttention-3 and
-FlashAttention-4, of cuDNN's reference, of SageAttention, of the FlashAttention-3 paper, bfloat16, and real arithmetic.
+FlashAttention-4, of cuDNN's reference, of the FlashAttention-3 paper, bfloat16, and real arithmetic.
 ``Mask`` says which keys a query sees. ``sim.attention`` implements all of them; a backend implements them
 or refuses.
 """
@@ -126,23 +126,6 @@ VARIANTS = {
             plan="hopper_fast",
             out_scales="tile",
             source="arXiv:2407.08608, section 3.3: blocks and incoherent processing; the order of operations is this specification's",
-        ),
-        # csrc/qattn/qk_int_sv_f8_cuda_sm90.cu, attn_utils.cuh (update_mdo, normalize_d), csrc/fused/fused.cu (MeanScaleKernel),
-        # sageattention/triton/quant_per_thread.py, sageattention/core.py (sageattn_qk_int8_pv_fp8_cuda_sm90).
-        Variant(
-            name="sage",
-            granularity="int8_thread",
-            smoothed=True,
-            scores="shifted",
-            base="2",
-            offset=8.807,
-            tiles=(Tiles(features=128, full=128, causal=128, local=128),),
-            sum_order="warp",
-            plan="hopper_fast",
-            promotion=1,
-            finish="feature",
-            lse="smoothed",
-            source="thu-ml/SageAttention d1a57a5, csrc/qattn/qk_int_sv_f8_cuda_sm90.cu, with scales of threads: forward alone",
         ),
     )
 }

@@ -77,7 +77,7 @@ class AttentionOperand(NamedTuple):
 
 
 def formats(product: Product, variant: Variant) -> tuple[Format, Format]:
-    """The formats of both operands of a product that is not ``in_int8``."""
+    """The formats of both operands of a product."""
     of_gradients = variant.gradient_fmt or variant.fmt
     first, second = (of_gradients if role in ("do", "ds") else variant.fmt for role in OPERANDS[product])
     return first, second
@@ -102,16 +102,11 @@ def products(variant: Variant) -> tuple[Product, ...]:
     return PRODUCTS if variant.backward in ("exact", "cast") else PRODUCTS[:2]
 
 
-def in_int8(product: Product, variant: Variant) -> bool:
-    """Whether a product's operands are in INT8, of which ``formats`` has no format (A-26)."""
-    return variant.int8 and product == "scores"
-
-
 def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand]:
-    """Every operand that a run records of attention by a variant in these layers, in order; none of INT8, [] unless it is in FP8."""
+    """Every operand that a run records of attention by a variant in these layers, in order; [] unless it is in FP8."""
     if variant is None or variant.fmt.bits != 8:
         return []
-    rows = [row for row in RECORDED if row[0] in products(variant) and not in_int8(row[0], variant)]
+    rows = [row for row in RECORDED if row[0] in products(variant)]
     return [
         AttentionOperand(layer, product, role, formats(product, variant)[OPERANDS[product].index(role)])
         for layer in layers

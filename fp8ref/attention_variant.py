@@ -7,26 +7,23 @@ from typing import Literal, get_args
 from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32, Format
 
-Granularity = Literal["tensor", "head", "rows_128", "mx_1x32", "int8_thread"]
+Granularity = Literal["tensor", "head", "rows_128", "mx_1x32"]
 """Which elements of q, k or v share a scale (A-2).
 
 tensor    all
 head      those of one sequence and one head of keys; of q, those of all query heads that use it
 rows_128  128 consecutive tokens of one head
 mx_1x32   32 consecutive elements of a head: of q and k along the features, of v along the tokens
-int8_thread
-          q and k are in INT8, by the rows that a thread of a tensor core holds: of q, rows n and n + 8 of each 16; of k, of each 128
-          keys those with one floor((j mod 8) / 2). v is in ``fmt``, by feature (A-26)
 """
 
-Scores = Literal["raw", "scaled", "shifted"]
+Scores = Literal["raw", "scaled"]
 """``raw``: maxima are taken of unscaled sums, and all scales enter the exponent in one factor (A-5); ``scaled``: sums
-are multiplied by each factor first (A-4); ``shifted``: maxima are of the exponents themselves, less the offset (A-26)."""
+are multiplied by each factor first (A-4)."""
 
 Factor = Literal["scale", "q", "k", "qk"]
 """What multiplies a score: the softmax scale, scale_inv of q, of k, or the product of both (A-4)."""
 
-SumOrder = Literal["tile", "quad", "packed", "warp"]
+SumOrder = Literal["tile", "quad", "packed"]
 """The order in which a row's probabilities are added (A-7)."""
 
 Arithmetic = Literal["fast", "stated"]
@@ -39,8 +36,8 @@ ARITHMETIC: tuple[Arithmetic, ...] = get_args(Arithmetic)
 Backward = Literal["own", "bf16"]
 """Whose backward pass gives a variant's gradients: its ``own``; or that of the variant ``bf16``, of q, k and v themselves (A-25)."""
 
-LogSum = Literal["fused", "log2", "sum", "smoothed"]
-"""How the log-sum-exp is made of the maximum and the sum (A-11); ``smoothed``: with what smoothing of k took from scores (A-26)."""
+LogSum = Literal["fused", "log2", "sum"]
+"""How the log-sum-exp is made of the maximum and the sum (A-11)."""
 
 OPERAND_FORMATS = (E4M3FN, E5M2, BFLOAT16, FLOAT32)
 """The formats of q, k, v and the probabilities."""
@@ -109,12 +106,11 @@ class Variant:
     granularity   which elements of q, k, v share a scale; None in high precision.
     policy        how a scale is made of an amax.
     rotated       a Hadamard rotation of q and k before they are quantized (A-13).
-    smoothed      k less its mean over the tokens, before it is quantized (A-26).
-    scores        ``raw``, ``scaled`` or ``shifted``.
+    scores        ``raw`` or ``scaled``.
     factors       what multiplies scaled scores, in order.
     base          of the exponential: 2 or e.
     bias          raw scores alone: m * factor - offset is ``fused`` in one rounding, or ``separate``.
-    offset        added to the exponent, a power of two of every probability; of shifted scores any number.
+    offset        added to the exponent, a power of two of every probability.
     p_scale       the scale of probabilities: a number, or ``state``: given, or made of the amax 1.
     threshold     a row's maximum stays behind its tile's by up to so much, in units of the exponent.
     tiles         their lengths.
@@ -123,9 +119,8 @@ class Variant:
     plan          of both GEMMs (G-2, G-3, G-12).
     promotion     tiles of a chain of PV; None: one chain over all of them.
     out_scales    where scale_inv of v and p multiply: at the ``end``, or in each ``tile``.
-    finish        ``reciprocal``: multiplied by (1 / sum) * scale; ``divide``: divided by max(sum, 1); ``feature``: multiplied by
-                  1 / sum, then by each feature's scale.
-    lse           ``fused``, ``log2``, ``sum`` or ``smoothed``.
+    finish        ``reciprocal``: multiplied by (1 / sum) * scale; ``divide``: divided by max(sum, 1).
+    lse           ``fused``, ``log2`` or ``sum``.
     out           format of the output.
     backward      its gradients: ``exact``, ``cast``, or those of ``bf16`` (A-14, A-15, A-25); None: it has none.
     gradient_fmt  of do and ds; None: fmt.
@@ -140,12 +135,11 @@ class Variant:
     granularity: Granularity | None = "tensor"
     policy: str = "te_current"
     rotated: bool = False
-    smoothed: bool = False
     scores: Scores = "scaled"
     factors: tuple[Factor, ...] = ("scale", "q", "k")
     base: Literal["2", "e"] = "e"
     bias: Literal["fused", "separate"] = "fused"
-    offset: float = 0
+    offset: int = 0
     p_scale: float | Literal["state"] = 1.0
     threshold: float = 0.0
     tiles: tuple[Tiles, ...] = (Tiles(features=256, full=128, causal=128, local=128),)
@@ -154,7 +148,7 @@ class Variant:
     plan: str = "exact"
     promotion: int | None = 1
     out_scales: Literal["end", "tile"] = "end"
-    finish: Literal["reciprocal", "divide", "feature"] = "divide"
+    finish: Literal["reciprocal", "divide"] = "divide"
     lse: LogSum = "sum"
     out: Format = BFLOAT16
     backward: Literal["exact", "cast", "bf16"] | None = None
@@ -170,7 +164,7 @@ class Variant:
             ("bias", ("fused", "separate")),
             ("sum_order", get_args(SumOrder)),
             ("out_scales", ("end", "tile")),
-            ("finish", ("reciprocal", "divide", "feature")),
+            ("finish", ("reciprocal", "divide")),
             ("lse", get_args(LogSum)),
             ("out", OUT_FORMATS),
             ("backward", ("exact", "cast", "bf16", None)),
@@ -179,13 +173,11 @@ class Variant:
                 raise ValueError(f"{key} is one of {', '.join(map(str, choices))}; got {getattr(self, key)!r}.")
         policies.by_name(self.policy)
         self._check_numbers()
-        self._check_int8()
         self._check_scales()
 
     def _check_numbers(self) -> None:
-        whole = _is_int(self.offset, 0) or (self.scores == "shifted" and isinstance(self.offset, float) and self.offset >= 0)
-        if not whole or self.offset > 16:
-            raise ValueError(f"offset is an integer in [0, 16], or a number of shifted scores; got {self.offset!r}.")
+        if not _is_int(self.offset, 0) or self.offset > 16:
+            raise ValueError(f"offset is an integer in [0, 16]; got {self.offset!r}.")
         if not 0 <= self.threshold <= 16:
             raise ValueError(f"threshold is in [0, 16]; got {self.threshold!r}.")
         if self.promotion is not None and not _is_int(self.promotion, 1):
@@ -199,39 +191,6 @@ class Variant:
             raise ValueError(f"a tile has a multiple of 16 keys; got {self.tiles}.")
         if self.plan == "exact" and self.promotion != 1:
             raise ValueError(f"an exact sum has no accumulator to go on from: plan 'exact' needs promotion=1; got {self.promotion!r}.")
-
-    def _check_int8(self) -> None:
-        """INT8 comes with its own rules for scores, sums and the end (A-26)."""
-        own = (self.scores == "shifted", self.sum_order == "warp", self.finish == "feature", self.lse == "smoothed", self.smoothed)
-        if not self.int8:
-            if any(own):
-                raise ValueError(
-                    f"shifted scores, the sum order 'warp', the finish 'feature', the log-sum-exp 'smoothed' and smoothing are of granularity "
-                    f"'int8_thread'; got {self.granularity!r}. Leave them out."
-                )
-            return
-        rest = (self.base == "2", self.threshold == 0, self.p_scale == 1.0, self.out_scales == "end", not self.rotated, not self.descending)
-        if not all(own) or not all(rest) or self.fmt.bits != 8 or self.promotion != 1 or self.backward not in (None, "bf16"):
-            raise ValueError(
-                "granularity 'int8_thread' needs fmt in FP8, smoothed=True, scores 'shifted', base '2', sum_order 'warp', promotion 1, finish "
-                "'feature', lse 'smoothed', out_scales 'end', ascending tiles, no threshold, p_scale or rotation, and backward None or 'bf16' "
-                f"(A-26); got variant {self.name!r}. Start from VARIANTS['sage']."
-            )
-        for key in ("policy", "factors", "bias"):
-            default = type(self).__dataclass_fields__[key].default
-            if getattr(self, key) != default:
-                raise ValueError(
-                    f"granularity 'int8_thread' has no use for {key} (A-26): {default!r}; got {getattr(self, key)!r}. Leave it out."
-                )
-        if self.out.bits == 8:
-            raise ValueError(f"granularity 'int8_thread' has its output in high precision (A-26); got {self.out}. Use BFLOAT16.")
-        if 2.0**self.offset > self.fmt.max:
-            raise ValueError(
-                f"the largest probability is 2^offset, which fmt has to hold (A-26): at most {math.log2(self.fmt.max):.4g} for {self.fmt}; "
-                f"got {self.offset}."
-            )
-        if any({t.full, t.causal, t.local} != {128} for t in self.tiles):
-            raise ValueError(f"scales of k in INT8 need tiles of 128 keys; got {self.tiles}.")
 
     def _check_scales(self) -> None:
         if (self.fmt.bits == 8) != (self.granularity is not None):
@@ -285,11 +244,6 @@ class Variant:
             if features <= tiles.features:
                 return int(getattr(tiles, mask.kind))
         raise ValueError(f"variant {self.name!r} takes heads of at most {self.tiles[-1].features} features; got {features}.")
-
-    @property
-    def int8(self) -> bool:
-        """Whether q and k are in INT8 (A-26)."""
-        return self.granularity == "int8_thread"
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ import numpy as np
 
 from fp8ref.attention import Mask, Variant
 from fp8ref.attention_products import PARTS, SHOWN, Phase
-from fp8ref.conformance.compare import Check, Report, compare_codes, compare_scales
+from fp8ref.conformance.compare import Report, compare_codes, compare_scales
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.formats import Format
-from fp8ref.sim import cast, delayed, head_scaling, int8_heads, scaling
+from fp8ref.sim import cast, delayed, head_scaling, scaling
 from fp8ref.sim.head_scaling import Heads
 from fp8ref.train.config import Config
 
@@ -87,14 +87,9 @@ def simulated(what: str, one: AttentionPass, variant: Variant, scale: np.ndarray
     """q, k, v or do as the simulator quantizes it.
 
     scale   a delayed one (A-12); None: of the tensor itself.
-    Shapes:   codes uint8, of INT8 its bits (A-26).
+    Shapes:   codes uint8.
     """
     arrays = one.arrays
-    if variant.int8:
-        q, k, v = (np.asarray(arrays[f"{role}/value"], np.float32) for role in ("q", "k", "v"))
-        found = int8_heads.quantize(q, k, v, variant.fmt)[what]
-        assert found.codes is not None
-        return found._replace(codes=found.codes.view(np.uint8))
     heads = arrays["k/value" if one.phase == "forward" else "dk/value"].shape[1]
     how: dict = {"heads": heads, "along_tokens": what == "v", "scale": scale}
     x = np.asarray(arrays[f"{what}/value"], np.float32)
@@ -120,20 +115,11 @@ def check_codes(
             right = simulated(what, one, variant, (scales or {}).get(f"{one.layer}/{what}"))
             assert right.codes is not None
             codes, check = np.asarray(one.arrays[f"{what}/codes"]), report.check(f"{one.layer}/{what}/codes/{one.backend}")
-            if variant.int8 and what in ("q", "k"):
-                _compare_integers(check, codes.view(np.int8), right.codes.view(np.int8), one.backend, value)
-            else:
-                compare_codes(check, {"sim": right.codes, one.backend: codes}, one.backend, format_of(what, variant), value)
+            compare_codes(check, {"sim": right.codes, one.backend: codes}, one.backend, format_of(what, variant), value)
             found = {"sim": right.scale, one.backend: np.asarray(one.arrays[f"{what}/scale"], np.float32)}
             compare_scales(report.check(f"{one.layer}/{what}/scale/{one.backend}"), found, one.backend)
             count += 1
     return count
-
-
-def _compare_integers(check: Check, mine: np.ndarray, sim: np.ndarray, backend: str, hp: np.ndarray) -> None:
-    """Compare INT8 codes of a backend with the simulator's; worst: in codes."""
-    distance = np.abs(mine.astype(np.int16) - sim)
-    check.add(sim == mine, distance, lambda index: f"sim {sim[index]}, {backend} {mine[index]}; input {hp[index]:.9g}")
 
 
 def first_states(config: Config) -> dict[str, delayed.DelayedState]:
@@ -181,7 +167,7 @@ def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, var
 
     None:    where codes of MX blocks along another axis were multiplied, which are not shown; of a backward pass in bfloat16, which shows none; of variants
              whose scores are not those of ``scaled`` in base e, taken in ascending order without a threshold: what stands here is theirs alone. So it is of
-             ``sage``, whose scores are of INT8 codes and of smoothed keys, and of FlashAttention's variants.
+             FlashAttention's variants.
     Order:   each from what comes before it, as the backend has it: dQ of the backend's own codes of dS.
     """
     ordered = variant.scores == "scaled" and variant.base == "e" and not variant.descending and not variant.threshold

@@ -142,11 +142,7 @@ def _tensors(one: AttentionPass, *roles: str) -> tuple[np.ndarray, ...]:
 
 
 def _magnitudes(role: str, one: AttentionPass, variant: Variant) -> np.ndarray:
-    """Magnitudes of dequantized q or k, float64 [B, H, T, D]; of INT8 bounds on them."""
-    if variant.int8:
-        x = np.asarray(one.arrays[f"{role}/value"], np.float64)
-        mean = np.abs(x.mean(2, keepdims=True)) if role == "k" and variant.smoothed else 0
-        return np.abs(x) + mean + np.abs(x).max() / 127  # an integer is off by at most a half of its scale
+    """Magnitudes of dequantized q or k, float64 [B, H, T, D]."""
     codes, scale = np.asarray(one.arrays[f"{role}/codes"]), np.asarray(one.arrays[f"{role}/scale"], np.float64)
     granularity = variant.granularity
     assert granularity is not None

@@ -100,8 +100,6 @@ def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) 
     Raises:   ConfigError: products whose rate is not known; a library's kernel.
     """
     config.require_tiles("an estimate of attention's seconds")
-    if variant.int8:
-        raise ConfigError(f"numerics.attention {variant.name!r} multiplies q and k in INT8, of which no rate is known. Name another.")
     low = variant.fmt.bits == 8 and variant.granularity != "mx_1x32"
     if variant.real or (variant.granularity == "mx_1x32" and backend == "torch"):
         what = "float64" if variant.real else "float32"

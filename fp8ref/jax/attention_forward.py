@@ -18,11 +18,9 @@ from fp8ref.jax import (
     attention_sinks,
     elementary,
     head_scaling,
-    int8_heads,
     moments,
     online_softmax,
     probability_value,
-    shifted_softmax,
 )
 from fp8ref.jax import attention_gradients as gradients
 from fp8ref.jax import attention_operands as operands
@@ -93,14 +91,10 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
         rows, o, largest, counts, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
-        shifted = variant.int8 and not use.fast
-        s, of_keys = parts.shifted(block, tile) if shifted else (parts.scores(block, tile), factor)
+        s = parts.scores(block, tile)
         if keep_s:
-            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, of_keys), -jnp.inf))
-        if shifted:
-            assert of_keys is not None
-            p, c, own = shifted_softmax.step(s, of_keys, own, seen, variant.offset, use.arithmetic)
-        elif use.fast:
+            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
+        if use.fast:
             p, c, own = online_softmax.step_fast(s, own, seen, variant)
         else:
             p, c, own = online_softmax.step(s, own, seen, variant, factor, use.arithmetic)
@@ -122,11 +116,7 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     if given.sinks is not None:
         o, total, maximum = attention_sinks.add(o, total, maximum, given.sinks, use, None if use.fast else factor)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    if variant.int8:
-        lse = _smoothed_log_sum(parts.ungrouped(maximum), parts.ungrouped(total), given, use)
-    else:
-        lse = online_softmax.log_sum_fast(maximum, total, variant) if use.fast else online_softmax.log_sum(maximum, total, factor, variant)
-        lse = parts.ungrouped(lse)
+    lse = online_softmax.log_sum_fast(maximum, total, variant) if use.fast else online_softmax.log_sum(maximum, total, factor, variant)
     rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
     if observe:
         amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
@@ -136,15 +126,7 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     totals = lax.psum(totals, use.over) if use.over and observe else totals
     of_p = found.get("p_codes"), p_scale, p_scale_inv
     own = counts if use.measures else None
-    return Result(_values(rounded, variant), lse, tensors, amaxes, totals[0], *of_p, found.get("scores"), totals[1], own)
-
-
-def _smoothed_log_sum(maximum: jax.Array, total: jax.Array, given: Inputs, use: Use) -> jax.Array:
-    """The log-sum-exp of rows whose k was smoothed (A-26)."""
-    of_mean = int8_heads.taken(given.q, given.k)
-    if not use.fast:
-        return shifted_softmax.log_sum(maximum, total, of_mean, use.scale)
-    return online_softmax.log_sum_fast(maximum, total, use.variant) + of_mean * jnp.float32(use.scale)
+    return Result(_values(rounded, variant), parts.ungrouped(lse), tensors, amaxes, totals[0], *of_p, found.get("scores"), totals[1], own)
 
 
 def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:

@@ -133,11 +133,6 @@ def prepare(
         raise ValueError(f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},).")
     how: dict = {"seed": seed, "arithmetic": arithmetic, "over": tuple(over), "softcap": _softcap(softcap, number)}
     use = Use(variant=variant, mask=mask, scale=float(number), **how)
-    if variant.smoothed and (softcap is not None or sinks is not None):
-        raise ValueError(
-            f"{use.name} takes no softcap and no sinks: smoothing of k moves all scores of a row (A-26); got softcap={softcap!r}"
-            f"{'' if sinks is None else ' and sinks'}. Use another variant."
-        )
     found = _documents(documents, b, tq, of_k[2])
     if found is not None:
         of_q, of_keys = found
@@ -216,7 +211,7 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
 def check_scales(scales: Mapping | None, variant: Variant, roles: tuple[str, ...]) -> dict:
     """Given scales by role. ValueError for roles that the variant has no scale for."""
     given = dict(scales or {})
-    known = [] if variant.granularity in (None, "mx_1x32", "int8_thread") else [role for role in roles if _has_scale(variant, role)]
+    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
     for role in given:
         if role not in known:
             raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")

@@ -23,10 +23,8 @@ from fp8ref.jax import (
     hadamard,
     hardware,
     head_scaling,
-    int8_heads,
     moments,
     scales,
-    shifted_softmax,
 )
 from fp8ref.jax import attention_inputs as inputs
 from fp8ref.jax.attention_inputs import Inputs, Use
@@ -87,8 +85,6 @@ def loop(body: Callable, carry, grid: Grid):
 def quantize(given: Inputs, use: Use, scales_: dict) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = use.variant, given.k.shape[1]
-    if variant.int8:
-        return int8_heads.quantize(given.q, given.k, given.v, variant.fmt)
     found = {}
     for role, x in (("q", given.q), ("k", given.k), ("v", given.v)):
         if variant.rotated and role != "v":
@@ -175,12 +171,6 @@ class Parts:
         elif self.variant.granularity == "rows_128":
             self.inverse = {role: tensors[role].scale_inv[..., None] for role in ("k", "v")}  # [B, N, tiles, 1, 1]
             self.inverse["q"] = self.by_group(head_scaling.spread(tensors["q"].scale_inv, self.shape_q, "rows_128"))
-        elif self.variant.int8:
-            self.inverse["q"] = self.by_group(head_scaling.spread(tensors["q"].scale_inv, self.shape_q, "int8_thread"))  # [B, N, G, T, 1]
-            self.inverse["k"] = self.by_tiles(head_scaling.spread(tensors["k"].scale_inv, self.shape_k, "int8_thread"))  # [B, N, T, 1]
-            self.inverse["v"] = tensors["v"].scale_inv[:, :, :, None]  # [B, N, 1, 1, D]
-            last = shifted_softmax.last_tiles(self.grid.high[: self.shape_q[2]], self.shape_k[2], self.grid.length)
-            self.last = jnp.asarray(np.pad(last, (0, len(self.grid.high) - len(last)), constant_values=-1))
 
     def operand(self, tensor: Heads, *, along_tokens: bool = False, fmt=None) -> jax.Array:
         """A GEMM's operand: codes; of MX blocks the dequantized tensor in bfloat16, exactly, because no FP8
@@ -270,12 +260,6 @@ class Parts:
         slope = jnp.float32(1) - elementary.times(t, t, how)
         return (t if raw and not self.use.fast else elementary.times(t, self.use.cap, how)), slope
 
-    def shifted(self, block: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(scores, their factors in the exponent) of shifted scores, each [B, N, G, rows, keys] (A-26)."""
-        last = (self.block(self.last, block, 0) == tile)[:, None]
-        of_q, of_k = self.block(self.inverse["q"], block), self.scale_of_tile("k", tile)
-        return shifted_softmax.factors(self._sums(block, tile), shifted_softmax.scale_of(self.use.scale), of_q, of_k, last)
-
     def _sums(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         with self.use.scope("scores"):
             return self.dot(self.block(self.q, block), self.tile(self.k, tile), ((4,), (3,)))
@@ -284,8 +268,7 @@ class Parts:
         """All factors of scores in one, under the variant's base (A-18)."""
         if self.variant.granularity in ("mx_1x32", None):
             return jnp.float32(self.use.factor)
-        of_rows = self.variant.granularity in ("rows_128", "int8_thread")
-        of_q = self.block(self.inverse["q"], block) if of_rows else self.inverse["q"]
+        of_q = self.block(self.inverse["q"], block) if self.variant.granularity == "rows_128" else self.inverse["q"]
         return of_q * self.scale_of_tile("k", tile) * self.use.factor
 
     def factors(self, block: jax.Array, tile: jax.Array) -> list:
@@ -300,8 +283,6 @@ class Parts:
 
     def scale_of_tile(self, role: str, tile: jax.Array) -> jax.Array:
         """scale_inv of k or v, to be multiplied into a tile's [B, N, G, rows, keys or D]."""
-        if self.variant.int8 and role == "k":
-            return self.tile(self.inverse["k"], tile)[..., 0][:, :, None, None]  # [B, N, 1, 1, keys]
         if self.variant.granularity != "rows_128":
             return self.inverse[role]
         return lax.dynamic_index_in_dim(self.inverse[role], tile, 2, keepdims=True)
@@ -319,8 +300,6 @@ class Parts:
         """A GEMM of codes, float32, of equal leading dims; accumulated as the library does (G-7). FP8 operands
         stay FP8."""
         leading = tuple(range(batch))
-        if a.dtype == jnp.int8:  # exact in any order
-            return lax.dot_general(a, b, (axes, (leading, leading)), preferred_element_type=jnp.int32).astype(jnp.float32)
         fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
         if self.use.multiply is not None:
             return self._simulated(a, b, axes, batch, "fast" if fast else "slow")

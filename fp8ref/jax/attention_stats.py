@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8ref.attention import Variant
-from fp8ref.attention_products import OPERANDS, RECORDED, Product, Role, along_tokens, first_use, formats, in_int8
+from fp8ref.attention_products import OPERANDS, RECORDED, Product, Role, along_tokens, first_use, formats
 from fp8ref.jax import attention_counts, head_scaling, stats
 from fp8ref.jax import attention_gradients_mx as gradients_mx
 from fp8ref.jax import attention_operands as operands
@@ -30,8 +30,6 @@ def of_forward(given: Inputs, result, use: Use) -> Measured:
     found: Measured = {}
     first: tuple[tuple[Product, Role, jax.Array], ...] = (("scores", "q", given.q), ("scores", "k", given.k), ("values", "v", given.v))
     for product, role, x in first:
-        if in_int8(product, use.variant):
-            continue
         if use.variant.rotated and role != "v":
             x = operands.rotated(x, use)
         found |= measure(x, tensors[role], product, role, use.variant)
@@ -65,16 +63,16 @@ def measure(x: jax.Array, tensor: Heads, product: Product, role: Role, variant: 
     """The measurement of x [B, H, T, D] and its quantized form, in a row of its own.
 
     product, role  its first use with these codes (``first_use``).
-    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows, of features as those of columns.
+    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
     """
     assert first_use(product, role, variant) == (product, role)
     fmt = formats(product, variant)[OPERANDS[product].index(role)]
     if variant.granularity != "mx_1x32":
-        kind, by_feature = "tensorwise" if variant.granularity == "tensor" else "rowwise", variant.int8
+        kind = "tensorwise" if variant.granularity == "tensor" else "rowwise"
         scale, inverse = (head_scaling.spread(s, x.shape, variant.granularity) for s in (tensor.scale, tensor.scale_inv))
-        if kind == "rowwise" and not by_feature:
+        if kind == "rowwise":
             scale, inverse = (jnp.broadcast_to(s, (*x.shape[:3], 1)) for s in (scale, inverse))
-        q = Quantized(codes=tensor.codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=kind, axis=2 if by_feature else -1)
+        q = Quantized(codes=tensor.codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=kind, axis=-1)
         return {(product, role): stats.measure(x, q)}
     axis = 2 if along_tokens(product, role) else 3
     behind = -x.shape[axis] % MX

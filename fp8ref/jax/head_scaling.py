@@ -24,9 +24,6 @@ MX = 32
 ROWS = 128
 """Tokens of a block of ``rows_128``."""
 
-THREADS, KEYS = 16, 128
-"""Rows of q and keys of k whose scales of ``int8_thread`` lie together."""
-
 _TE_CURRENT = policies.POLICIES["te_current"]
 _DTYPES = {BFLOAT16.name: jnp.bfloat16, FLOAT32.name: jnp.float32}
 
@@ -39,8 +36,6 @@ class Heads(NamedTuple):
     scale, scale_inv  float32: () for ``tensor`` and in high precision; [B, Hkv, 1, 1] for ``head``;
                       [B, H, ceil(T / 128), 1] for ``rows_128``; [B, H, T, D / 32], or along the tokens
                       [B, H, ceil(T / 32), D], for ``mx_1x32``.
-    int8_thread       scales of q are [B, H, 8 ceil(T / 16), 1], of k [B, Hkv, 4 ceil(T / 128), 1], of v [B, Hkv, 1, D];
-                      codes of q and k are int8, those of v of fmt (``int8_heads``).
     """
 
     codes: jax.Array
@@ -54,10 +49,8 @@ def amax(x: jax.Array, granularity: Granularity | None, *, heads: int, along_tok
 
     over      mesh axes, inside shard_map, along which the amax of a tensor is taken too.
 
-    Raises:   ValueError: for mx_1x32, features that 32 does not divide; int8_thread, which ``int8_heads`` quantizes.
+    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
     """
-    if granularity == "int8_thread":
-        raise ValueError("groups of int8_thread are of a role: q, k and v together are quantized by int8_heads. Call that.")
     b, h, t, d = x.shape
     if granularity in ("tensor", None):
         return scaling.amax(x, over=over)
@@ -81,21 +74,7 @@ def spread(scale: jax.Array, shape: tuple[int, ...], granularity: Granularity | 
         return jnp.repeat(scale, h // scale.shape[1], axis=1)
     if granularity == "rows_128":
         return jnp.repeat(scale, ROWS, axis=2)[:, :, :t]
-    if granularity == "int8_thread":
-        return _of_threads(scale, shape)
     return jnp.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else jnp.repeat(scale, MX, axis=3)
-
-
-def _of_threads(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Scales of q, k or v under ``int8_thread``, repeated; their number tells whose they are."""
-    b, h, t = shape[:3]
-    if scale.shape[2] == 1:  # of v
-        return scale
-    if scale.shape[2] == 4 * -(-t // KEYS):
-        found = jnp.broadcast_to(scale.reshape(b, h, -1, 1, 4, 1), (b, h, -(-t // KEYS), KEYS // 8, 4, 2))
-    else:
-        found = jnp.broadcast_to(scale.reshape(b, h, -1, 1, 8), (b, h, -(-t // THREADS), 2, 8))
-    return found.reshape(b, h, -1, 1)[:, :, :t]
 
 
 def quantize(

@@ -14,7 +14,7 @@ from fp8ref.jax.elementary import ascending_sum
 
 _NONE = np.float32(-np.inf)
 _LN2 = np.float32(np.log(2))
-_LANES: dict[SumOrder, int] = {"tile": 1, "quad": 4, "packed": 1, "warp": 4}
+_LANES: dict[SumOrder, int] = {"tile": 1, "quad": 4, "packed": 1}
 
 
 class Rows(NamedTuple):
@@ -33,8 +33,6 @@ def start(zeros: jax.Array, order: SumOrder) -> Rows:
 def total(rows: Rows, order: SumOrder) -> jax.Array:
     """The sum of each row, of its lanes: float32 [...]."""
     lanes = rows.sums
-    if order == "warp":
-        return (lanes[..., 0] + lanes[..., 1]) + (lanes[..., 2] + lanes[..., 3])
     return (lanes[..., 0] + lanes[..., 2]) + (lanes[..., 1] + lanes[..., 3]) if order == "quad" else lanes[..., 0]
 
 

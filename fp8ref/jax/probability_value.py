@@ -30,7 +30,7 @@ def add(o: jax.Array, c: jax.Array, p: jax.Array, parts: Parts, tile: jax.Array,
 
 
 def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
-    """The output of the sums (A-10, A-26), unrounded: float32 [B, N, G, T, D] of o of that shape and sums of
+    """The output of the sums (A-10), unrounded: float32 [B, N, G, T, D] of o of that shape and sums of
     probabilities [B, N, G, T]."""
     variant = parts.variant
     at_end = parts.inverse["v"] if variant.out_scales == "end" and variant.granularity else None
@@ -44,6 +44,4 @@ def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
         return division.divide(o, jnp.where(jnp.isnan(o), jnp.float32(1), jnp.maximum(total, jnp.float32(1))))
     inverse = jnp.where(total == 0, jnp.float32(0), division.divide(1, jnp.where(total == 0, jnp.float32(1), total)))
     inverse = lax.optimization_barrier(inverse)  # else XLA makes a quotient of the product with it
-    if variant.finish == "feature":
-        return lax.optimization_barrier(o * inverse) * at_end
     return o * (inverse if at_end is None else lax.optimization_barrier(inverse * at_end))

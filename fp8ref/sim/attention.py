@@ -17,7 +17,7 @@ from fp8ref.attention import FULL, Layout, Mask, Variant
 from fp8ref.formats import Format
 from fp8ref.sim import attention_inputs as inputs
 from fp8ref.sim import attention_operands as operands
-from fp8ref.sim import attention_sinks, cast, elementary, head_scaling, int8_heads, online_softmax, shifted_softmax, threads
+from fp8ref.sim import attention_sinks, cast, elementary, head_scaling, online_softmax, threads
 from fp8ref.sim.accumulate import multiply_add
 from fp8ref.sim.attention_inputs import Problem
 from fp8ref.sim.attention_operands import Parts
@@ -97,7 +97,7 @@ def forward(
     Raises:   ValueError: an unknown variant; shapes, dtypes or documents that do not fit; NaN or
               infinities; scales for roles without one; features that the variant does not take; a softcap that is not
               positive; sinks of another shape.
-    Source:   spec A-1 to A-13, A-22, A-23, A-26; next to each of VARIANTS.
+    Source:   spec A-1 to A-13, A-22, A-23; next to each of VARIANTS.
     """
     q, k, v = attention.heads_first(layout, *map(cast.array, (q, k, v)))
     problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
@@ -164,12 +164,9 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
         s_seen = parts.seen(i, rows, begin, end)
         if not (np.maximum(s_seen.low, 0) < s_seen.high).any():
             continue  # such a tile changes no bit (A-6)
-        if variant.int8:
-            p, c = shifted_softmax.step(*parts.shifted(i, j, rows, begin, end), state, s_seen, np.float32(variant.offset))
-        else:
-            s = parts.scores(i, j, rows, begin, end)
-            factors, factor = parts.factors(i, j, rows.start, begin)
-            p, c = online_softmax.step(s, state, s_seen, variant, factors, factor)
+        s = parts.scores(i, j, rows, begin, end)
+        factors, factor = parts.factors(i, j, rows.start, begin)
+        p, c = online_softmax.step(s, state, s_seen, variant, factors, factor)
         largest = max(largest, p.max())
         values, of_tile, lost = round_probabilities(p, p_scale, variant.fmt)
         clipped += of_tile
@@ -183,27 +180,14 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
     if parts.problem.sinks is not None:
         factor = parts.factors(i, j, rows.start, 0)[1]
         of_keys, total, maximum = attention_sinks.add(of_keys, total, maximum, parts.problem.sinks[j], variant, factor)
-    if variant.int8:
-        return _finish(of_keys, total, of_v, variant), _smoothed_log_sum(parts, i, j, rows, maximum, total), largest, clipped, zeros
     at_end = np.float32(of_v if variant.out_scales == "end" and variant.granularity else 1)
     return _finish(of_keys, total, at_end, variant), log_sum(maximum, total, factor, variant), largest, clipped, zeros
-
-
-def _smoothed_log_sum(parts: Parts, i: int, j: int, rows: slice, maximum: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """The log-sum-exp of rows whose k was smoothed (A-26)."""
-    problem, g = parts.problem, j // parts.problem.group
-    of_mean = int8_heads.taken(problem.q[i : i + 1, j : j + 1, rows], problem.k[i : i + 1, g : g + 1])[0, 0]
-    return shifted_softmax.log_sum(maximum, total, of_mean, problem.scale)
 
 
 def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
     """Scores of some rows of one head, with all factors."""
     found = np.empty((rows.stop - rows.start, parts.problem.k.shape[2]), np.float32)
     for begin, end in parts.tiles:
-        if parts.variant.int8:
-            s, of_keys = parts.shifted(i, j, rows, begin, end)
-            found[:, begin:end] = (s * of_keys)[:, : end - begin]
-            continue
         s = parts.scores(i, j, rows, begin, end)[:, : end - begin]
         factors, factor = parts.factors(i, j, rows.start, begin)
         for one in (factor,) if parts.variant.scores == "raw" else factors:
@@ -227,12 +211,12 @@ def count_lost(x: np.ndarray, values: np.ndarray, fmt: Format) -> int:
 
 
 def _finish(o: np.ndarray, total: np.ndarray, scale_inv, variant: Variant) -> np.ndarray:
-    """The output of the sums (A-10, A-26); scale_inv is a number, or one of each feature."""
+    """The output of the sums (A-10)."""
     if variant.finish == "divide":
         return (o if scale_inv == 1 else o * scale_inv) / np.maximum(total, np.float32(1))[:, None]
     with np.errstate(divide="ignore"):
         inverse = np.where(total == 0, np.float32(0), np.float32(1) / total)
-    return (o * inverse[:, None]) * scale_inv if variant.finish == "feature" else o * (inverse * scale_inv)[:, None]
+    return o * (inverse * scale_inv)[:, None]
 
 
 def log_sum(maximum: np.ndarray, total: np.ndarray, factor: np.float32, variant: Variant) -> np.ndarray:

@@ -56,11 +56,6 @@ def prepare(
     for name, x in tensors.items():
         tensors[name] = _finite(name, _without_padding(x, of_documents[name != "q"]))
     more: dict = {"softcap": _softcap(softcap, factor), "sinks": _sinks(sinks, h)}
-    if variant.smoothed and (softcap is not None or sinks is not None):
-        raise ValueError(
-            f"variant {variant.name!r} takes no softcap and no sinks: smoothing of k moves all scores of a row (A-26); got softcap={softcap!r}"
-            f"{'' if sinks is None else ' and sinks'}. Use another variant."
-        )
     return Problem(variant, tensors["q"], tensors["k"], tensors["v"], factor, mask, low, high, *of_documents, **more)
 
 
@@ -107,7 +102,7 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
 def check_scales(scales, variant: Variant, roles: tuple[str, ...]) -> dict:
     """Given scales by role. ValueError for roles that the variant has no scale for."""
     given = dict(scales or {})
-    known = [] if variant.granularity in (None, "mx_1x32", "int8_thread") else [role for role in roles if _has_scale(variant, role)]
+    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
     for role in given:
         if role not in known:
             raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")

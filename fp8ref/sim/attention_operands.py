@@ -7,7 +7,7 @@ import numpy as np
 from fp8ref.attention import Variant
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import elementary, hadamard, head_scaling, int8_heads, shifted_softmax
+from fp8ref.sim import elementary, hadamard, head_scaling
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.attention_inputs import Problem
 from fp8ref.sim.head_scaling import MX, Heads
@@ -24,8 +24,6 @@ _LOG2E = np.float64(math.log2(math.e))
 def quantize(problem: Problem, given: dict, seed: int) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = problem.variant, problem.k.shape[1]
-    if variant.int8:
-        return int8_heads.quantize(problem.q, problem.k, problem.v, variant.fmt)
     found = {}
     for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
         if variant.rotated and role != "v":
@@ -77,10 +75,6 @@ class Parts:
             self.inverse_q = np.broadcast_to(head_scaling.spread(tensors["q"].scale_inv, shape_q, first), (*shape_q[:3], 1))
             self.inverse_k = np.broadcast_to(head_scaling.spread(tensors["k"].scale_inv, shape_k, first), (*shape_k[:3], 1))
             self.inverse_v = np.broadcast_to(head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1))
-        if self.variant.int8:
-            self.inverse_q = head_scaling.spread(tensors["q"].scale_inv, shape_q, "int8_thread")[..., 0]
-            self.inverse_k = np.pad(head_scaling.spread(tensors["k"].scale_inv, shape_k, "int8_thread")[..., 0], ((0, 0), (0, 0), tokens))
-            self.last = shifted_softmax.last_tiles(problem.high, keys, self.length)
         self.cap = None if problem.softcap is None else self._under_base(problem.softcap)
         self.of_scale = self._under_base(problem.scale) if problem.softcap is None else problem.scale / problem.softcap
 
@@ -104,8 +98,6 @@ class Parts:
         b = self.k[i, g, begin : begin + width(begin, end)]
         if self.variant.granularity == "mx_1x32":
             return self._mx_scores(a, b, i, j, rows, g, begin, end)
-        if self.variant.int8:
-            return a @ b.T  # integers below 2^24: exact in any order
         if isinstance(self.plan, Accumulation) and self.plan.unit.compiled and _is_one_chain(self.plan, a.shape[1]):
             s = np.zeros((len(a), len(b)), np.float32)
             codes = self.codes["k"][i, g, begin : begin + -(-len(b) // LANES) * LANES]  # those after the tile's are left out
@@ -118,12 +110,6 @@ class Parts:
         if key not in self.rows:
             self.rows[key] = chains_from.pack(self.q[i, j, rows], self.variant.fmt, unit.fused_width, unit.fraction_bits, unit.output_bits)
         return self.rows[key]
-
-    def shifted(self, i: int, j: int, rows: slice, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(scores, their factors in the exponent) of shifted scores, each [rows, keys padded] (A-26)."""
-        of_k = self.inverse_k[i, j // self.problem.group, begin : begin + width(begin, end)]
-        scale, last = shifted_softmax.scale_of(self.problem.scale), self.last[rows] == begin
-        return shifted_softmax.factors(self._sums(i, j, rows, begin, end), scale, self.inverse_q[i, j, rows], of_k, last)
 
     def _mx_scores(self, a, b, i, j, rows, g, begin, end) -> np.ndarray:
         found = np.zeros((len(a), len(b)), np.float32)
@@ -150,13 +136,11 @@ class Parts:
         return np.array([values[name] for name in self.variant.factors], np.float32), np.float32(1)
 
     def values(self, i: int, j: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(v [keys padded, D], its scale_inv inside the tile; of INT8 that of each feature)."""
+        """(v [keys padded, D], its scale_inv inside the tile)."""
         g = j // self.problem.group
         v = self.v[i, g, begin : begin + width(begin, end)]
         if self.variant.granularity == "mx_1x32":
             return v, self.tensors["v"].scale_inv[i, g, begin // MX : -(-end // MX)]
-        if self.variant.int8:
-            return v, self.tensors["v"].scale_inv[i, g, 0]
         return v, self.inverse_v[i, g, begin, 0]
 
     def codes_of_values(self, i: int, j: int, begin: int, end: int) -> np.ndarray | None:

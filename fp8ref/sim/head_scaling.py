@@ -20,9 +20,6 @@ MX = 32
 ROWS = 128
 """Tokens of a block of ``rows_128``."""
 
-THREADS, KEYS = 16, 128
-"""Rows of q and keys of k whose scales of ``int8_thread`` lie together."""
-
 
 class Heads(NamedTuple):
     """A tensor of attention: hp ~ values * scale_inv, scales spread over their groups.
@@ -34,8 +31,6 @@ class Heads(NamedTuple):
                  ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D], for
                  ``mx_1x32``.
     scale_inv    float32 of that shape.
-    int8_thread  scales of q are [B, H, 8 ceil(T / 16), 1], of k [B, Hkv, 4 ceil(T / 128), 1], of v [B, Hkv, 1, D];
-                 codes of q and k are int8, those of v of fmt (``int8_heads``).
     """
 
     values: np.ndarray
@@ -48,10 +43,8 @@ class Heads(NamedTuple):
 def amax(x: np.ndarray, granularity: Granularity, *, heads: int, along_tokens: bool = False) -> np.ndarray:
     """The amax of each group of x [B, H, T, D], as ``Heads`` shapes them.
 
-    Raises:   ValueError: for mx_1x32, features that 32 does not divide; int8_thread, which ``int8_heads`` quantizes.
+    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
     """
-    if granularity == "int8_thread":
-        raise ValueError("groups of int8_thread are of a role: q, k and v together are quantized by int8_heads. Call that.")
     magnitude = np.abs(x)
     b, h, t, d = x.shape
     if granularity == "tensor":
@@ -76,21 +69,7 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: Granularity, 
         return np.repeat(scale, h // scale.shape[1], axis=1)
     if granularity == "rows_128":
         return np.repeat(scale, ROWS, axis=2)[:, :, :t]
-    if granularity == "int8_thread":
-        return _of_threads(scale, shape)
     return np.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else np.repeat(scale, MX, axis=3)
-
-
-def _of_threads(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Scales of q, k or v under ``int8_thread``, repeated; their number tells whose they are."""
-    b, h, t = shape[:3]
-    if scale.shape[2] == 1:  # of v
-        return scale
-    if scale.shape[2] == 4 * -(-t // KEYS):
-        found = np.broadcast_to(scale.reshape(b, h, -1, 1, 4, 1), (b, h, -(-t // KEYS), KEYS // 8, 4, 2))
-    else:
-        found = np.broadcast_to(scale.reshape(b, h, -1, 1, 8), (b, h, -(-t // THREADS), 2, 8))
-    return found.reshape(b, h, -1, 1)[:, :, :t]
 
 
 def quantize(

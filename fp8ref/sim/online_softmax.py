@@ -43,8 +43,6 @@ def start(rows: int) -> Rows:
 def total(rows: Rows, order: SumOrder) -> np.ndarray:
     """The sum of each row, of its lanes: float32 [rows]."""
     lanes = rows.sums
-    if order == "warp":
-        return (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
     return (lanes[:, 0] + lanes[:, 2]) + (lanes[:, 1] + lanes[:, 3]) if order == "quad" else lanes[:, 0].copy()
 
 

@@ -11,7 +11,6 @@ products is the library:
                     fast accumulation under the plan ``hopper_fast``. Within ``hardware.simulating``, its plan. On a
                     CPU the fast form has one float32 GEMM of dequantized codes for all sequences and heads.
     MX blocks       a float32 GEMM of dequantized codes (G-16)
-    INT8            a float32 GEMM of the integers, exact; the fast form dequantizes q, k and v
     bfloat16        a GEMM with a float32 result
     ``exact``       float64
 
@@ -165,12 +164,12 @@ def forward(
     Raises:   ValueError: an unknown variant; shapes, dtypes, devices or documents that do not fit; scales for
               roles without one; features that the variant does not take; a policy that this backend lacks; a softcap
               that is not positive; a scale or a softcap that is a tensor; sinks of another shape.
-    Source:   spec A-1 to A-13, A-22, A-23, A-26.
+    Source:   spec A-1 to A-13, A-22, A-23.
     """
     q, k, v = data.heads_first(layout, q, k, v)
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, data.ROLES, softcap)
     q, k, v = _without_padding(q, k, v, at)
-    attention_inputs.check_sinks(sinks, spec, shape, q.device)
+    attention_inputs.check_sinks(sinks, shape, q.device)
     if keep_p and (spec.variant.real or spec.variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {spec.variant.name!r} has none. Leave it out.")
     if keep_s and spec.variant.real:
@@ -183,7 +182,6 @@ def forward(
             tensors = operands.quantize(q, k, v, spec, given)
             run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
             found = run(tensors, spec, shape, at, given, report="all", keep=keep, sinks=sinks)
-            found = attention_forward.with_mean(found, q, k, spec)
         return found._replace(o=data.in_layout(layout, found.o))
 
 
@@ -228,7 +226,7 @@ def backward(
     result = result._replace(o=data.in_layout(layout, result.o)) if isinstance(result, Result) else result
     roles = ("s", *data.by_name(variant).roles[len(data.ROLES) :])
     spec, given, shape, at = _prepared(q, k, v, variant, mask, scale, documents, scales, 0, arithmetic, amax_group, roles, softcap)
-    attention_inputs.check_sinks(sinks, spec, shape, q.device)
+    attention_inputs.check_sinks(sinks, shape, q.device)
     if not isinstance(result, Result) or result.o.shape != q.shape:
         raise ValueError(f"result is what forward gave for q {tuple(q.shape)}; got {type(result).__name__}.")
     data.check_result(spec.variant, result.tensors)

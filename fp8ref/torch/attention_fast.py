@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8ref.attention import Variant
-from fp8ref.torch import attention_forward, attention_sinks, batched_gemm, cast, head_scaling
+from fp8ref.torch import attention_forward, attention_sinks, batched_gemm, cast
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_fast_operands import Layout
 from fp8ref.torch.attention_forward import Documents, Result
@@ -94,8 +94,6 @@ def run(
     factor = _at_end(layout, scale_inv_p)
     inverse = _inverse(sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant)
     o = o.mul_(inverse[..., None])
-    if layout.codes and variant.int8:  # of v, a number for each padded feature
-        o = o.mul_(head_scaling.pad(tensors["v"].scale_inv, 3, operands.STEP).flatten(0, 1))
     out = layout.by_head(o)
     lse = layout.by_head(_log_sum(maximum, sums, variant)[..., None])[..., 0]
     return attention_forward.result(

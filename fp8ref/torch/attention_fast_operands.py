@@ -4,7 +4,7 @@
     k, v     [B x Hkv, Tk, D]
 
 On a GPU they are codes, and FP8 GEMMs multiply them. A CPU has none: there they are dequantized float32 numbers, with the
-softmax scale in q, and one batched GEMM takes all sequences and heads. MX blocks are dequantized everywhere, and so are q and k in INT8.
+softmax scale in q, and one batched GEMM takes all sequences and heads. MX blocks are dequantized everywhere.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ CHUNK = 1 << 18
 
 
 def takes_codes(codes: Tensor, variant: Variant) -> bool:
-    """Whether GEMMs take these operands as they are: FP8 on a GPU or by simulated hardware, bfloat16 on a GPU; of INT8 v and P alone."""
+    """Whether GEMMs take these operands as they are: FP8 on a GPU or by simulated hardware, bfloat16 on a GPU."""
     if variant.granularity == "mx_1x32":
         return False
     if variant.fmt.bits == 8:
@@ -37,7 +37,7 @@ def takes_codes(codes: Tensor, variant: Variant) -> bool:
 class Layout:
     """q, k and v of a pass as batches of matrices, and what their products are still multiplied by.
 
-    codes     whether they are codes, of INT8 v alone; else dequantized.
+    codes     whether they are codes; else dequantized.
     scale     what scores of dequantized operands have in q: the softmax scale under the variant's base.
     """
 
@@ -47,24 +47,20 @@ class Layout:
         self.scale = operands.score_scale(spec, shape)
         self.fast = self.variant.plan == "hopper_fast"
         q = self.of_queries(tensors["q"])
-        self.q = q if self._taken(tensors["q"]) else q.mul_(self.scale)
+        self.q = q if self.codes else q.mul_(self.scale)
         self.k = operands.along_features(self.values(tensors["k"])).flatten(0, 1)
         self.v = operands.along_features(self.values(tensors["v"], along_tokens=self.variant.granularity == "mx_1x32")).flatten(0, 1)
         self._scratch: dict[int, Tensor] = {}
 
     def values(self, x: Heads, *, along_tokens: bool = False) -> Tensor:
         """The codes, or dequantized float32 numbers in new memory."""
-        if self._taken(x):
+        if self.codes:
             return x.codes
         numbers = float_values.decode(x.codes)
         if self.variant.granularity is None:
             return numbers.clone() if numbers is x.codes else numbers
         of_elements = head_scaling.spread(x.scale_inv, tuple(numbers.shape), self.variant.granularity, along_tokens=along_tokens)
         return numbers.mul_(of_elements)
-
-    def _taken(self, x: Heads) -> bool:
-        """Whether GEMMs take the codes of x, which no GEMM of this form does in INT8."""
-        return self.codes and x.codes.dtype != torch.int8
 
     def of_queries(self, x: Heads) -> Tensor:
         """q or do, [B x Hkv, Tq x G, D]."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8ref.attention import Variant
 from fp8ref.formats import Format
 from fp8ref.torch import attention_operands as operands
-from fp8ref.torch import attention_sinks, cast, float_values, hardware, head_scaling, int8_heads, online_softmax, shifted_softmax
+from fp8ref.torch import attention_sinks, cast, float_values, hardware, head_scaling, online_softmax
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.attention_kept import Kept, Matrix
 from fp8ref.torch.attention_observer import multiplying
@@ -107,20 +107,11 @@ def run(
     largest, saturated = torch.zeros((), device=device, dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=device)
     lost = torch.zeros_like(saturated)
     kept = Kept(keep, (*rows, k.shape[2]), device)
-    of_pass = shifted_softmax.parts(tensors, spec, shape) if variant.int8 else None
     for tile in operands.tiles(spec, shape):
-        s = scores(q, k, tile, variant)
-        if of_pass is not None:
-            s, of_keys = shifted_softmax.factors(s, of_pass, tile)
-            factors: list[Tensor | float] = [of_keys]
-        else:
-            s, factors = operands.capped(s, operands.score_factors(tensors, tile, spec, shape), spec)
+        s, factors = operands.capped(scores(q, k, tile, variant), operands.score_factors(tensors, tile, spec, shape), spec)
         old = online_softmax.Rows(state.maximum[:, :, tile.rows], state.sums[:, :, tile.rows])
         visible = operands.seen(tile, spec, shape, documents, device)
-        if of_pass is not None:
-            p, c, new = shifted_softmax.step(s, of_keys, old, visible, variant.offset, spec.arithmetic)
-        else:
-            p, c, new = online_softmax.step(s, old, visible, variant, factors, spec.arithmetic)
+        p, c, new = online_softmax.step(s, old, visible, variant, factors, spec.arithmetic)
         p8 = round_probabilities(p, scale_p, variant)
         if report != "nothing":
             largest = torch.maximum(largest, p.amax())
@@ -147,18 +138,10 @@ def run(
         o, total, maximum = attention_sinks.add(o, total, maximum, of_rows, factor if variant.scores == "raw" else None, spec)
     at_end = operands.key_scale(tensors["v"].scale_inv, operands.Tile(0, 0, 0, 0, 0, False), variant) if _scaled_at_end(variant) else None
     out = operands.by_head(_finish(o, total, at_end, variant), shape)
-    sums = shifted_softmax.log_sum(maximum, total) if variant.int8 else log_sum(maximum, total, factor, variant)
-    lse = operands.by_head(sums[..., None], shape)[..., 0]
+    lse = operands.by_head(log_sum(maximum, total, factor, variant)[..., None], shape)[..., 0]
     return result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)._replace(
         lost=lost
     )
-
-
-def with_mean(result: Result, q: Tensor, k: Tensor, spec: Spec) -> Result:
-    """The result with what smoothing of k took from scores in its log-sum-exp (A-26); as it is without smoothing."""
-    if not spec.variant.smoothed:
-        return result
-    return result._replace(lse=result.lse + times(int8_heads.taken(q, k), spec.softmax_scale(q.shape[-1])))
 
 
 def _visible(x: Tensor, visible: Tensor | None) -> Tensor:
@@ -245,8 +228,6 @@ def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant
         return divide(o, total.clamp(min=1.0)[..., None])
     one = torch.ones_like(total)
     inverse = torch.where(total == 0, 0.0, divide(one, torch.where(total == 0, one, total)))[..., None]
-    if variant.finish == "feature":
-        return o * inverse if scale_inv is None else (o * inverse) * scale_inv
     return o * (inverse if scale_inv is None else inverse * scale_inv)
 
 

@@ -125,7 +125,7 @@ def _forward(
     variant = spec.variant
     shape = attention_inputs.check(q, k, v, spec)
     given = attention_inputs.check_scales(scales, variant, variant.roles, shape)
-    attention_inputs.check_sinks(sinks, spec, shape, q.device)
+    attention_inputs.check_sinks(sinks, shape, q.device)
     attention_inputs.check_seen(ctx.seen, variant, variant.roles, shape)
     pair = documents if documents[0] is not None and documents[1] is not None else None
     if spec.context is not None:
@@ -142,13 +142,11 @@ def _forward(
     tensors = operands.quantize(q, k, v, spec, given, report=report)
     if ctx.layer is not None and variant.fmt.bits == 8 and not attention_observer.again():
         for product, role, x in zip(("scores", "scores", "values"), ("q", "k", "v"), operands.rotated(q, k, v, spec), strict=True):
-            if tensors[role].codes.dtype != torch.int8:
-                attention_observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
+            attention_observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
     run = attention_fast.run if spec.arithmetic == "fast" else attention_forward.run
     watched = attention_observer.watched(ctx.layer) and not attention_observer.again()
     keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
     result = run(attention_context.gathered(tensors, spec), spec, shape, at, given, report=report, keep=keep, sinks=sinks)
-    result = attention_forward.with_mean(result, q, k, spec)
     o = result.o.to(q.dtype)
     found = None
     if counts and result.lost is not None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 import torch
@@ -124,8 +124,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
         raise ValueError(f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them.")
     spec.variant.tile(d, spec.mask)
     _check_softcap(spec, d)
-    if spec.variant.smoothed and spec.softcap is not None:
-        refuse_smoothed(spec)
     if spec.variant.rotated:
         hadamard.check(d, spec.seed)
     return Shape(b, h, of_k[1], tq, of_k[2], d)
@@ -162,20 +160,10 @@ def check_tensor(name: str, x: Tensor) -> None:
         )
 
 
-def refuse_smoothed(spec: Spec) -> NoReturn:
-    """ValueError: a softcap or sinks of scores that smoothing moved."""
-    raise ValueError(
-        f"variant {spec.variant.name!r} takes no softcap and no sinks: smoothing of k moves all scores of a row (A-26); got "
-        f"softcap={spec.softcap!r}{'' if spec.softcap is not None else ' and sinks'}. Use another variant."
-    )
-
-
-def check_sinks(sinks: Tensor | None, spec: Spec, shape: Shape, device: torch.device) -> None:
-    """ValueError for sinks of another shape, dtype or device, or of a variant that takes none."""
+def check_sinks(sinks: Tensor | None, shape: Shape, device: torch.device) -> None:
+    """ValueError for sinks of another shape, dtype or device."""
     if sinks is None:
         return
-    if spec.variant.smoothed:
-        refuse_smoothed(spec)
     if sinks.dtype not in cast.HIGH_PRECISION or tuple(sinks.shape) != (shape.heads,) or sinks.device != device:
         raise ValueError(
             f"sinks are of float32, float16 or bfloat16, one for each of {shape.heads} query heads, on q's device {device}; got {sinks.dtype} "
@@ -269,7 +257,7 @@ def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:
 
 
 def _with_scales(variant: Variant, roles: tuple[str, ...]) -> list[str]:
-    return [] if variant.granularity in (None, "mx_1x32", "int8_thread") else [role for role in roles if _has_scale(variant, role)]
+    return [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
 
 
 def _has_scale(variant: Variant, role: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8ref.attention import Variant
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.torch import gemm, hadamard, head_scaling, int8_heads, scaling
+from fp8ref.torch import gemm, hadamard, head_scaling, scaling
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.elementary import tanh, times
 from fp8ref.torch.head_scaling import ROWS, Heads, pad
@@ -110,8 +110,6 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 def quantize(q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tensor], *, report: Report = "all") -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = spec.variant, k.shape[1]
-    if variant.int8:
-        return int8_heads.quantize(q, k, v, variant.fmt)
     q, k, v = rotated(q, k, v, spec)
     tensors = {"q": q, "k": k, "v": v}
     amaxes = {role: torch.zeros((), device=q.device, dtype=torch.float32) for role in tensors}
@@ -207,8 +205,6 @@ def key_scale(scale: Tensor, tile: Tile, variant: Variant) -> Tensor:
     if variant.granularity == "rows_128":
         block = tile.begin // ROWS
         return scale[:, :, block : block + 1, :, None]
-    if variant.int8:  # of v, a number for each padded feature
-        return pad(scale, 3, STEP)[:, :, :, None]
     return scale[..., None] if variant.granularity == "head" else scale
 
 

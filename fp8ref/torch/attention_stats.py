@@ -26,12 +26,10 @@ def measure(x: torch.Tensor, tensor: Heads, fmt: Format, variant: Variant, *, al
     """float64 [FIELDS] of x [B, H, T, D] and its quantized form.
 
     along_tokens  MX blocks lie along the tokens.
-    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows, of features as those of columns.
+    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
     """
     if variant.granularity == "tensor":
         return stats.measure(x, Quantized(tensor.codes, tensor.scale, tensor.scale_inv, fmt, "tensorwise", -1))
-    if variant.int8:
-        return stats.measure(x, Quantized(tensor.codes, tensor.scale, tensor.scale_inv, fmt, "rowwise", 2))
     if variant.granularity in ("head", "rows_128"):
         spread = (head_scaling.spread(s, tuple(x.shape), variant.granularity) for s in (tensor.scale, tensor.scale_inv))
         scale, inverse = (s.expand(*x.shape[:3], 1) for s in spread)

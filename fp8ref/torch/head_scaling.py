@@ -23,9 +23,6 @@ MX = 32
 ROWS = 128
 """Tokens of a block of ``rows_128``."""
 
-THREADS, KEYS = 16, 128
-"""Rows of q and keys of k whose scales of ``int8_thread`` lie together."""
-
 DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
 """{name of a format above 8 bits: torch's dtype}."""
 
@@ -41,8 +38,6 @@ class Heads(NamedTuple):
                  ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D], for
                  ``mx_1x32``.
     scale_inv    float32 of that shape.
-    int8_thread  scales of q are [B, H, 8 ceil(T / 16), 1], of k [B, Hkv, 4 ceil(T / 128), 1], of v [B, Hkv, 1, D];
-                 codes of q and k are int8, those of v of fmt (``int8_heads``).
     """
 
     codes: Tensor
@@ -56,10 +51,8 @@ def amax(x: Tensor, granularity: Granularity | None, *, heads: int, along_tokens
 
     heads         heads of keys and values, whose groups ``head`` means.
     along_tokens  MX blocks lie along the tokens.
-    Raises:   ValueError: for mx_1x32, features that 32 does not divide; int8_thread, which ``int8_heads`` quantizes.
+    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
     """
-    if granularity == "int8_thread":
-        raise ValueError("groups of int8_thread are of a role: q, k and v together are quantized by int8_heads. Call that.")
     magnitude = x.detach().abs()
     b, h, t, d = x.shape
     if granularity in ("tensor", None):
@@ -84,21 +77,7 @@ def spread(scale: Tensor, shape: tuple[int, ...], granularity: Granularity, *, a
         return scale.repeat_interleave(h // scale.shape[1], dim=1)
     if granularity == "rows_128":
         return scale.repeat_interleave(ROWS, dim=2)[:, :, :t]
-    if granularity == "int8_thread":
-        return _of_threads(scale, shape)
     return scale.repeat_interleave(MX, dim=2)[:, :, :t] if along_tokens else scale.repeat_interleave(MX, dim=3)
-
-
-def _of_threads(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Scales of q, k or v under ``int8_thread``, repeated; their number tells whose they are."""
-    b, h, t = shape[:3]
-    if scale.shape[2] == 1:  # of v
-        return scale
-    if scale.shape[2] == 4 * -(-t // KEYS):
-        found = scale.view(b, h, -1, 1, 4, 1).expand(b, h, -1, KEYS // 8, 4, 2)
-    else:
-        found = scale.view(b, h, -1, 1, 8).expand(b, h, -1, 2, 8)
-    return found.reshape(b, h, -1, 1)[:, :, :t]
 
 
 def scales_of(amax: Tensor, fmt: Format, policy: str | ScalePolicy) -> Scales:

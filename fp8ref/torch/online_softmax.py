@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8ref.attention import Arithmetic, SumOrder, Variant
 from fp8ref.torch.elementary import exponential, multiply_add, times
 
-LANES: dict[SumOrder, int] = {"tile": 1, "quad": 4, "packed": 1, "warp": 4}
+LANES: dict[SumOrder, int] = {"tile": 1, "quad": 4, "packed": 1}
 """The partial sums that a row keeps from tile to tile."""
 
 
@@ -34,8 +34,6 @@ def start(shape: tuple[int, ...], order: SumOrder, device: torch.device) -> Rows
 
 def total(sums: Tensor, order: SumOrder) -> Tensor:
     """The sum of each row, of its lanes."""
-    if order == "warp":
-        return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])
     return (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3]) if order == "quad" else sums[..., 0]
 
 

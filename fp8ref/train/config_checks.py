@@ -199,12 +199,6 @@ def _check_softcap_and_sinks(config: Checked) -> None:
         f"{what} are of attention by a whole variant, in tiles; got numerics.attention {config.numerics.attention!r}, attention_operands "
         f"{config.numerics.attention_operands} and parallel.attention {parallel.attention!r}. Name a variant, such as bf16, or leave them out.",
     )
-    variant = config.attention_variant
-    require(
-        variant is None or not variant.smoothed,
-        f"{what} are of attention whose k is not smoothed: smoothing moves all scores of a row (A-26); got numerics.attention "
-        f"{config.numerics.attention!r}. Name another variant, such as fa3, or leave them out.",
-    )
     require(
         parallel.context == 1 and (parallel.tensor == 1 or not keys.attention_sinks),
         f"{what} take devices that have whole sequences, and sinks all heads; got parallel.context {parallel.context} and tensor "

@@ -135,8 +135,6 @@ def _cases(asked: Attention, variant: Variant, tokens: int, alignment: Alignment
                           for said, fill in (("numbers", 3.0), *([("NaN", math.nan)] if not asked.takes_codes else []))]  # fmt: skip
     if asked.takes_scale:
         yield "scale", [case("softmax scale 0.3", scale=0.3)]
-    if variant.smoothed:
-        return
     if asked.takes_softcap:
         capped = case(f"softcap {CAP:g}", softcap=CAP)
         yield "softcap", [capped._replace(question=capped.question._replace(q=4 * capped.question.q))]

@@ -180,15 +180,6 @@ def expected(variant: Variant) -> dict[str, Any]:
     plan = accumulate.by_name(variant.plan)
     bits = "all" if isinstance(plan, str) else plan.unit.fraction_bits
     scale = float(attention_operands.probability_scale(variant, {})[0]) * 2.0**variant.offset
-    if variant.int8:  # which rounds the numbers of the questions: what else they find is known of it, and no more
-        known = {
-            "q and k": False,
-            "tiles": f"{length} keys, ascending",
-            "threshold": 0.0,
-            "range of P": "kept",
-            "promotion": variant.promotion,
-        }
-        return known | none | {"output": variant.out.name, "log-sum-exp": "natural"}
     within = variant.largest_probability / 2.0**variant.offset * scale <= variant.fmt.max
     return {
         **none,

@@ -220,8 +220,6 @@ def require_attention(
     for given, taken, names in ((softcap is not None, asked.takes_softcap, subjects.SOFTCAPS), (sinks, asked.takes_sinks, subjects.SINKS)):
         if given and not taken:
             raise ValueError(f"{asked.name} has no argument for {names[0]}; name one {' or '.join(names)}, or leave it out here.")
-    if (softcap is not None or sinks) and variant.smoothed:
-        raise ValueError(f"variant {variant.name!r} takes no softcap and no sinks (A-26). Leave them out.")
     found = Asked(asked, comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)).agreement(variant)
     if found is None:
         raise ValueError(f"{asked.name} takes codes with scales of heads, which {variant.name!r} has not. Use another variant.")
@@ -237,17 +235,10 @@ def require_attention(
 
 
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
-    """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error; of INT8 by error alone."""
+    """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error."""
     found = [one for variant in VARIANTS.values() if (one := answers.agreement(variant, cases=1)) is not None]
     departing = {one.variant.name: len(probed.decisions_apart(one.variant)) for one in found}
-    # Few decisions of INT8 are compared: such a variant is near by its outputs alone. A function whose roundings are not its own is further from it than
-    # from real arithmetic, by the variant's roundings; so an error of less than half of all others' is by equal codes of q and k.
-    others = min((one.error for one in found if not one.variant.int8), default=0.0)
-
-    def rank(one: Agreement) -> int:
-        return 0 if one.alike else 1 if one.variant.int8 and one.error < others / 2 else 3 if one.variant.int8 else 2
-
-    return sorted(found, key=lambda one: (rank(one), departing[one.variant.name], one.error))
+    return sorted(found, key=lambda one: (not one.alike, departing[one.variant.name], one.error))
 
 
 def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
@@ -298,8 +289,6 @@ def _measured(base: Variant, probed: Probed) -> Variant:
         changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
     if (value := departs("scales of v")) is not None:
         changes["granularity"] = value
-    if base.int8:
-        return dataclasses.replace(base, **changes)
     if probed.threshold is not None and not probed.threshold.agrees(wanted["threshold"]) and probed.threshold.finding.value is not None:
         changes["threshold"] = probed.threshold.finding.value
     if probed.largest is not None and not probed.largest.agrees(wanted["largest P"]) and probed.largest.finding.value:

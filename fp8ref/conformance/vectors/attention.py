@@ -73,8 +73,6 @@ class Attention:
             raise ValueError(f"a softcap is a positive number, or none; got {self.softcap!r}. Write it like 50.")
         if sinks is not None and (len(sinks) != h or not np.isfinite(sinks).all()):
             raise ValueError(f"sinks are a finite number for each of {h} query heads, or none; got {self.sinks!r}. Write them like 0.5,2.")
-        if VARIANTS[self.variant].smoothed and (cap is not None or sinks is not None):
-            raise ValueError(f"variant {self.variant!r} takes no softcap and no sinks (A-26). Leave them out.")
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def difference(a: Value, b: Value, check: Check) -> Difference | None:
     Specials: all NaNs are equal (C-5); -0 and +0 differ.
     """
     x, y = np.asarray(a.value), np.asarray(b.value)
-    if x.shape != y.shape or a.fmt != b.fmt or (x.dtype == np.int8) != (y.dtype == np.int8):
+    if x.shape != y.shape or a.fmt != b.fmt:
         check.fail(f"{_kind(a)} and {_kind(b)}")
         return Difference(element=None, a=_kind(a), b=_kind(b), differ=x.size, of=x.size)
     distance, equal, unit = _distance(x, y, a.fmt)
@@ -70,7 +70,7 @@ def _distance(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> tuple[np.ndar
         left, right = (np.where(v & fmt.sign_bit, -m, m) for v, m in zip((x, y), magnitudes, strict=True))
         return np.abs(left - right), x == y, f"codes of {fmt.name}"
     if not np.issubdtype(x.dtype, np.floating):
-        return np.abs(x.astype(np.int64) - y), x == y, "INT8 codes" if x.dtype == np.int8 else "tokens"
+        return np.abs(x.astype(np.int64) - y), x == y, "tokens"
     wide = x.dtype == np.float64
     equal = (x.view(np.int64) == y.view(np.int64)) if wide else (x.view(np.int32) == y.view(np.int32))
     equal = equal | (np.isnan(x) & np.isnan(y))
@@ -104,7 +104,7 @@ def _shown(x: np.ndarray, index: tuple[int, ...], fmt: Format | None, unit: str)
     value = x[index]
     if fmt is not None:
         return f"{float(cast.decode(np.uint8(value), fmt)):.9g} (code 0x{int(value):02X})"
-    if unit in ("tokens", "INT8 codes"):
+    if unit == "tokens":
         return str(int(value))
     bits = int(np.float32(value).view(np.uint32))
     shown = f"0x{bits >> 16:04X}" if unit == "bfloat16" else f"0x{bits:08X}"

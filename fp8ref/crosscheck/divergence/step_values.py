@@ -36,7 +36,7 @@ class Value:
     cast         how the operand is quantized.
     observation  the whole of that GEMM.
     passes       the passes of the layer's attention so far, if the value is of attention by a variant.
-    codes_of     the format of codes of attention; None of INT8, whose array is int8 (A-26).
+    codes_of     the format of codes of attention.
     """
 
     phase: Phase
@@ -180,9 +180,7 @@ def _of_attention(found: Pass, layer: str, phase: AttentionPhase, config: Config
             continue
         until = tuple(p for p in passes if p.phase == "forward" or phase == "backward")
         for what, part, value in one.parts():
-            integers = variant.int8 and part == "codes" and what in ("q", "k")
-            fmt = format_of(what, variant) if part == "codes" and not integers else None
-            value = value.view(np.int8) if integers else value  # shown as their bits (A-26)
+            fmt = format_of(what, variant) if part == "codes" else None
             role = SYMBOLS.get(what, what)
             yield Value(phase=phase, layer=layer, role=role, value=value, part=part, passes=until, codes_of=fmt)  # type: ignore[arg-type]
 

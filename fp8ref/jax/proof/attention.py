@@ -4,22 +4,19 @@ import re
 from collections.abc import Sequence
 
 from fp8ref.attention import Variant
-from fp8ref.attention_products import Product, formats, in_int8, products
+from fp8ref.attention_products import Product, formats, products
 from fp8ref.jax import cast
 from fp8ref.jax.attention_kernel import CALLS
 from fp8ref.jax.attention_operands import FAST
 from fp8ref.jax.proof import hlo
 from fp8ref.jax.proof.verdict import Gemm, Program, gemms, hlo_name
 
-INT8 = ("i8", "s8")
-"""The names of INT8 in StableHLO and in HLO."""
-
 
 def missing_products(program: Program, layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[str]:
     """Products of these layers' attention that a step needs and the program lacks, a line for each.
 
     Each product must be there. Of FP8 codes each of its dots must take two FP8 operands of the variant's formats,
-    accumulated as its plan says; under ``mx_1x32`` they take dequantized operands (G-16). Of INT8 codes there must be a dot of them.
+    accumulated as its plan says; under ``mx_1x32`` they take dequantized operands (G-16).
 
     plan    the simulated hardware that each must run under (B-12); None: XLA's own dots.
     """
@@ -28,10 +25,6 @@ def missing_products(program: Program, layers: Sequence[str], variant: Variant, 
         for product in products(variant):
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, product)]
             wanted = _wanted(product, variant)
-            if in_int8(product, variant):
-                here = [dot for dot in here if dot.a in INT8 and dot.b in INT8]
-                lines += [] if here else [f"{layer}/{product}: planned a dot of INT8 codes; found none"]
-                continue
             if wanted and variant.backward == "bf16":  # whose backward pass makes scores again, of no codes (A-25)
                 here = [dot for dot in here if dot.fp8]
             wanted = wanted and wanted + (f", under {plan}" if plan else "")
@@ -54,10 +47,7 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
         "backward": variant.backward,
         "gemms": [one for i, one in enumerate(found) if one not in found[:i]],
         "on_dequantised_operands": [
-            f"{layer}/{product}"
-            for layer in layers
-            for product in products(variant)
-            if _wanted(product, variant) is None and not in_int8(product, variant)
+            f"{layer}/{product}" for layer in layers for product in products(variant) if _wanted(product, variant) is None
         ],
     }
 
@@ -84,8 +74,8 @@ def missing_kernels(calls: Sequence[str], layers: Sequence[str]) -> list[str]:
 
 
 def _wanted(product: Product, variant: Variant) -> str | None:
-    """The types and accumulation of a product of FP8 codes; None for one of dequantized operands, or of INT8."""
-    if variant.granularity == "mx_1x32" or in_int8(product, variant):
+    """The types and accumulation of a product of FP8 codes; None for one of dequantized operands."""
+    if variant.granularity == "mx_1x32":
         return None
     a, b = (hlo_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant))
     return f"{a} x {b}, {'fast' if variant.plan in FAST else 'slow'}"

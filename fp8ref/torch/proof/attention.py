@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8ref.attention import Arithmetic, Variant
-from fp8ref.attention_products import formats, in_int8, products
+from fp8ref.attention_products import formats, products
 from fp8ref.torch import attention_fast_operands, cast
 from fp8ref.torch.proof.records import KERNELS, GemmTrace, ProductRecord, type_name
 
@@ -20,7 +20,7 @@ def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.dev
 def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool, plan: str | None = None) -> list[str]:
     """A line for each product of these layers' attention that did not run, or ever ran otherwise than planned.
 
-    codes       ``multiplies_codes``: types and accumulation are compared. Without, and of INT8, a product must have run.
+    codes       ``multiplies_codes``: types and accumulation are compared. Without, a product must have run.
     plan        the simulated hardware that each must run under (B-12); None: the framework's own GEMMs.
     """
     here: dict[str, set[ProductRecord]] = {}
@@ -29,11 +29,10 @@ def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, 
     lines = []
     for wanted in _planned(layers, variant, plan):
         found = here.get(wanted.name, set())
-        typed = codes and not in_int8(wanted.name.rpartition("/")[2], variant)  # type: ignore[arg-type]
-        if typed and variant.backward == "bf16":  # whose backward pass makes scores again, of no codes (A-25)
+        if codes and variant.backward == "bf16":  # whose backward pass makes scores again, of no codes (A-25)
             found = {one for one in found if one.fp8}
-        others = sorted(str(one) for one in found - {wanted}) if typed else []
-        promise = f"{wanted.name}: planned {wanted if typed else 'a product of dequantized operands'}"
+        others = sorted(str(one) for one in found - {wanted}) if codes else []
+        promise = f"{wanted.name}: planned {wanted if codes else 'a product of dequantized operands'}"
         lines += [f"{promise}; {have}" for have in (others if found else ["no product of it was seen"])]
     return lines
 
@@ -49,9 +48,7 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
             for one in dict.fromkeys(trace.products)
             if one.layer in layers
         ],
-        "on_dequantised_operands": [
-            f"{layer}/{product}" for layer in layers for product in products(variant) if not codes or in_int8(product, variant)
-        ],
+        "on_dequantised_operands": [f"{layer}/{product}" for layer in layers for product in products(variant) if not codes],
     }
 
 
