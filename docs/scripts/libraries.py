@@ -211,6 +211,7 @@ def page(count: int) -> str:
         "ml_dtypes, torch and jax have no scales of their own. XLA on a CPU flushes subnormal float32 numbers to zero (S-12): flax there takes a subnormal\n"
         "amax for zero, and its `scale_inv` is zero where it would be subnormal. gfloat takes log2 in the amax's dtype: that of a float32 just below a power\n"
         "of two rounds up to its exponent.",
+        "SageAttention (INT8 attention for inference) is out of scope: its q and k are not in FP8, and it has no backward pass of its own.",
     ]
     return "\n\n".join(parts) + "\n"
 

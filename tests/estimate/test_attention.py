@@ -101,11 +101,6 @@ def test_a_step_in_bfloat16_has_the_frameworks_own_attention():
     assert report.of(config("cudnn"), "jax", H100).step == by_variant
 
 
-def test_int8_has_no_rate():
-    with pytest.raises(ConfigError, match="'sage' multiplies q and k in INT8, of which no rate is known"):
-        attention.seconds(config("cudnn"), data.by_name("sage"), "jax", H100)
-
-
 def test_memory_is_of_one_tile():
     bytes_, formula, at = memory.lines(config("cudnn"), "jax")["attention scores"]
     assert at == ("last layer", "first layer")

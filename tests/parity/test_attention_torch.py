@@ -20,7 +20,7 @@ F = np.float32
 U = 2.0**-24
 CAUSAL = Mask(causal=True)
 MASKS = [Mask(), CAUSAL, Mask(window=(30, 5)), Mask(causal=True, window=(40, None)), Mask(causal=True, alignment="start")]
-FP8 = [name for name, variant in VARIANTS.items() if variant.fmt.bits == 8 and not variant.int8]
+FP8 = [name for name, variant in VARIANTS.items() if variant.fmt.bits == 8]
 E5M2_GRADIENTS = dataclasses.replace(VARIANTS["cudnn"], name="cudnn with e5m2", gradient_fmt=E5M2)
 
 

@@ -130,7 +130,6 @@ def test_a_compiled_block_trains_the_same(config):  # A-28, B-9
     [
         ({"numerics": {"attention": None}}, "are of attention by a whole variant"),
         ({"numerics": {"attention_operands": ("q",)}}, "are of attention by a whole variant"),
-        ({"numerics": {"attention": "sage", "attention_backward": "bf16"}}, "got numerics.attention 'sage'"),
         ({"parallel": {"context": 2}}, "parallel.context 2"),
         ({"parallel": {"tensor": 2}}, "tensor 2"),
         ({"model": {"attention_softcap": 0.0}}, "attention_softcap is positive"),

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from fp8ref.attention import VARIANTS, Mask
-from fp8ref.sim import hardware as sim_hardware
 from fp8ref.torch import attention_fast_operands as fast
-from fp8ref.torch import attention_inputs, hardware, head_scaling
+from fp8ref.torch import attention_inputs, head_scaling
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_inputs import Shape, Spec
@@ -66,13 +65,5 @@ def test_operands_of_a_cpu_are_dequantized(name):  # A-18, item 3
 def test_a_gpu_takes_codes_and_no_mx_blocks():
     codes = torch.empty(1, dtype=torch.float8_e4m3fn, device="meta")
     assert fast.takes_codes(codes, VARIANTS["cudnn"])
-    assert fast.takes_codes(codes, VARIANTS["sage"])
     assert not fast.takes_codes(codes, VARIANTS["mxfp8"])
     assert not fast.takes_codes(torch.empty(1, dtype=torch.float8_e4m3fn), VARIANTS["cudnn"])
-
-
-def test_of_int8_v_alone_is_codes():
-    with hardware.simulating(sim_hardware.by_name("exact")):
-        made, _, _ = layout(Mask(), "sage")
-    assert made.codes
-    assert (made.q.dtype, made.k.dtype, made.v.dtype) == (torch.float32, torch.float32, torch.float8_e4m3fn)

@@ -16,7 +16,7 @@ OTHERS = {
     "cudnn with threshold 4": dataclasses.replace(VARIANTS["cudnn"], threshold=4.0),
     "cudnn packed": dataclasses.replace(VARIANTS["cudnn"], sum_order="packed"),
 }
-KINDS = {name: v for name, v in VARIANTS.items() if name not in ("exact", "mxfp8", "sage")} | OTHERS
+KINDS = {name: v for name, v in VARIANTS.items() if name not in ("exact", "mxfp8")} | OTHERS
 
 
 @pytest.mark.parametrize("masked", [False, True])

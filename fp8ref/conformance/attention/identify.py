@@ -275,7 +275,7 @@ def _measured(base: Variant, probed: Probed) -> Variant:
 
     def departs(what: str) -> Any:
         finding = probed[what]
-        if finding is None or finding.value is None or what not in wanted or finding.value == wanted[what]:
+        if finding is None or finding.value is None or finding.value == wanted[what]:
             return None
         return finding.value
 

@@ -12,7 +12,6 @@ import pytest
 
 from fp8ref.attention import VARIANTS, Mask
 from fp8ref.conformance.attention import identify_attention, require_attention
-from fp8ref.formats import FLOAT32
 from fp8ref.sim import attention, elementary
 
 F32 = np.float32
@@ -40,7 +39,6 @@ def test_every_variant_is_identified(name):  # A-1, A-17
         ("fa4", {"finish": "divide"}, "finish=divide"),
         ("cudnn", {"p_scale": 64.0, "descending": True}, "p_scale=64.0, descending=True"),
         ("fa4_threshold4", {"threshold": 2.0}, "threshold=2.0"),
-        ("sage", {"out": FLOAT32}, "out=float32"),
     ],
 )
 def test_a_variation_is_named_by_its_base(base, changes, said):

@@ -223,5 +223,3 @@ def test_require_attention_with_both():  # A-22, A-23
         require_attention(lambda q, k, v, softcap=8.0: fa3(q, k, v, softcap=softcap / 8), "fa3", softcap=30.0)
     with pytest.raises(ValueError, match="has no argument for softcap"):
         require_attention(lambda q, k, v: fa3(q, k, v), "fa3", softcap=30.0)
-    with pytest.raises(ValueError, match="takes no softcap and no sinks"):
-        require_attention(functools.partial(attention.forward, variant="sage"), "sage", sinks=True)

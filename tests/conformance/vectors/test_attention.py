@@ -74,7 +74,6 @@ def test_softcap_and_sinks_are_judged(changes, said):  # A-22, A-23
         ({"sinks": "1e39,2"}, "of float32's range"),
         ({"softcap": "-1e400"}, "of float32's range"),
         ({"sinks": "1,2,3"}, "for each of 2 query heads"),
-        ({"variant": "sage", "softcap": "2"}, "takes no softcap and no sinks"),
     ],
 )
 def test_softcaps_and_sinks_that_are_refused(settings, said):
