@@ -334,27 +334,12 @@ def test_torchs_table(tmp_path):
     assert quick["proof"]["missing"] == kept["proof"]["missing"] == 0
 
 
-@pytest.mark.slow
-def test_what_recording_statistics_costs(tmp_path):
-    written = tmp_path / "recording.json"
-    subprocess.run([sys.executable, BENCHMARKS / "recording.py", "--quick", "--json", written], check=True, capture_output=True)
-    rows = json.loads(written.read_text())["rows"]
-    assert [(row["backend"], row["recipe"]) for row in rows] == [("jax", "tensorwise"), ("torch", "tensorwise")]
-    assert all(row["ratio"] > 0 for row in rows)
-
-
 def test_the_page_shows_torchs_table():
     page = PAGE.read_text(encoding="utf-8")
     result = json.loads(TORCH_RESULT.read_text())
     for row in result["rows"]:
         assert f"| {row['recipe']} | {row['ratio']:.3f} | {row['at_least']} |" in page
     assert f"adds {result['proof']['seconds']:.1f} s for {result['proof']['linears']} linears" in page
-
-
-def test_what_reading_data_costs_is_measured():
-    done = subprocess.run([sys.executable, BENCHMARKS / "data.py", "--quick"], check=True, capture_output=True, text=True)
-    assert done.stdout.startswith("a batch near step 1 read in ")
-    assert "4 shards of 1 GiB opened in " in done.stdout
 
 
 @pytest.mark.slow
