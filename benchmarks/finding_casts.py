@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from findings import Claim
+from claim import Claim
 from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.policy import POLICIES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from findings import Claim
+from claim import Claim
 from fp8ref.linear_rules import Rule
 from fp8ref.train import config as configs
 from fp8ref.train import loop

@@ -9,7 +9,6 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,32 +16,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import finding_casts
+import finding_runs
+from claim import Claim
 from fp8ref.train.report import gap as gaps
 
 RESULTS = Path(__file__).parent / "results" / "findings.json"
 PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
 REPRODUCED, REFUTED, OPEN = "reproduced", "not reproduced", "cannot tell"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A claim and how it is measured.
-
-    figure   what is measured, and its unit; form: how it is written.
-    measure  gives the figure of a seed, from 0 on.
-    above    the claim says that the figure is above it. margin: an interval within so much of it, and not above it, is no effect.
-    """
-
-    name: str
-    claim: str
-    source: str
-    figure: str
-    how: str
-    measure: Callable[[int], float]
-    form: str = "{:.3g}"
-    above: float = 0.0
-    margin: float = 0.0
-    seeds: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +107,6 @@ def page(found: list[dict], about: dict) -> str:
 
 def main() -> None:
     """Measure, print and record."""
-    import finding_casts
-    import finding_runs
-
     claims = [*finding_casts.CLAIMS, *finding_runs.CLAIMS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[claim.name for claim in claims], help="measure these alone, and write nothing")

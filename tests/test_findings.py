@@ -8,6 +8,7 @@ import pytest
 import finding_casts
 import finding_runs
 import findings
+from claim import Claim
 
 RECORDED = json.loads(findings.RESULTS.read_text())
 
@@ -63,6 +64,6 @@ def test_a_figure_is_measured_again(claim):
 @pytest.mark.slow
 def test_a_claim_about_training_is_measured():
     claim = next(one for one in finding_runs.CLAIMS if one.name == "swiglu_alignment")
-    found = asdict(findings.measured(findings.Claim(**{**vars(claim), "seeds": 2})))
+    found = asdict(findings.measured(Claim(**{**vars(claim), "seeds": 2})))
     assert len(set(found["samples"])) == 2
     assert 0 < found["mean"] < 1
