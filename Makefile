@@ -1,4 +1,4 @@
-# make setup | demo | test | slow | faults | gpu | wheels | extras | newest | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-speed | bench-attention-rate | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
+# make setup | demo | test | slow | faults | gpu | wheels | extras | newest | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-first-steps | bench-attention-speed | bench-attention-rate | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's, aot-torch's and newest's, into .venv-aot, .venv-aot-torch and .venv-newest; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
+.PHONY: setup demo test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -61,19 +61,19 @@ $(GPU_SITE):
 	touch $@
 
 gpu-probe: $(GPU_SITE)
-	$(ON_GPU) benchmarks/gpu_probe.py --budget 300 --jobs 6
+	$(ON_GPU) benchmarks/gpu/gpu_probe.py --budget 300 --jobs 6
 
 gpu-tests: $(GPU_SITE)  # of the files that have such tests alone: others may want packages that are not here; other versions may warn
 	$(ON_GPU) -m pytest -p no:cacheprovider -W default -m gpu $$(grep -rl pytest.mark.gpu tests)
 
 gpu-bench-torch: $(GPU_SITE)
-	$(ON_GPU) benchmarks/gpu_torch.py --budget 400 --resume
+	$(ON_GPU) benchmarks/gpu/gpu_torch.py --budget 400 --resume
 
 gpu-bench-jax: $(GPU_SITE)
-	$(ON_GPU) benchmarks/gpu_jax.py --budget 350 --resume
+	$(ON_GPU) benchmarks/gpu/gpu_jax.py --budget 350 --resume
 
 gpu-parity: $(GPU_SITE)
-	$(ON_GPU) benchmarks/gpu_parity.py --budget 360
+	$(ON_GPU) benchmarks/gpu/gpu_parity.py --budget 360
 
 wheels: setup
 	rm -rf wheels
@@ -94,20 +94,20 @@ exhaustive: setup
 	$(BIN)/python -m pytest -m exhaustive $(TESTS)
 
 bench: setup
-	$(BIN)/python benchmarks/sim.py --json benchmarks/results/sim.json
+	$(BIN)/python benchmarks/speed/sim.py --json benchmarks/results/sim.json
 
 bench-jax: setup
-	$(BIN)/python benchmarks/jax_cpu.py --json benchmarks/results/jax_cpu.json
+	$(BIN)/python benchmarks/speed/jax_cpu.py --json benchmarks/results/jax_cpu.json
 
 bench-torch: setup
-	$(BIN)/python benchmarks/torch_cpu.py --json benchmarks/results/torch_cpu.json
+	$(BIN)/python benchmarks/speed/torch_cpu.py --json benchmarks/results/torch_cpu.json
 
 bench-optimizer: setup
-	$(BIN)/python benchmarks/optimizer_step.py --threads 1 --layouts float32 bfloat16 msamp sqrt_e5m2 sqrt_e4m3 --json benchmarks/results/optimizer_step.json
+	$(BIN)/python benchmarks/speed/optimizer_step.py --threads 1 --layouts float32 bfloat16 msamp sqrt_e5m2 sqrt_e4m3 --json benchmarks/results/optimizer_step.json
 
 # It goes on where it was cut off. Batches are small: PyTorch's bfloat16 is slow on a CPU.
-ATTENTION_LOSSES = benchmarks/attention_losses.py --resume
-LOSSES = benchmarks/layout_losses.py --resume --steps 40 --batch-size 4 --sequence-length 64
+ATTENTION_LOSSES = benchmarks/losses/attention_losses.py --resume
+LOSSES = benchmarks/losses/layout_losses.py --resume --steps 40 --batch-size 4 --sequence-length 64
 
 bench-losses: setup
 	$(BIN)/python $(LOSSES) --json benchmarks/results/layout_losses.json
@@ -121,25 +121,25 @@ bench-attention-losses: setup
 	$(BIN)/python $(ATTENTION_LOSSES) --steps 40 --batch-size 1 --sequence-length 1024 --variants "cudnn, delayed" --json benchmarks/results/attention_losses_delayed_long.json
 
 bench-attention-first-steps: setup
-	$(BIN)/python benchmarks/attention_first_steps.py
+	$(BIN)/python benchmarks/losses/attention_first_steps.py
 
 bench-attention-speed: setup
-	$(BIN)/python benchmarks/attention_speed.py --json benchmarks/results/attention_speed.json
+	$(BIN)/python benchmarks/speed/attention_speed.py --json benchmarks/results/attention_speed.json
 
 bench-attention-rate: setup
-	$(BIN)/python benchmarks/attention_rate.py --repetitions 9 --json benchmarks/results/attention_rate.json
+	$(BIN)/python benchmarks/speed/attention_rate.py --repetitions 9 --json benchmarks/results/attention_rate.json
 
 bench-trainer: setup
-	$(BIN)/python benchmarks/trainer.py --json benchmarks/results/trainer.json
+	$(BIN)/python benchmarks/training/trainer.py --json benchmarks/results/trainer.json
 
 bench-simulated: setup
-	$(BIN)/python benchmarks/simulated_hardware.py --json benchmarks/results/simulated_hardware.json
+	$(BIN)/python benchmarks/speed/simulated_hardware.py --json benchmarks/results/simulated_hardware.json
 
 findings: setup
-	$(BIN)/python benchmarks/findings.py
+	$(BIN)/python benchmarks/published/findings.py
 
 compile-matrix: setup
-	$(BIN)/python benchmarks/compile_matrix.py
+	$(BIN)/python benchmarks/compiled/compile_matrix.py
 
 # XLA's compiler for NVIDIA's GPUs, which needs neither a GPU nor CUDA to compile.
 .venv-aot/ready: pyproject.toml constraints.txt
@@ -148,7 +148,7 @@ compile-matrix: setup
 	touch $@
 
 aot: .venv-aot/ready
-	.venv-aot/bin/python benchmarks/aot.py
+	.venv-aot/bin/python benchmarks/compiled/aot.py
 
 # Inductor for an H200 in torch's build for CPUs, and Triton, which compiles for a GPU without one.
 .venv-aot-torch/ready: pyproject.toml constraints.txt
@@ -157,7 +157,7 @@ aot: .venv-aot/ready
 	touch $@
 
 aot-torch: .venv-aot-torch/ready
-	.venv-aot-torch/bin/python benchmarks/aot_torch.py
+	.venv-aot-torch/bin/python benchmarks/compiled/aot_torch.py
 
 notebooks: setup
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb

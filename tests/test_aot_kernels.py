@@ -1,21 +1,20 @@
-"""The kernels of benchmarks/aot_kernels.py, run by XLA: every code and scale is that of ``scaling.quantize`` and of the simulator."""
+"""The kernels of benchmarks/compiled/aot_kernels.py, run by XLA.
+
+Every code and scale is that of ``scaling.quantize`` and of the simulator.
+"""
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import aot_kernels
 from fp8ref.formats import BFLOAT16
 from fp8ref.jax import cast, linear, scaling
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim_scaling
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-import aot_kernels
 
 HOW = {"granularity": "rowwise", "policy": aot_kernels.POLICY}
 

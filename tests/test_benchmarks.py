@@ -30,7 +30,7 @@ TORCH_RESULT = BENCHMARKS / "results" / "torch_cpu.json"
 @pytest.mark.slow
 def test_the_simulators_table(tmp_path):
     written = tmp_path / "sim.json"
-    subprocess.run([sys.executable, BENCHMARKS / "sim.py", "--quick", "--json", written], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "speed" / "sim.py", "--quick", "--json", written], check=True, capture_output=True)
     quick, kept = json.loads(written.read_text()), json.loads(RESULT.read_text())
     assert [(r["peer"], r["asked"]) for r in quick["rows"]] == [(r["peer"], r["asked"]) for r in kept["rows"]]
     assert all(r["ratio"] > 0 for r in quick["rows"])
@@ -46,7 +46,7 @@ def test_the_page_shows_the_table_that_is_kept():
 @pytest.mark.slow
 def test_jaxs_table(tmp_path):
     written = tmp_path / "jax_cpu.json"
-    subprocess.run([sys.executable, BENCHMARKS / "jax_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "speed" / "jax_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
     quick, kept = json.loads(written.read_text()), json.loads(JAX_RESULT.read_text())
     asked = [[(r["variant"], r["measure"], r["peer"], r["at_most"]) for r in result["rows"]] for result in (quick, kept)]
     assert asked[0] == asked[1]
@@ -64,7 +64,7 @@ def test_the_page_shows_jaxs_table():
 def test_the_table_of_attention(tmp_path):
     written = tmp_path / "attention_speed.json"
     for backend in ("torch", "jax"):  # the second keeps the rows of the first
-        script = [sys.executable, BENCHMARKS / "attention_speed.py", "--quick", "--backends", backend, "--json", written]
+        script = [sys.executable, BENCHMARKS / "speed" / "attention_speed.py", "--quick", "--backends", backend, "--json", written]
         subprocess.run(script, check=True, capture_output=True)
     rows = json.loads(written.read_text())["rows"]
     assert [(r["backend"], r["variant"], r["arithmetic"]) for r in rows] == [
@@ -86,7 +86,7 @@ def test_the_page_shows_the_table_of_attention():
 @pytest.mark.slow
 def test_the_table_of_attentions_rate(tmp_path):
     written = tmp_path / "attention_rate.json"
-    script = [sys.executable, BENCHMARKS / "attention_rate.py", "--tokens", "64", "--repetitions", "1", "--json", written]
+    script = [sys.executable, BENCHMARKS / "speed" / "attention_rate.py", "--tokens", "64", "--repetitions", "1", "--json", written]
     subprocess.run(script, check=True, capture_output=True)
     quick, kept = (json.loads(p.read_text())["rows"] for p in (written, BENCHMARKS / "results" / "attention_rate.json"))
     assert [(r["variant"], r["plan"], r["asked"]) for r in quick] == [(r["variant"], r["plan"], r["asked"]) for r in kept[: len(quick)]]
@@ -104,7 +104,7 @@ def test_the_page_shows_the_table_of_attentions_rate():
 @pytest.mark.slow
 def test_the_optimizers_table(tmp_path):
     written = tmp_path / "optimizer_step.json"
-    script = [sys.executable, BENCHMARKS / "optimizer_step.py", "--quick", "--layouts", "float32", "sqrt_e4m3", "--json", written]
+    script = [sys.executable, BENCHMARKS / "speed" / "optimizer_step.py", "--quick", "--layouts", "float32", "sqrt_e4m3", "--json", written]
     subprocess.run(script, check=True, capture_output=True)
     quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / "optimizer_step.json").read_text())
     for part in ("eager", "compiled", "jax"):
@@ -258,7 +258,7 @@ def _first_steps():
 def test_losses_of_attention_are_of_the_variant(tmp_path):
     file = tmp_path / "losses.json"
     sizes = ["--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--seeds", "1", "--backends", "torch", "--variants", "cudnn"]
-    subprocess.run([sys.executable, BENCHMARKS / "attention_losses.py", "--json", file, *sizes], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "losses" / "attention_losses.py", "--json", file, *sizes], check=True, capture_output=True)
     runs = json.loads(file.read_text())["runs"]
     assert [run["attention"] for run in runs] == [attention_losses.OWN, "cudnn"]
     assert runs[0]["val_loss"] != runs[1]["val_loss"]
@@ -268,7 +268,7 @@ def test_losses_of_attention_are_of_the_variant(tmp_path):
 def test_losses_of_layouts_resume_the_same_runs_only(tmp_path):
     file = tmp_path / "losses.json"
     sizes = ["--steps", "2", "--width", "32", "--batch-size", "2", "--sequence-length", "32", "--seeds", "1", "--backends", "torch"]
-    script = [sys.executable, BENCHMARKS / "layout_losses.py", "--json", file, *sizes, "--layouts"]
+    script = [sys.executable, BENCHMARKS / "losses" / "layout_losses.py", "--json", file, *sizes, "--layouts"]
     subprocess.run([*script, "float32"], check=True, capture_output=True)
     first = json.loads(file.read_text())
     subprocess.run([*script, "float32", "te", "--resume"], check=True, capture_output=True)
@@ -284,7 +284,9 @@ def test_losses_of_layouts_resume_the_same_runs_only(tmp_path):
 
 def test_what_is_compiled_for_an_h200():
     """The kept table is of the kept results. All FP8 GEMMs planned are there; FP8 steps move fewer bytes between devices than bf16's."""
-    printed = subprocess.run([sys.executable, BENCHMARKS / "aot.py", "--show"], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, BENCHMARKS / "compiled" / "aot.py", "--show"], check=True, capture_output=True, text=True
+    ).stdout
     assert printed == (BENCHMARKS / "results" / "aot.md").read_text()
     kept = json.loads((BENCHMARKS / "results" / "aot.json").read_text())
     bf16 = {
@@ -328,7 +330,7 @@ def test_what_is_compiled_for_an_h200():
 @pytest.mark.slow
 def test_torchs_table(tmp_path):
     written = tmp_path / "torch_cpu.json"
-    subprocess.run([sys.executable, BENCHMARKS / "torch_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "speed" / "torch_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
     quick, kept = json.loads(written.read_text()), json.loads(TORCH_RESULT.read_text())
     assert [(r["recipe"], r["at_least"]) for r in quick["rows"]] == [(r["recipe"], r["at_least"]) for r in kept["rows"]]
     assert quick["proof"]["missing"] == kept["proof"]["missing"] == 0
@@ -345,7 +347,7 @@ def test_the_page_shows_torchs_table():
 @pytest.mark.slow
 def test_what_the_trainer_costs_is_measured(tmp_path):
     written = tmp_path / "trainer.json"
-    subprocess.run([sys.executable, BENCHMARKS / "trainer.py", "--quick", "--json", written], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "training" / "trainer.py", "--quick", "--json", written], check=True, capture_output=True)
     quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / "trainer.json").read_text())
     assert [(r["backend"], r["at_most"]) for r in quick["rows"]] == [(r["backend"], r["at_most"]) for r in kept["rows"]]
     page = PAGE.read_text(encoding="utf-8")
@@ -357,7 +359,10 @@ def test_what_the_trainer_costs_is_measured(tmp_path):
 def test_ten_kills_lose_nothing():  # K-1, K-2
     """Of processes that train, at random moments; what the script looks at is in it."""
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "kills.py", "--kills", "10", "--steps", "60"], check=False, capture_output=True, text=True
+        [sys.executable, BENCHMARKS / "training" / "kills.py", "--kills", "10", "--steps", "60"],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("torch delayed: 10 kills")
@@ -366,7 +371,7 @@ def test_ten_kills_lose_nothing():  # K-1, K-2
 @pytest.mark.slow
 def test_what_a_gpu_computes_is_recorded(tmp_path):
     """On a CPU, marked as such; recordings of what was identified are computed again, and nothing is asked twice."""
-    script, out = BENCHMARKS / "gpu_probe.py", tmp_path / "dry"
+    script, out = BENCHMARKS / "gpu" / "gpu_probe.py", tmp_path / "dry"
     for arguments, said in (([], "no NVIDIA GPU is here"), (["--dry"], "--dry takes --out")):
         refused = subprocess.run(
             [sys.executable, script, *arguments], capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -419,7 +424,7 @@ def test_a_probe_that_breaks_off_is_no_evidence(tmp_path, monkeypatch, end, said
 @pytest.mark.slow
 def test_parity_on_a_gpu_is_reported(tmp_path):
     """On a CPU, marked as such: every run is trained once and judged, and what a budget left out is trained by the next call."""
-    script, out = BENCHMARKS / "gpu_parity.py", tmp_path / "dry"
+    script, out = BENCHMARKS / "gpu" / "gpu_parity.py", tmp_path / "dry"
     refused = subprocess.run([sys.executable, script, "--dry"], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "--dry takes --out" in refused.stderr
@@ -455,7 +460,10 @@ def test_parity_runs_that_fail_are_told(tmp_path, monkeypatch, capsys):
 def test_what_simulated_hardware_costs(tmp_path):
     written = tmp_path / "simulated_hardware.json"
     subprocess.run(
-        [sys.executable, BENCHMARKS / "simulated_hardware.py", "--quick", "--json", written], check=True, capture_output=True, text=True
+        [sys.executable, BENCHMARKS / "speed" / "simulated_hardware.py", "--quick", "--json", written],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / written.name).read_text())
     assert [(r["backend"], r["recipe"], r["plan"]) for r in quick["rows"]] == [(r["backend"], r["recipe"], r["plan"]) for r in kept["rows"]]
@@ -466,7 +474,7 @@ def test_what_simulated_hardware_costs(tmp_path):
 def test_launches_of_a_linear_in_pytorch(tmp_path):
     """The counts that are kept, and the page's; fp8ref is nowhere above torchao, and nothing waits."""
     written = tmp_path / "launches.json"
-    script = BENCHMARKS / "torch_launches.py"
+    script = BENCHMARKS / "compiled" / "torch_launches.py"
     done = subprocess.run([sys.executable, script, "--json", written], check=True, capture_output=True, text=True)
     kept = json.loads((BENCHMARKS / "results" / "torch_launches.json").read_text())
     found = json.loads(written.read_text())
@@ -486,7 +494,7 @@ def test_launches_of_a_linear_in_pytorch(tmp_path):
 @pytest.mark.slow
 def test_a_rank_makes_its_shards_in_little_more_memory():  # M-6
     """Bounded by the shards: 0.98 GiB of the embedding table, or 4.6 of all weights, would be far above."""
-    command = [sys.executable, BENCHMARKS / "initial_memory.py", "llama-1b", "--processes", "32", "--rank", "5", "--check"]
+    command = [sys.executable, BENCHMARKS / "training" / "initial_memory.py", "llama-1b", "--processes", "32", "--rank", "5", "--check"]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     shards, held, arrays = (float(re.search(rf"{what} +([0-9.]+) GiB", out)[1]) for what in ("shards", "held", "arrays"))
     assert shards == pytest.approx(1.236e9 * 4 / 32 / 2**30, rel=0.01)
@@ -498,7 +506,9 @@ def test_a_rank_makes_its_shards_in_little_more_memory():  # M-6
 
 def test_the_page_shows_grouped_gemms_compiled_for_an_h200():  # X-17
     """tokamax's kernels multiply no codes in FP8; the others' do."""
-    printed = subprocess.run([sys.executable, BENCHMARKS / "aot_ragged.py", "--show"], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, BENCHMARKS / "compiled" / "aot_ragged.py", "--show"], check=True, capture_output=True, text=True
+    ).stdout
     assert printed in (BENCHMARKS.parent / "docs" / "how-to" / "experts.md").read_text()
     kept = json.loads((BENCHMARKS / "results" / "aot_ragged.json").read_text())
     for case, found in kept.items():

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+import command
 from fp8ref.estimate import gpu_rates
 from fp8ref.recipe import RECIPES
-from gpu import breakdown, command, estimates, ledger, results, rounding, targets, timing
-from gpu.breakdown import Event
-from gpu.ledger import Ceilings
-from gpu.results import RefusedError, Results
-from gpu.timing import Budget, Rounds, Wall
+from measuring import results, rounding, timing
+from measuring.results import RefusedError, Results
+from measuring.timing import Budget, Rounds, Wall
+from reporting import breakdown, estimates, ledger, targets
+from reporting.breakdown import Event
+from reporting.ledger import Ceilings
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ENVIRONMENT = {"dry": True, "device": "cpu", "driver": None, "versions": {"torch": "1"}, "flags": {}}
@@ -213,7 +215,7 @@ def test_what_was_reached_is_what_estimates_take(tmp_path):
         2e-6,
     )
     assert read.measured
-    assert "benchmarks/gpu_torch.py on NVIDIA H200, driver 1: torch 1" in read.source
+    assert "benchmarks/gpu/gpu_torch.py on NVIDIA H200, driver 1: torch 1" in read.source
     others = ("NVIDIA A100", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     for unlike in ({"dry": True}, {"ceilings": rates}, *({"device": device} for device in others)):
         assert estimates.write(measured | unlike, tmp_path / "none") is None
@@ -329,7 +331,7 @@ SCRIPTS = ("torch", "jax")
 
 def script(backend, *arguments):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    called = [sys.executable, BENCHMARKS / f"gpu_{backend}.py", *arguments]
+    called = [sys.executable, BENCHMARKS / "gpu" / f"gpu_{backend}.py", *arguments]
     return subprocess.run(called, capture_output=True, text=True, check=False, env=environment)
 
 
@@ -402,7 +404,7 @@ def test_every_section_dry(backend, tmp_path):
 def test_cuda_events_are_a_clock():
     import torch
 
-    from gpu.torch_clock import Events
+    from on_torch.clock import Events
 
     x = torch.randn(64, 64, device="cuda")
     for ahead in (0.0, 1e-3):

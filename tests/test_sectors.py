@@ -1,11 +1,11 @@
-"""Sectors that benchmarks/sectors.py counts of kernels, next to counts by hand."""
+"""Sectors that benchmarks/compiled/sectors.py counts of kernels, next to counts by hand."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-spec = importlib.util.spec_from_file_location("sectors", Path(__file__).parents[1] / "benchmarks" / "sectors.py")
+spec = importlib.util.spec_from_file_location("sectors", Path(__file__).parents[1] / "benchmarks" / "compiled" / "sectors.py")
 sectors = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sectors)
 

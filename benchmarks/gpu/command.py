@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 from fp8ref.estimate.kernels import Fusion
-from gpu import environment, report, results, tables
-from gpu.results import LEFT, Results
-from gpu.targets import Target
-from gpu.timing import Budget, Clock, message
+from measuring import environment, results
+from measuring.results import LEFT, Results
+from measuring.timing import Budget, Clock, message
+from reporting import report, tables
+from reporting.targets import Target
 
 BUDGET = 510.0  # seconds: what begins within it ends within nine minutes
 

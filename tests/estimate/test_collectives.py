@@ -48,7 +48,7 @@ def test_bytes_are_those_that_xla_compiles_for_h200s(row):  # P-2, P-6, P-9, P-1
 
 
 def with_experts(row: dict) -> Config:
-    """The config that a recorded compile with experts is of (benchmarks/aot_moe.py): one layer of Qwen3-30B-A3B."""
+    """The config that a recorded compile with experts is of (benchmarks/compiled/aot_moe.py): one layer of Qwen3-30B-A3B."""
     config = configs.load("qwen3-30b-a3b")
     config = config.replace(
         model={"num_hidden_layers": 1, "vocab_size": 1024},

@@ -1,4 +1,5 @@
-"""Predictions next to what others published for H100s; pytest -s shows the errors, python benchmarks/estimate_published.py the table.
+"""Predictions next to what others published for H100s; pytest -s shows the errors,
+python benchmarks/published/estimate_published.py the table.
 
 Bounds, none of which a constant was fitted to:
  - compiled linears, a factor of 1.4: GEMMs on H100s are published from 57 % of the peak (pytorch/FBGEMM#2546) to torchao's 78 %, whose quotient
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "estimate_published.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "published" / "estimate_published.py"
 _spec = importlib.util.spec_from_file_location("estimate_published", SCRIPT)
 published = importlib.util.module_from_spec(_spec)
 sys.modules["estimate_published"] = published  # dataclasses look their module up
@@ -85,7 +86,7 @@ def test_the_table_is_the_pages(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["estimate_published.py", "--json", str(written)])
     published.main()
     assert [(row["what"], row["recipe"]) for row in json.loads(written.read_text())] == [(row.what, row.recipe) for row in ROWS]
-    page = (SCRIPT.parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    page = (SCRIPT.parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     printed = capsys.readouterr().out.splitlines()
     table = [line for line in printed if line.startswith("|")]
     assert len(table) == 2 + len(ROWS)

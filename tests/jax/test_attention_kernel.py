@@ -20,7 +20,7 @@ from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.jax import attention, attention_kernel, delayed
 
 CAUSAL = Mask(causal=True)
-BENCHMARK = Path(__file__).parents[2] / "benchmarks"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "compiled"
 
 
 def given() -> list[jax.Array]:

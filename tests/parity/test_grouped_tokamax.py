@@ -1,6 +1,7 @@
 """tokamax's and qwix's grouped GEMMs of quantized arrays, on a CPU, asked by the conformance kit (spec X-4, X-5, X-8).
 
-Neither is among fp8ref's extras: these tests run where both are installed (benchmarks/aot_ragged.py says how). tokamax's kernel for GPUs runs in
+Neither is among fp8ref's extras: these tests run where both are installed
+(benchmarks/compiled/aot_ragged.py says how). tokamax's kernel for GPUs runs in
 Pallas's interpreter, which fills what nothing writes with NaN.
 """
 

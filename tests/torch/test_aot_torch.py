@@ -1,4 +1,5 @@
-"""What inductor generates for an H200 that is not there: what benchmarks/aot_torch.py counts, and that nothing stands in CUDA graphs' way.
+"""What inductor generates for an H200 that is not there:
+what benchmarks/compiled/aot_torch.py counts, and that nothing stands in CUDA graphs' way.
 
 A process of its own for each test: torch takes a faked device for present.
 """
@@ -13,6 +14,7 @@ import pytest
 from fp8ref.states import LAYOUTS, Scalars
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+COMPILED = BENCHMARKS / "compiled"
 KEPT = BENCHMARKS / "results" / "aot_torch.json"
 SIZES = {
     "vocab_size": 256,
@@ -67,7 +69,8 @@ print(json.dumps(found))
 def answer(program: str, *arguments: str):
     """What a program in which aot_torch is imported prints last, as JSON."""
     head = "import json, sys\nimport aot_torch, fake_h200, torch\nfrom torch import nn\nfrom fp8ref.llama import LlamaConfig\n"
-    command = [sys.executable, "-W", "ignore", "-c", f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n{head}{program}", *arguments]
+    path = f"import sys\nsys.path.insert(0, {str(COMPILED)!r})\n"
+    command = [sys.executable, "-W", "ignore", "-c", f"{path}{head}{program}", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
@@ -136,7 +139,7 @@ def test_nothing_of_fp8refs_scatters_and_torchaos_does():
 
 @pytest.mark.slow
 def test_the_kept_table_is_of_the_kept_results():
-    printed = subprocess.run([sys.executable, BENCHMARKS / "aot_torch.py", "--show"], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run([sys.executable, COMPILED / "aot_torch.py", "--show"], check=True, capture_output=True, text=True).stdout
     assert printed == KEPT.with_suffix(".md").read_text()
 
 
