@@ -38,7 +38,4 @@ The specification is docs/spec, whose numbered clauses, such as S-5, everything 
  [ 1.          7.        ]]
 """
 
-from fp8ref import moved
-
 __version__ = "0.1.0"
-moved.install()

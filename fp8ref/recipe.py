@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -304,9 +303,3 @@ def check_gemms(recipe: Recipe, taken: tuple[str, ...], implemented: Callable[[S
                     implemented(cast.policy)
         except ValueError as error:
             raise ValueError(f"{which} of recipe {recipe.name!r}: {error}") from None
-
-
-def __getattr__(name: str):
-    if name in ("AUTO_FILTER", "Decision", "SMALL", "matches", "plan"):  # their module needs this one
-        return getattr(importlib.import_module("fp8ref.linear_selection"), {"plan": "select"}.get(name, name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

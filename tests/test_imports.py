@@ -1,4 +1,4 @@
-"""Which room imports what: layers are held by import-linter; here, what an import brings, what is missing, and where old names went."""
+"""Which room imports what: layers are held by import-linter; here, what an import brings, and what is missing."""
 
 import json
 import subprocess
@@ -27,21 +27,19 @@ def test_no_framework_is_imported_unasked(module):
 TORCH = """
 import json, sys
 import fp8ref.torch
-modules = sorted(sys.modules)
-from fp8ref import torch as ft
-print(json.dumps([modules, ft.linear.convert is ft.convert.convert]))
+print(json.dumps(sorted(sys.modules)))
 """
 
 
 @pytest.fixture(scope="module")
-def torch_process() -> tuple[list[str], bool, str]:
-    """What one process has after importing the torch backend: modules, whether the layer has the converters; and what it printed besides.
+def torch_process() -> tuple[list[str], str]:
+    """What one process has after importing the torch backend: modules; and what it printed besides.
 
     One process, as each import of torch takes seconds.
     """
     done = subprocess.run([sys.executable, "-c", TORCH], capture_output=True, text=True, check=True)
     *said, found = done.stdout.splitlines()
-    return *json.loads(found), "\n".join(said) + done.stderr
+    return json.loads(found), "\n".join(said) + done.stderr
 
 
 ROOMS = {"fp8ref.train", "fp8ref.sim", "fp8ref.conformance", "fp8ref.crosscheck"}
@@ -52,7 +50,7 @@ def test_the_jax_library_imports_no_trainer():
 
 
 def test_the_torch_library_imports_no_trainer(torch_process):
-    modules, _, _ = torch_process
+    modules, _ = torch_process
     assert "fp8ref.torch" in modules
     assert not {"tyro", "pydantic", "grain", "fp8ref.jax", *ROOMS} & set(modules)
 
@@ -79,49 +77,8 @@ def test_a_missing_package_names_its_extra(module, missing, extra):
 
 
 def test_importing_the_torch_backend_prints_nothing(torch_process):
-    _, _, said = torch_process
+    _, said = torch_process
     assert said == ""
-
-
-MOVED = [
-    ("import fp8ref.check.conformance.require", "fp8ref.conformance"),
-    ("from fp8ref.run import config", "fp8ref.train"),
-    ("import fp8ref.torch.layer", "fp8ref.torch.linear"),
-    ("from fp8ref.jax import train", "fp8ref.train.jax.trainer"),
-    ("from fp8ref import torch as ft; ft.simulated", "fp8ref.torch.hardware"),
-    ("from fp8ref import sim; sim.model", "fp8ref.sim.llama"),
-]
-
-
-@pytest.mark.slow
-def test_a_module_that_moved_says_where():
-    """In one process, as each import of torch takes seconds."""
-    said = run("\n".join(f"try:\n {statement}\nexcept (ImportError, AttributeError) as e: print(e)" for statement, _ in MOVED)).splitlines()
-    for (statement, now), line in zip(MOVED, said, strict=True):
-        assert now in line, statement
-
-
-@pytest.mark.slow
-def test_every_moved_name_is_gone_and_what_it_became_is_there():
-    program = """
-import importlib, importlib.util, re
-from fp8ref import moved
-for old, new in moved.MOVED.items():
-    try:
-        importlib.util.find_spec(old)
-    except ImportError:
-        pass
-    else:
-        print(old, "is still there")
-    for name in re.findall(r"fp8ref[.\\w]+", new):
-        importlib.import_module(name)
-"""
-    assert run(program) == ""
-
-
-def test_the_converters_of_torch_are_still_found_beside_the_layer(torch_process):
-    _, there, _ = torch_process
-    assert there
 
 
 def test_what_is_no_python_is_installed_too():

@@ -30,7 +30,7 @@ FP8 into an existing model.
 is ``fp8ref.train.jax``.
 """
 
-from fp8ref import extras, moved
+from fp8ref import extras
 
 extras.require("jax", "fp8ref.jax", "jax", "flax", "optax")
 
@@ -71,7 +71,3 @@ __all__ = [
     "sharding",
     "states",
 ]
-
-
-def __getattr__(name: str):
-    raise moved.attribute_error(__name__, name)

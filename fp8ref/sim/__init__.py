@@ -32,7 +32,6 @@ stochastic rounding; ``threads`` splits the kernels' work. Arrays are float32 un
 also where they hold values of a narrower format: such a format is a set of values.
 """
 
-from fp8ref import moved
 from fp8ref.sim import (
     accumulate,
     attention,
@@ -74,7 +73,3 @@ __all__ = [
     "stats",
     "two_level",
 ]
-
-
-def __getattr__(name: str):
-    raise moved.attribute_error(__name__, name)

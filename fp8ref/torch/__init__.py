@@ -40,7 +40,7 @@ simulator. The trainer is ``fp8ref.train.torch``.
 
 import logging
 
-from fp8ref import extras, moved
+from fp8ref import extras
 
 extras.require("torch", "fp8ref.torch", "torch", "torchao")
 
@@ -103,7 +103,3 @@ __all__ = [
     "switch",
     "tensor_parallel",
 ]
-
-
-def __getattr__(name: str):
-    raise moved.attribute_error(__name__, name)
