@@ -20,8 +20,8 @@ from torch import nn
 from fp8ref import jax as fj
 from fp8ref import torch as ft
 from fp8ref.formats import FLOAT32
-from fp8ref.sim import hardware
 from fp8ref.sim import linear as simulator
+from fp8ref.sim.gemm import hardware
 
 SIZES = (64, 128, 128, 16)
 BATCH = 64  # times 16 outputs: a power of two, so that the mean's factor is one
@@ -69,7 +69,7 @@ def of_torch(recipe: str, plan: hardware.Hardware | None, steps: int, lr: np.flo
     model = nn.ModuleList(nn.Linear(k, n, bias=False) for k, n in itertools.pairwise(SIZES))
     for linear, w in zip(model, start(), strict=True):
         linear.weight.data = torch.from_numpy(w)
-    model, losses = ft.linear.convert(model, recipe), []
+    model, losses = ft.convert(model, recipe), []
     with ft.hardware.simulating(plan):
         for i in range(steps):
             x, target = map(torch.from_numpy, batch(i))

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import fp8ref
-from fp8ref import console, extras, specification
 from fp8ref.commands import ablate, certify, conform, crosscheck, data, demo, estimate, probe, runs, supervision, sweep, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
-from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
+from fp8ref.shared import clauses as specification
+from fp8ref.shared import console, extras
+from fp8ref.shared.errors import LostProcessError, NonFiniteError, StoppedError
 
 LONGEST = 2000
 """The most characters of a line of an error."""

@@ -2,7 +2,7 @@
 float32, bfloat16 and float16.
 
 A format is a layout and a rule for its special codes; everything else is derived. Nothing here
-rounds: see ``sim/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are quantized to,
+rounds: see ``sim/quantize/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are quantized to,
 by name, and ``FP4_FORMATS`` the one that they are quantized to under simulation; ``FORMATS`` holds
 all of them.
 """

@@ -11,8 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8ref import registry
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32, Format
+from fp8ref.shared import registry
 
 Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents", "exponents_up", "exponents_even", "one"]
 """What a policy computes first: a scale, or with the others a scale_inv; ``one`` computes nothing (S-21)."""

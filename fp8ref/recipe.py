@@ -1,6 +1,6 @@
 """A recipe states how each of a linear's three GEMMs is computed (spec L, R-1).
 
-``linear_selection`` states which linears of a model it converts.
+``selection.linears`` states which linears of a model it converts.
 """
 
 import dataclasses
@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8ref import epilogue, granularity, registry
-from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import E2M1FN, E4M3FN, E5M2, Format
-from fp8ref.gemm_spec import CastSpec as CastSpec
-from fp8ref.gemm_spec import GemmSpec as GemmSpec
 from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
-from fp8ref.rotation import NVFP4_ROTATION
+from fp8ref.shared import registry
+from fp8ref.spec import epilogue, granularity
+from fp8ref.spec.delayed import DELAYED, DelayedScaling
+from fp8ref.spec.gemm import CastSpec as CastSpec
+from fp8ref.spec.gemm import GemmSpec as GemmSpec
+from fp8ref.spec.rotation import NVFP4_ROTATION
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 """The three GEMMs of a linear (spec L-2).

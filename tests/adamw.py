@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fp8ref import llama
+from fp8ref.spec import llama
 
 OPTIMIZER = {"learning_rate": 0.01, "min_learning_rate": 0.002, "warmup_steps": 2, "max_norm": 0.7, "weight_decay": 0.5, "eps": 1e-3}
 STEPS = 6

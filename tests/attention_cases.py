@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.attention import VARIANTS, Mask, Variant
 from fp8ref.conformance.gemm.bound import gamma
-from fp8ref.sim import attention_inputs, head_scaling
+from fp8ref.sim.attention.operands import heads as head_scaling
+from fp8ref.sim.attention.operands import inputs as attention_inputs
+from fp8ref.spec.attention.variants import VARIANTS, Mask, Variant
 
 F = np.float32
 MASKS = {

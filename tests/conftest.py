@@ -14,8 +14,8 @@ import hypothesis
 import numpy as np
 import pytest
 
-from fp8ref.llama import LlamaConfig
-from fp8ref.train.config import Config, DataConfig, RunConfig, StatisticsConfig
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config.config import Config, DataConfig, RunConfig, StatisticsConfig
 
 # Before anything imports jax: a CPU as eight devices, for meshes. Programs are small: LLVM compiles each in one piece, a tenth cheaper than in parts.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 
 from fp8ref.formats import FLOAT16
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def exponent(value, emin):

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast, scaling
 
 
 def values(q):

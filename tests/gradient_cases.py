@@ -3,7 +3,7 @@
 import numpy as np
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import gradient_reduction
+from fp8ref.sim.distributed import gradient_reduction
 
 ROWS = (13, 16)
 """First dims: one that no number of ranks divides, and one that all do."""

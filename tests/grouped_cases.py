@@ -3,10 +3,10 @@
 import numpy as np
 
 from fp8ref.formats import BFLOAT16
-from fp8ref.grouped import GROUPED_RECIPES, GroupedRecipe
 from fp8ref.recipe import OPERANDS, RECIPES
-from fp8ref.sim import cast
-from fp8ref.sim import grouped as sim
+from fp8ref.selection.grouped import GROUPED_RECIPES, GroupedRecipe
+from fp8ref.sim.experts import grouped as sim
+from fp8ref.sim.quantize import cast
 
 OFFS = (40, 40, 41, 137)  # sizes 40, 0, 1 and 96; the last 13 rows are in no group
 SIZES = tuple(int(n) for n in np.diff([0, *OFFS]))

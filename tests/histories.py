@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
+from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
 ROLES = {"input": E4M3FN, "weight": E4M3FN, "grad_output": E5M2}
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from state_layouts import SHAPES, differing, gradients_of, start
 
-from fp8ref.jax import states
-from fp8ref.sim import states as sim
+from fp8ref.jax.states import states
+from fp8ref.sim.states import states as sim
 
 HYPER = {"weight_decay": 0.1}
 SEED = 0xFEDCBA9876543210

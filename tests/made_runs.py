@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref.train import log
-from fp8ref.train.config import Config
+from fp8ref.train.config.config import Config
 from fp8ref.train.report import runs
+from fp8ref.train.run import log
 
 DATA = {"source": "text", "files": 3, "sha256": "ab" * 32}
 

@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 
-from fp8ref import granularity
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec
-from fp8ref.sim import scaling, stats
-from fp8ref.sim.scaling import Quantized
-from fp8ref.stats import planned
+from fp8ref.selection.statistics import planned
+from fp8ref.sim.quantize import scaling, stats
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec import granularity
 
 U = 2.0**-24
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fp8ref.recipe import OPERANDS, delayed_casts
-from fp8ref.sim import delayed, scaling
+from fp8ref.sim import delayed
+from fp8ref.sim.quantize import scaling
 
 PARTS = 3  # no power of two, so that the last product rounds
 

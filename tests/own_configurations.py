@@ -2,8 +2,8 @@
 
 import json
 
-from fp8ref.train import architecture
-from fp8ref.train.sections import ArchitectureConfig
+from fp8ref.train.config import architecture
+from fp8ref.train.config.sections import ArchitectureConfig
 
 for _module in ("own_torch_models", "own_nnx_models"):
     architecture.trust(_module)

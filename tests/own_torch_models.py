@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fp8ref.torch.grouped_linear import GroupedLinear
+from fp8ref.torch.experts.layer import GroupedLinear
 
 
 class Tied(nn.Module):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, FLOAT16
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def saturating(x):

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from fp8ref import epilogue as epilogues
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm
 from fp8ref.formats import FLOAT32
-from fp8ref.sim import gemm
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.gemm.tensor_core import UNITS
+from fp8ref.spec import epilogue as epilogues
 
 HOPPER = UNITS["hopper"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.sim import cast, scaling
+from fp8ref.sim.quantize import cast, scaling
 
 EPS = np.float32(1e-12)
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
-from fp8ref.torch import convert
+from fp8ref.torch.model import convert
 
 NAMES = {"e4m3fn": "f8e4m3fn", "e5m2": "f8e5m2"}
 E4, E5 = CastSpec(fmt=E4M3FN), CastSpec(fmt=E5M2)

@@ -7,10 +7,11 @@ import threading
 import torch
 from torch import distributed
 
-from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
-from fp8ref.stats import planned
-from fp8ref.torch import attention_observer, delayed
+from fp8ref.selection.statistics import planned
+from fp8ref.shared.errors import ConfigError
+from fp8ref.torch.attention import observer as attention_observer
+from fp8ref.torch.delayed import delayed
 from fp8ref.train.torch.trainer import Trainer
 
 

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import strategies as st
 from state_layouts import ALL
 
-from fp8ref import layout_decisions
-from fp8ref import states as data
-from fp8ref.sim import states
+from fp8ref.sim.states import states
+from fp8ref.spec.states import layouts as data
+from fp8ref.spec.states import saved as layout_decisions
 
 F32 = np.float32
 LAYOUT = st.sampled_from(list(ALL.values()))

@@ -4,8 +4,8 @@ Hidden 64, inner 128, 4 heads of 16 and 2 for keys and values (32 features), 2 l
 4096, k and v 2048, gate, up and down 8192 each: 36864. Embedding and lm_head 16384 each, 5 norms of 64. 8 sequences of 32 tokens.
 """
 
-from fp8ref.llama import LlamaConfig
-from fp8ref.train.config import Config, DataConfig
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config.config import Config, DataConfig
 
 LAYER, TABLE, NORMS = 36864, 16384, 320
 CONFIG = Config(

@@ -12,7 +12,7 @@ from ranks import call, named
 
 from fp8ref import cli
 from fp8ref.crosscheck.process_group import CONTEXT
-from fp8ref.train import config as configs
+from fp8ref.train.config import config as configs
 
 DEADLINE = 300  # seconds, on a machine with much else to do; a run that takes them hangs
 SHARDED = {"numerics": {"recipe": "rowwise"}, "parallel": {"fsdp": 2}}

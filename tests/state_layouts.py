@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
-from fp8ref.states import LAYOUTS, WITH_MASTERS, Layout, Moment
+from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, Layout, Moment
 
 TENSOR = Moment(fmt=E4M3FN, scaling="multiply")
 BLOCKS = dataclasses.replace(TENSOR, block=128)

@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref import llama
 from fp8ref.recipe import OPERANDS
-from fp8ref.torch import convert
-from fp8ref.train.torch.llama import Llama
+from fp8ref.spec import llama
+from fp8ref.torch.model import convert
+from fp8ref.train.torch.llama.llama import Llama
 
 CONFIG = llama.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -14,7 +14,7 @@ POLICY = '        dataclasses.replace(_TORCHAO, name="torchao_margin1", margin=1
 KERNEL = """
 import numpy as np
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import scaling
+from fp8ref.sim.quantize import scaling
 
 
 def quantize(x):
@@ -26,7 +26,8 @@ import numpy as np
 from fp8ref import plots, policy, recipe
 from fp8ref.formats import E4M3FN
 from fp8ref.recipe import CastSpec, Recipe
-from fp8ref.sim import linear, scaling
+from fp8ref.sim import linear
+from fp8ref.sim.quantize import scaling
 
 added = recipe.by_name("tensorwise_e4m3")
 rng = np.random.default_rng(0)
@@ -43,7 +44,7 @@ from fp8ref import torch as ft
 
 y, _ = fj.linear.apply(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), recipe="tensorwise_e4m3")
 assert y.shape == (32, 48)
-converted = ft.linear.convert(torch.nn.Linear(64, 48).bfloat16(), "tensorwise_e4m3")
+converted = ft.convert(torch.nn.Linear(64, 48).bfloat16(), "tensorwise_e4m3")
 assert type(converted).__name__ == "Float8Linear"
 
 half = scaling.quantize(x, E4M3FN, policy="torchao_margin1").scale * 2

@@ -12,9 +12,10 @@ import pytest
 
 import aot_kernels
 from fp8ref.formats import BFLOAT16
-from fp8ref.jax import cast, linear, scaling
-from fp8ref.sim import cast as sim_cast
-from fp8ref.sim import scaling as sim_scaling
+from fp8ref.jax.linear import linear
+from fp8ref.jax.quantize import cast, scaling
+from fp8ref.sim.quantize import cast as sim_cast
+from fp8ref.sim.quantize import scaling as sim_scaling
 
 HOW = {"granularity": "rowwise", "policy": aot_kernels.POLICY}
 

@@ -16,9 +16,9 @@ import gpu_parity
 import gpu_probe
 import layout_losses
 from fp8ref.conformance.gemm import recording
-from fp8ref.states import LAYOUTS, WITH_MASTERS
-from fp8ref.train import config as configs
+from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS
 from fp8ref.train import loop
+from fp8ref.train.config import config as configs
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PAGE = BENCHMARKS.parent / "docs" / "benchmarks.md"

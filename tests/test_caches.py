@@ -14,12 +14,12 @@ ROOT = Path(fp8ref.__file__).parent
 
 FINITE = {
     "sim/kernels/gemm.py: finisher": "two orders, two roundings",
-    "torch/adamw_update.py: _compiled": "functions of that module, types of devices",
-    "torch/grouped_gemm.py: _has_kernel": "devices",
-    "torch/gemm.py: _kept_unit": "devices",
-    "torch/convert.py: _with_methods": "classes of the program: a second one for the same class would be another class",
-    "torch/experts.py: _made": "classes of the program",
-    "torch/experts_form.py: _unit": "classes of the program",
+    "torch/states/update.py: _compiled": "functions of that module, types of devices",
+    "torch/experts/gemm.py: _has_kernel": "devices",
+    "torch/gemm/gemm.py: _kept_unit": "devices",
+    "torch/model/convert.py: _with_methods": "classes of the program: a second one for the same class would be another class",
+    "torch/experts/models.py: _made": "classes of the program",
+    "torch/experts/form.py: _unit": "classes of the program",
     "crosscheck/device_gemm.py: capability": "backends",
 }
 """{function kept forever by its arguments: why there are few of them}."""
@@ -48,17 +48,17 @@ def test_the_check_sees_a_cache_without_a_bound():
 
 
 def _attention(i: int):
-    from fp8ref.attention import FULL
-    from fp8ref.torch import attention_function
+    from fp8ref.spec.attention.variants import FULL
+    from fp8ref.torch.attention import function as attention_function
 
     values = attention_function.values
     return attention_function.function("bf16", values("bf16"), values(FULL), 0.1 + i / 1000, 0, "fast", (None, None), ((), ()))
 
 
 def _attention_kernel(i: int):
-    from fp8ref.attention import VARIANTS
-    from fp8ref.torch import attention_kernel
-    from fp8ref.torch.attention_inputs import Spec
+    from fp8ref.spec.attention.variants import VARIANTS
+    from fp8ref.torch.attention import kernel as attention_kernel
+    from fp8ref.torch.attention.operands.inputs import Spec
 
     return attention_kernel._function(Spec(variant=VARIANTS["fa3"], scale=0.1 + i / 1000))
 
@@ -67,7 +67,7 @@ def _linear(i: int):
     import dataclasses
 
     from fp8ref.recipe import RECIPES
-    from fp8ref.torch import linear
+    from fp8ref.torch.linear import linear
 
     return linear._bind(linear._Spec(dataclasses.replace(RECIPES["rowwise"], name=f"recipe{i}"), None))
 
@@ -101,8 +101,8 @@ def test_kernels_that_are_forgotten_have_no_count():
 
 
 def test_the_caches_of_numbers_are_bounded():
-    from fp8ref.jax import scales
-    from fp8ref.sim import cast
+    from fp8ref.jax.quantize import scales
+    from fp8ref.sim.quantize import cast
 
     for function in (cast._table, scales._steps):
         assert isinstance(function, functools._lru_cache_wrapper)

@@ -15,10 +15,12 @@ import fp8ref
 from fp8ref import cli
 from fp8ref.commands import demo, train
 from fp8ref.conformance.gemm import plans
-from fp8ref.sim.accumulate import ACCUMULATIONS
-from fp8ref.train import checkpoint, hardware, log, loop
-from fp8ref.train import config as configs
-from fp8ref.train.processes import Alone
+from fp8ref.sim.gemm.accumulate import ACCUMULATIONS
+from fp8ref.train import loop
+from fp8ref.train.config import config as configs
+from fp8ref.train.config import hardware
+from fp8ref.train.run import checkpoint, log
+from fp8ref.train.run.processes import Alone
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8ref import cli
-from fp8ref.train import config as configs
+from fp8ref.train.config import config as configs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -133,7 +133,7 @@ def test_every_block_that_is_opened_is_closed(page):
     assert opened is None
 
 
-JAX_CLASSES = {"llama": "Llama", "mesh": "Layout", "forward_pass": "Pass"}
+JAX_CLASSES = {"llama/llama": "Llama", "mesh": "Layout", "llama/forward_pass": "Pass"}
 """{module of train/jax: the class whose methods the text names}; PyTorch's Llama.forward is in a table."""
 
 

@@ -18,64 +18,76 @@ Documented = ast.FunctionDef | ast.ClassDef
 ALL = ("Shapes", "Order", "Specials", "Raises", "Source")
 # What users rely on, and the sections that each has: an array's shapes, and its bits where the order of operations makes them.
 SECTIONS = {
-    "sim/cast.py": {"encode": ALL, "decode": ("Shapes", "Specials", "Raises", "Source"), "round_to": ALL},
-    "sim/scales.py": {"scales_from_amax": ALL},
-    "sim/scaling.py": {
+    "sim/quantize/cast.py": {"encode": ALL, "decode": ("Shapes", "Specials", "Raises", "Source"), "round_to": ALL},
+    "sim/quantize/scales.py": {"scales_from_amax": ALL},
+    "sim/quantize/scaling.py": {
         "amax": ("Shapes", "Specials", "Raises"),
         "quantize": ("Units", *ALL),
         "quantize_with": ("Shapes", "Raises", "Source"),
         "dequantize": ("Shapes", "Specials", "Raises"),
     },
-    "sim/gemm.py": {"mma": ALL, "matmul": ("Units", *ALL), "matmul_hp": ("Shapes", "Order", "Specials", "Raises")},
+    "sim/gemm/gemm.py": {"mma": ALL, "matmul": ("Units", *ALL), "matmul_hp": ("Shapes", "Order", "Specials", "Raises")},
     "sim/delayed.py": {
         "observe": ("Shapes", "Raises"),
         "merge": ("Shapes", "Specials", "Raises"),
         "scales": ("Order", "Specials", "Raises"),
         "update": ALL,
     },
-    "sim/states.py": {"init": ("Shapes", "Raises"), "decode": ("Order", "Raises"), "step": ("Shapes", "Order", "Specials", "Raises")},
-    "sim/attention.py": {"forward": ALL},
-    "sim/attention_gradients.py": {"backward": ALL},
-    "sim/head_scaling.py": {"quantize": ("Shapes", "Order", "Raises")},
-    "sim/hadamard.py": {"rotate": ("Shapes", "Order", "Raises")},
-    "sim/online_softmax.py": {"step": ("Shapes", "Order")},
+    "sim/states/states.py": {
+        "init": ("Shapes", "Raises"),
+        "decode": ("Order", "Raises"),
+        "step": ("Shapes", "Order", "Specials", "Raises"),
+    },
+    "sim/attention/attention.py": {"forward": ALL},
+    "sim/attention/gradients/gradients.py": {"backward": ALL},
+    "sim/attention/operands/heads.py": {"quantize": ("Shapes", "Order", "Raises")},
+    "sim/attention/operands/hadamard.py": {"rotate": ("Shapes", "Order", "Raises")},
+    "sim/attention/softmax.py": {"step": ("Shapes", "Order")},
     "sim/linear.py": {"forward": ALL, "backward": ALL},
-    "sim/sharding.py": {"amax": ALL, "quantize": ALL, "gather": ("Shapes", "Specials", "Raises", "Source")},
-    "sim/sharded_gemm.py": {"matmul": ALL},
-    "sim/stats.py": {"statistics": ("Units", *ALL), "exponents": ("Shapes", "Units", "Raises", "Source"), "error": ("Shapes", "Raises")},
-    "jax/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},
-    "jax/scales.py": {"scales_from_amax": ("Shapes", "Order", "Specials", "Raises")},
-    "jax/scaling.py": {
+    "sim/distributed/sharding.py": {"amax": ALL, "quantize": ALL, "gather": ("Shapes", "Specials", "Raises", "Source")},
+    "sim/distributed/sharded_gemm.py": {"matmul": ALL},
+    "sim/quantize/stats.py": {
+        "statistics": ("Units", *ALL),
+        "exponents": ("Shapes", "Units", "Raises", "Source"),
+        "error": ("Shapes", "Raises"),
+    },
+    "jax/quantize/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},
+    "jax/quantize/scales.py": {"scales_from_amax": ("Shapes", "Order", "Specials", "Raises")},
+    "jax/quantize/scaling.py": {
         "amax": ("Shapes", "Order", "Specials", "Raises"),
         "quantize": ("Units", *ALL),
         "quantize_with": ("Shapes", "Raises"),
     },
-    "jax/gemm.py": {"matmul": ALL},
+    "jax/gemm/gemm.py": {"matmul": ALL},
     "jax/delayed.py": {"init": ("Raises",), "merge": ("Raises",), "update": ("Shapes", "Specials", "Raises")},
-    "jax/attention.py": {
+    "jax/attention/attention.py": {
         "apply": ("Shapes", "Order", "Specials", "Gradient", "Raises"),
         "forward": ALL,
         "backward": ALL,
     },
-    "jax/elementary.py": {"fused": ("Order", "Specials")},
-    "jax/head_scaling.py": {"quantize": ("Shapes", "Order", "Specials", "Raises")},
-    "jax/hadamard.py": {"rotate": ("Shapes", "Order", "Raises")},
-    "jax/online_softmax.py": {"step": ("Shapes", "Order")},
-    "jax/probability_value.py": {"add": ("Shapes", "Order")},
-    "jax/states.py": {"adamw": ALL, "decode": ("Raises",)},
-    "jax/linear.py": {"apply": ("Shapes", "Order", "Specials", "Returns", "Gradient", "Raises")},
-    "jax/contraction.py": {"dot_general": ("Shapes", "Order", "Returns", "Raises"), "einsum": ("Shapes", "Raises")},
-    "torch/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},
-    "torch/scales.py": {"scales_from_amax": ALL},
-    "torch/scaling.py": {"amax": ("Shapes", "Specials", "Raises"), "quantize": ("Units", *ALL), "quantize_with": ("Shapes", "Raises")},
-    "torch/gemm.py": {"matmul": ALL},
-    "torch/attention.py": {"apply": ("State", "Gradient", *ALL), "forward": ALL, "backward": ALL},
-    "torch/delayed.py": {"observe": ("Raises",), "advance": ("Shapes", "Specials"), "update": ("Specials",)},
-    "torch/states.py": {"AdamW": ("Shapes", "State", "Order", "Specials", "Raises", "Source"), "decode": ("Raises",)},
-    "torch/linear.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},
-    "torch/convert.py": {"convert": ("Keeps", "Returns", "Raises"), "deconvert": ("Returns", "Raises"), "weights": ("Raises",)},
-    "torch/parallel.py": {"parallelize": ("Raises",)},
-    "linear_selection.py": {"select": ("Shapes", "Returns", "Raises")},
+    "jax/attention/exponentials.py": {"fused": ("Order", "Specials")},
+    "jax/attention/operands/heads.py": {"quantize": ("Shapes", "Order", "Specials", "Raises")},
+    "jax/attention/operands/hadamard.py": {"rotate": ("Shapes", "Order", "Raises")},
+    "jax/attention/softmax.py": {"step": ("Shapes", "Order")},
+    "jax/attention/probability_value.py": {"add": ("Shapes", "Order")},
+    "jax/states/states.py": {"adamw": ALL, "decode": ("Raises",)},
+    "jax/linear/linear.py": {"apply": ("Shapes", "Order", "Specials", "Returns", "Gradient", "Raises")},
+    "jax/linear/contraction.py": {"dot_general": ("Shapes", "Order", "Returns", "Raises"), "einsum": ("Shapes", "Raises")},
+    "torch/quantize/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},
+    "torch/quantize/scales.py": {"scales_from_amax": ALL},
+    "torch/quantize/scaling.py": {
+        "amax": ("Shapes", "Specials", "Raises"),
+        "quantize": ("Units", *ALL),
+        "quantize_with": ("Shapes", "Raises"),
+    },
+    "torch/gemm/gemm.py": {"matmul": ALL},
+    "torch/attention/attention.py": {"apply": ("State", "Gradient", *ALL), "forward": ALL, "backward": ALL},
+    "torch/delayed/delayed.py": {"observe": ("Raises",), "advance": ("Shapes", "Specials"), "update": ("Specials",)},
+    "torch/states/states.py": {"AdamW": ("Shapes", "State", "Order", "Specials", "Raises", "Source"), "decode": ("Raises",)},
+    "torch/linear/linear.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},
+    "torch/model/convert.py": {"convert": ("Keeps", "Returns", "Raises"), "deconvert": ("Returns", "Raises"), "weights": ("Raises",)},
+    "torch/model/parallel.py": {"parallelize": ("Raises",)},
+    "selection/linears.py": {"select": ("Shapes", "Returns", "Raises")},
     "conformance/parameters.py": dict.fromkeys(("casts", "scales", "quantizers"), ("Raises", "Source")),
     "conformance/require.py": dict.fromkeys(
         ("require_cast", "require_scales", "require_quantized"), ("Shapes", "Specials", "Raises", "Source")
@@ -174,19 +186,27 @@ def test_what_makes_bits_states_its_sections(module):
 def test_the_package_says_where_to_begin():
     said = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) or ""
     parts = [p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists() and p.name != "commands"]
-    assert {"sim", "jax", "torch", "conformance", "crosscheck", "estimate", "configs", "plots", "study", "train"} == set(parts)
+    assert {"jax", "torch", "sim", "train", "conformance", "crosscheck", "study", "selection", "spec"} < set(parts)
     begins = {}
     for room in parts:
         paragraph = re.search(rf"^ {{4}}{room}\s(.*?)(?=^ {{4}}\w|\n\n)", said, re.MULTILINE | re.DOTALL)
         assert paragraph, f"nothing is said of {room}"
         begins[room] = re.findall(r"\b\w+(?:\.\w+)+", paragraph[1])
-    assert all(begins[room] for room in begins if room not in ("plots", "configs"))
+    assert all(begins[room] for room in begins if room not in ("plots", "configs", "shared"))
     for room, entries in begins.items():
         for entry in entries:
             *folders, name = entry.split(".")
-            at = PACKAGE.joinpath(room, *folders)
+            at = imported(PACKAGE / room, folders)
             held = {p.stem for p in at.glob("*.py")} | names(at / "__init__.py") if at.is_dir() else names(at.with_suffix(".py"))
             assert name in held, f"fp8ref.{room}.{entry} is no more"
+
+
+def imported(room: Path, folders: list[str]) -> Path:
+    """The file or folder of a module that a room has or imports."""
+    for node in ast.parse((room / "__init__.py").read_text(encoding="utf-8")).body:
+        if folders and isinstance(node, ast.ImportFrom) and folders[0] in (name.name for name in node.names):
+            return ROOT.joinpath(*str(node.module).split("."), *folders)
+    return room.joinpath(*folders)
 
 
 def test_examples_in_docstrings_are_run():

@@ -12,8 +12,8 @@ import tomli_w
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fp8ref.train import config as configs
-from fp8ref.train import log
+from fp8ref.train.config import config as configs
+from fp8ref.train.run import log
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 # Like Slurm's: the options, then a command, which each task runs; the highest exit code of them.

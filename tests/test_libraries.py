@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8ref.conformance import cuda_header
+from fp8ref.conformance.libraries import cuda_header
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "libraries.md").read_text(encoding="utf-8")

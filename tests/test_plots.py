@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import same_color
 from PIL import Image
 
-from fp8ref import health, plots
+from fp8ref import plots
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import scaling
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.states import health
 
 X = np.ldexp(1.0, np.arange(-24, 8)).astype(np.float32).reshape(4, 8)
 Q = scaling.quantize(X, E4M3FN)

@@ -146,9 +146,9 @@ def test_without_a_scale_every_scale_is_1():  # S-21
     import torch
 
     from fp8ref.formats import E4M3FN
-    from fp8ref.jax import scales as of_jax
-    from fp8ref.sim import scales as of_sim
-    from fp8ref.torch import scales as of_torch
+    from fp8ref.jax.quantize import scales as of_jax
+    from fp8ref.sim.quantize import scales as of_sim
+    from fp8ref.torch.quantize import scales as of_torch
 
     amax = np.float32([0, 1e-30, 3.5, np.inf, np.nan])
     for found in (

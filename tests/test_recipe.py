@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from fp8ref import recipe
-from fp8ref.delayed import DELAYED
-from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16, FP8_FORMATS
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
-from fp8ref.rotation import NVFP4_ROTATION, Rotation
+from fp8ref.spec.delayed import DELAYED
+from fp8ref.spec.epilogue import EPILOGUES
+from fp8ref.spec.rotation import NVFP4_ROTATION, Rotation
 
 
 def as_tuple(spec: GemmSpec):

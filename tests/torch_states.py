@@ -7,8 +7,8 @@ from state_layouts import ALL, MASTERED, SHAPES, differing
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8ref.sim import states as sim
-from fp8ref.torch import states
+from fp8ref.sim.states import states as sim
+from fp8ref.torch.states import states
 
 HYPER = {"weight_decay": 0.1}
 SEED = 0xFEDCBA9876543210

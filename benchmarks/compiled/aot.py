@@ -38,15 +38,17 @@ import aot_attention
 import aot_kernels
 import aot_moe
 import fp8ref.jax as fj
-from fp8ref.jax import grouped_operands, proof, states
+from fp8ref.jax import proof
+from fp8ref.jax.experts import operands as grouped_operands
 from fp8ref.jax.proof import hlo
-from fp8ref.llama import LlamaConfig
+from fp8ref.jax.states import states
 from fp8ref.recipe import RECIPES
-from fp8ref.states import LAYOUTS, WITH_MASTERS, by_name
-from fp8ref.train import config as configs
-from fp8ref.train.config import Config
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, by_name
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig, ParallelConfig
 from fp8ref.train.jax.trainer import Trainer
-from fp8ref.train.sections import DataConfig, ParallelConfig
 
 MODEL = LlamaConfig(
     vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8
@@ -109,7 +111,7 @@ on a machine of two processors that others used too, and those that the processo
 STATES = """\
 ## Optimizer states
 
-A step of AdamW of one float32 matrix of 4096 x 4096 by optax and by `fp8ref.jax.states.step`, weights and states donated. Bytes a parameter are
+A step of AdamW of one float32 matrix of 4096 x 4096 by optax and by `fp8ref.jax.states.states.step`, weights and states donated. Bytes a parameter are
 what kernels read and write; those that must move are the weight twice, its gradient, and both moments twice. A scale of a whole tensor
 needs the exact amax first: what makes it must be read once more. Layouts with a master of their own have it in the weight's place: no
 parameter is kept. Where both moments share scales by blocks of exact amaxes, the step is one Pallas kernel: XLA's own would read twice what a
@@ -121,7 +123,7 @@ EXPERTS = """\
 ## Experts
 
 The three grouped GEMMs of one weight of Qwen3-30B-A3B's experts, 128 of 2048 to 1536 features, of 32,768 rows: 4,096 tokens that 8 experts
-take; forward and backward. XLA makes of `lax.ragged_dot` one product of all rows with all weights. `fp8ref.jax.grouped` multiplies blocks of
+take; forward and backward. XLA makes of `lax.ragged_dot` one product of all rows with all weights. `fp8ref.jax.experts.grouped` multiplies blocks of
 rows in loops. Rows are those that are multiplied by a weight in each of the three.
 
 | | GEMMs take | rows | temporary, MiB |

@@ -9,9 +9,10 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from fp8ref import attention_delayed
-from fp8ref.attention import VARIANTS, Mask
-from fp8ref.jax import attention, attention_kernel
+from fp8ref.jax.attention import attention
+from fp8ref.jax.attention import kernel as attention_kernel
+from fp8ref.spec.attention import delayed as attention_delayed
+from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 SHAPE = {"sequences": 1, "heads": 8, "heads_of_keys": 2, "tokens": 2048, "features": 128}
 """Of q; k and v have as many tokens."""

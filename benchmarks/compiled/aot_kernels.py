@@ -16,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from fp8ref.jax import cast, division, gemm, scales, scaling
-from fp8ref.jax.scaling import Quantized
+from fp8ref.jax.gemm import gemm
+from fp8ref.jax.quantize import cast, division, scales, scaling
+from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import RECIPES
 
 RECIPE = RECIPES["rowwise"]

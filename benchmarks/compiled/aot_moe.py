@@ -9,8 +9,8 @@ import numpy as np
 
 from fp8ref.jax import proof
 from fp8ref.jax.proof import hlo
-from fp8ref.train import config as configs
-from fp8ref.train.config import Config
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
 from fp8ref.train.jax.trainer import Trainer
 
 LENGTH, SEQUENCES = 1024, 4

@@ -28,7 +28,7 @@ CASES = {
     "lax.ragged_dot, GEMMs by Triton": "all rows by all weights",
     "tokamax, one scale a weight": "each row once",
     "tokamax, a scale a column": "each row once",
-    "fp8ref.jax.grouped, rowwise, GEMMs by the library": "each row once, in blocks",
+    "fp8ref.jax.experts.grouped, rowwise, GEMMs by the library": "each row once, in blocks",
 }
 """{what is compiled: how often a row is multiplied}. The last is the output of ``grouped.apply``."""
 CORES = re.compile(r"(?:wgmma\.mma_async|mma\.sync)[\w.]*")

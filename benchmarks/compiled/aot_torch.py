@@ -43,10 +43,14 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.virtualized import V
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from fp8ref.llama import LlamaConfig
-from fp8ref.states import LAYOUTS, Scalars, by_name
-from fp8ref.torch import adamw_update, convert, fusion, moments
-from fp8ref.train.torch.llama import Layer
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.spec.states.layouts import LAYOUTS, Scalars, by_name
+from fp8ref.torch.gemm import fusion
+from fp8ref.torch.linear.linear import Linear
+from fp8ref.torch.model import convert
+from fp8ref.torch.states import moments
+from fp8ref.torch.states import update as adamw_update
+from fp8ref.train.torch.llama.llama import Layer
 
 MODEL = LlamaConfig(
     vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8
@@ -95,7 +99,7 @@ Written by `make aot-torch`; kernels that inductor generates, of which none has 
 four sequences of 1024 tokens, forward and backward. torchao is its `Float8Linear` as its own recipes make it. Bytes are what all kernels but
 GEMMs and flash attention read and write, with the number of these kernels. GB by sectors are of the sectors of 32 bytes that their loads and
 stores touch, each load and store by itself: a kernel that reads a buffer twice counts twice, though a cache may serve it. Scattered kernels have a
-load or a store of which a sector serves fewer than 8 bytes. fp8ref's rows fuse by `fp8ref.torch.fusion`, which keeps casts that transpose out of
+load or a store of which a sector serves fewer than 8 bytes. fp8ref's rows fuse by `fp8ref.torch.gemm.fusion`, which keeps casts that transpose out of
 reductions; torch's and torchao's as inductor does by itself. Kept is what the forward pass writes and returns: what the backward
 pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`, but for the row that says so. CUDA graphs are of the graphs that
 inductor's rules let become one (`mode="reduce-overhead"`), with the number of tensors that they write in place. The last column is of
@@ -106,7 +110,7 @@ a last column was generated without Triton."""
 STATES = """\
 ## Optimizer states
 
-A step of `fp8ref.torch.states.AdamW(compiled=True)` of a float32 matrix of 4096 x 4096, by the layout of its moments. Bytes a parameter are what
+A step of `fp8ref.torch.states.states.AdamW(compiled=True)` of a float32 matrix of 4096 x 4096, by the layout of its moments. Bytes a parameter are what
 kernels read and write; those that must move are the weight twice, its gradient, and both moments twice. A scale of a whole tensor needs the
 exact amax first: the gradient and such moments must be read once more.
 
@@ -266,7 +270,7 @@ def converted(model: nn.Module, recipe: str, who: str) -> nn.Module:
         for name, linear in list(model.named_modules()):
             if isinstance(linear, nn.Linear):
                 parent, _, key = name.rpartition(".")
-                setattr(model.get_submodule(parent), key, convert.Linear.of(linear, recipe))
+                setattr(model.get_submodule(parent), key, Linear.of(linear, recipe))
         return model
     return convert.convert(model, recipe)
 

@@ -27,12 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from ranks import run
 
 from fp8ref.crosscheck import bounds
-from fp8ref.llama import initial_weights
 from fp8ref.recipe import by_name
-from fp8ref.torch import compiled_fsdp, convert, delayed
-from fp8ref.torch.fp8_gather import FP8Gather
-from fp8ref.torch.parallel import parallelize
-from fp8ref.train.config import Config
+from fp8ref.spec.llama import initial_weights
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.distributed import compiled_fsdp
+from fp8ref.torch.distributed.fp8_gather import FP8Gather
+from fp8ref.torch.model import convert
+from fp8ref.torch.model.parallel import parallelize
+from fp8ref.train.config.config import Config
 from fp8ref.train.torch.trainer import Trainer
 
 RECIPES = ("tensorwise", "delayed")

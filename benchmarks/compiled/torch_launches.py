@@ -21,10 +21,12 @@ from torch.utils._pytree import tree_leaves
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref.llama import LlamaConfig
-from fp8ref.torch import convert, delayed
-from fp8ref.train.torch.cross_entropy import cross_entropy
-from fp8ref.train.torch.llama import Llama
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.linear.linear import Linear
+from fp8ref.torch.model import convert
+from fp8ref.train.torch.llama.cross_entropy import cross_entropy
+from fp8ref.train.torch.llama.llama import Llama
 
 RESULT = Path(__file__).parents[1] / "results" / "torch_launches.json"
 TOKENS, SIZE = 256, 256
@@ -109,7 +111,7 @@ def converted(model: nn.Module, recipe: str, who: str) -> nn.Module:
     if who == "fp8ref, Linear":
         for name, module in list(model.named_modules()):
             if type(module) is nn.Linear and name != "lm_head":
-                model.set_submodule(name, convert.Linear.of(module, recipe))
+                model.set_submodule(name, Linear.of(module, recipe))
         return model
     return convert.convert(model, recipe, filter_fqns=["lm_head"] if hasattr(model, "lm_head") else [])
 

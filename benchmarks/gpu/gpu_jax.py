@@ -27,7 +27,7 @@ import jax
 import command
 from command import Suite
 from fp8ref import jax as fj  # noqa: F401  says which extra is missing, before anything is measured
-from fp8ref import llama
+from fp8ref.spec import llama
 from measuring import environment, results, sizes
 from measuring.results import RefusedError, Results
 from measuring.sizes import Sizes

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8ref import console
 from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.shared import console
 from measuring.results import LEFT
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8ref import console
+from fp8ref.shared import console
 from measuring import environment
 from measuring.results import LEFT, RefusedError, Results
 

@@ -22,8 +22,8 @@ import torch
 
 import command
 from command import Suite
-from fp8ref import llama
-from fp8ref.torch import gemm
+from fp8ref.spec import llama
+from fp8ref.torch.gemm import gemm
 from measuring import environment, results, sizes
 from measuring.results import RefusedError, Results
 from measuring.sizes import Sizes

@@ -22,12 +22,12 @@ from torch.nn import functional
 
 import attention_losses
 import layout_losses
-from fp8ref import llama
-from fp8ref.train import config as configs
+from fp8ref.spec import llama
 from fp8ref.train import loop
-from fp8ref.train.config import Config
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
-from fp8ref.train.torch.llama import Attention
+from fp8ref.train.torch.llama.llama import Attention
 
 HELD = {"v": 1, "q": 2, "k": 2}
 """The first steps in which an operand has no gradient under delayed scales, in batches of 512 tokens; of 1024 tokens it is one step more."""

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 import layout_losses
-from fp8ref.errors import NonFiniteError
-from fp8ref.train import config as configs
+from fp8ref.shared.errors import NonFiniteError
 from fp8ref.train import loop
-from fp8ref.train.config import Config
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
 
 OWN = "framework's"
 DELAYED = "cudnn, delayed"

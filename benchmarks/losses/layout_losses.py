@@ -19,11 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref.errors import NonFiniteError
-from fp8ref.states import LAYOUTS, WITH_MASTERS, by_name
-from fp8ref.train import config as configs
+from fp8ref.shared.errors import NonFiniteError
+from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, by_name
 from fp8ref.train import loop
-from fp8ref.train.config import Config
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
 
 HEALTH = ("state_v_lost", "state_largest_ratio", "state_update_error", "state_stalled_v")
 FORMS = ("{:.2%}", "{:.3g}", "{:.3g}", "{:.0%}")

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8ref import linear_selection
 from fp8ref.estimate import kernels, roofline
 from fp8ref.estimate.gpu_rates import COPY, PUBLISHED, ROWWISE, Ceilings
 from fp8ref.recipe import RECIPES, Gemm
-from fp8ref.train import config as configs
+from fp8ref.selection import linears as linear_selection
+from fp8ref.train.config import config as configs
 
 H100 = PUBLISHED["h100"]
 # torchao 0.18, testing/training/roofline_utils.py: "2.4 TB per second, custom to Meta's H100 variant". That torchtitan's runs below are on it

@@ -3,10 +3,14 @@
 import numpy as np
 
 from claim import Claim
-from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast, delayed, gemm, gradient_reduction, health, linear, scaling, states, stats
+from fp8ref.sim import delayed, linear
+from fp8ref.sim.distributed import gradient_reduction
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast, scaling, stats
+from fp8ref.sim.states import health, states
+from fp8ref.spec.delayed import DELAYED
 
 HORIZON = 200
 """Updates of the claim about stochastic rounding."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from claim import Claim
-from fp8ref.linear_rules import Rule
-from fp8ref.train import config as configs
+from fp8ref.selection.rules import Rule
 from fp8ref.train import loop
-from fp8ref.train.config import Config
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
 from fp8ref.train.report import gap as gaps
 
 STEPS = 60

@@ -20,8 +20,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref.attention import VARIANTS
-from fp8ref.sim import attention, gemm, scaling, threads
+from fp8ref.sim import threads
+from fp8ref.sim.attention import attention
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.attention.variants import VARIANTS
 
 NAMES = ("fa3", "fa4", "cudnn")
 ASKED = 0.5

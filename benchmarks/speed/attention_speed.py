@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref.attention import ARITHMETIC, VARIANTS, Mask
-from fp8ref.jax import attention as jax_attention
-from fp8ref.torch import attention as torch_attention
+from fp8ref.jax.attention import attention as jax_attention
+from fp8ref.spec.attention.variants import ARITHMETIC, VARIANTS, Mask
+from fp8ref.torch.attention import attention as torch_attention
 
 NAMES = ("bf16", "fa3", "cudnn", "mxfp8")
 OWN, MASK, AT_MOST = "framework's", Mask(causal=True), 3.0

@@ -18,7 +18,8 @@ import sys, time
 begun = time.process_time()
 import numpy as np
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.gemm import gemm
 imported = time.process_time() - begun
 x = np.ones((64, 128), np.float32)
 one = np.float32(1)

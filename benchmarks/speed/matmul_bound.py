@@ -17,11 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import accumulate, cast, gemm, scaling, threads
-from fp8ref.sim.accumulate import ACCUMULATIONS
-from fp8ref.sim.kernels.chain_steps import PARTS, TO_NEAREST, TOWARD_ZERO, set_rounding, step
-from fp8ref.sim.kernels.chain_vectors import LANES, Sizes
-from fp8ref.sim.kernels.chains import aligned
+from fp8ref.sim import threads
+from fp8ref.sim.gemm import accumulate, gemm
+from fp8ref.sim.gemm.accumulate import ACCUMULATIONS
+from fp8ref.sim.kernels.chains.chains import aligned
+from fp8ref.sim.kernels.chains.steps import PARTS, TO_NEAREST, TOWARD_ZERO, set_rounding, step
+from fp8ref.sim.kernels.chains.vectors import LANES, Sizes
+from fp8ref.sim.quantize import cast, scaling
 
 f32, i32 = np.float32, np.int32
 REPETITIONS = 15

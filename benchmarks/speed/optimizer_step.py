@@ -23,7 +23,7 @@ from rich.table import Table
 
 from fp8ref import jax as fj
 from fp8ref import torch as ft
-from fp8ref.states import LAYOUTS
+from fp8ref.spec.states.layouts import LAYOUTS
 
 HYPER = {"weight_decay": 0.1, "eps": 1e-8}
 

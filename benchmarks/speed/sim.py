@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast, gemm, scaling
 from fp8ref.sim import threads as parallel
+from fp8ref.sim.gemm import gemm
 from fp8ref.sim.kernels.bits import AT_A_TIME, fetch_ahead
+from fp8ref.sim.quantize import cast, scaling
 
 REPETITIONS = 9
 

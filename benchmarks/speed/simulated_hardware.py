@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref.train import config as configs
 from fp8ref.train import loop
+from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
 
 AT_MOST = 4.0  # times a step by the framework's own GEMMs

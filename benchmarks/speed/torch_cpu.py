@@ -21,7 +21,8 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 
 from fp8ref import torch as ft
-from fp8ref.torch import gemm, proof
+from fp8ref.torch import proof
+from fp8ref.torch.gemm import gemm
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 ASKED = 0.98
@@ -60,7 +61,7 @@ def measure(width: int, tokens: int, layers: int, pairs: int) -> list[dict]:
     x, rows = torch.randn(tokens, width, dtype=torch.bfloat16), []
     for recipe in RECIPES:
         direct = convert_to_float8_training(stack(width, layers), config=Float8LinearConfig.from_recipe_name(recipe))
-        theirs, ours = stepping(direct, x), stepping(ft.linear.convert(stack(width, layers), recipe), x)
+        theirs, ours = stepping(direct, x), stepping(ft.convert(stack(width, layers), recipe), x)
         paired(theirs, ours, 5)
         ratios = paired(theirs, ours, pairs)
         low, median, high = statistics.quantiles(ratios, n=4)
@@ -70,7 +71,7 @@ def measure(width: int, tokens: int, layers: int, pairs: int) -> list[dict]:
 
 def start_up(linears: int) -> dict:
     """Seconds that watching a step of so many linears, and judging it, adds to the step."""
-    model, x = ft.linear.convert(stack(64, linears), "tensorwise"), torch.randn(64, 64, dtype=torch.bfloat16)
+    model, x = ft.convert(stack(64, linears), "tensorwise"), torch.randn(64, 64, dtype=torch.bfloat16)
     step = stepping(model, x)
     step()
     plain = step()
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="sizes too small to say anything")
     known = parser.parse_args()
     sizes = (64, 64, 2, 3) if known.quick else (512, 512, 4, 200)
-    gemm.use_native_scaled_mm()  # as convert does: torch's oneDNN kernel would hide everything else (fp8ref.torch.gemm)
+    gemm.use_native_scaled_mm()  # as convert does: torch's oneDNN kernel would hide everything else (fp8ref.torch.gemm.gemm)
     rows, proving = measure(*sizes), start_up(5 if known.quick else LINEARS)
     table = Table("recipe", "pairs", "torchao's time / fp8ref's", "quartiles", "asked")
     for row in rows:

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 import fp8ref.configs
-from fp8ref import llama
-from fp8ref.train import config as configs
-from fp8ref.train.config import Config
+from fp8ref.spec import llama
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
 
 GIB = 2**30
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref.llama import LlamaConfig
-from fp8ref.train import checkpoint, log
-from fp8ref.train.config import Config
-from fp8ref.train.sections import CheckpointConfig, DataConfig, NumericsConfig, RunConfig
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import CheckpointConfig, DataConfig, NumericsConfig, RunConfig
+from fp8ref.train.run import checkpoint, log
 
 MODEL = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 # a server that imported what processes need, and ran nothing of it, forks them within a moment
@@ -124,7 +124,7 @@ class Killing:
         return found + [f"{out.name}: another {name}" for name, value in weights[0].items() if not np.array_equal(value, weights[1][name])]
 
     def weights(self, run: Path) -> dict[str, np.ndarray]:
-        from fp8ref.train import export
+        from fp8ref.train.models import export
 
         made = self.folder / f"{run.name}-weights"
         if not made.exists():

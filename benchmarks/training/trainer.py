@@ -17,11 +17,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref.llama import LlamaConfig
-from fp8ref.train import config as configs
-from fp8ref.train import log, loop
-from fp8ref.train.config import Config
-from fp8ref.train.sections import DataConfig, NumericsConfig
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train import loop
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig, NumericsConfig
+from fp8ref.train.run import log
 
 AT_MOST = 0.02  # of a run, around its steps
 LARGE = LlamaConfig(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8)

@@ -113,7 +113,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 def config_page() -> str:
     """Every key of a config: type, default and meaning, from the dataclasses of the sections."""
-    from fp8ref.train import config as configs
+    from fp8ref.train.config import config as configs
 
     out = [
         "# Config keys",

@@ -16,15 +16,17 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref.conformance import cuda_header, explain, libraries
 from fp8ref.conformance.inputs import kinds
-from fp8ref.conformance.libraries import Function
-from fp8ref.conformance.transcriptions import TRANSCRIPTIONS
+from fp8ref.conformance.kit import explain
+from fp8ref.conformance.libraries import cuda_header
+from fp8ref.conformance.libraries import profiles as libraries
+from fp8ref.conformance.libraries.profiles import Function
+from fp8ref.conformance.libraries.transcriptions import TRANSCRIPTIONS
 from fp8ref.conformance.vectors import cast as casts_asked
 from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.formats import E8M0FNU, Format
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 PAGE = Path(__file__).parents[1] / "libraries.md"
 LIBRARIES = ("torch", "jax", "ml_dtypes", "torchao", "flax", "gfloat", "numpy")
@@ -193,7 +195,7 @@ def page(count: int) -> str:
         "# What each library is",
         f"Written by `make libraries` (docs/scripts/libraries.py), on a CPU: {versions()}.",
         "*known by*: *run* is the installed version of the library, called here; *transcribed* are the steps of its source, written again in "
-        "fp8ref/conformance/transcriptions.py\n"
+        "fp8ref/conformance/libraries/transcriptions.py\n"
         "and not the library itself. `cuda_fp8.hpp` is CUDA's header, compiled for the host.",
         "`python docs/scripts/libraries.py --only ROW` asks and prints a row again. Inputs are the vectors of `fp8ref vectors`: every number "
         "and tie of a format\n"

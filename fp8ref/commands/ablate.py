@@ -60,10 +60,10 @@ def add(commands) -> None:
 
 def _ablate(known: argparse.Namespace) -> int:
     check_json(known.json)
-    from fp8ref.train import ablation_start
-    from fp8ref.train import config as configs
-    from fp8ref.train.ablate import ablate
-    from fp8ref.train.ablation_operands import KINDS, ROLES
+    from fp8ref.train.config import config as configs
+    from fp8ref.train.experiments import ablation_start
+    from fp8ref.train.experiments.ablate import ablate
+    from fp8ref.train.experiments.ablation_operands import KINDS, ROLES
 
     if known.steps < 0:
         raise ValueError(f"--steps is not negative; got {known.steps}.")

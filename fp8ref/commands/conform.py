@@ -6,9 +6,9 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from fp8ref import console
 from fp8ref.commands import probe, shared, supervision
 from fp8ref.commands.shared import check_json, conclude
+from fp8ref.shared import console
 
 
 def add(commands) -> None:
@@ -67,8 +67,8 @@ def add(commands) -> None:
 def _conform(known: argparse.Namespace) -> int:
     check_json(known.json)
     from fp8ref import formats
-    from fp8ref.conformance import subject as subjects
     from fp8ref.conformance.gemm import library_gemms
+    from fp8ref.conformance.kit import subject as subjects
 
     if known.format not in formats.QUANTIZED_FORMATS:
         raise ValueError(f"--format is one of {', '.join(formats.QUANTIZED_FORMATS)}; got {known.format}.")
@@ -193,7 +193,7 @@ def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str |
 
 def _another_kind(outcome, expect: str):
     """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
-    from fp8ref.conformance.finding import Counterexample
+    from fp8ref.conformance.kit.finding import Counterexample
 
     wanted = (
         "a policy: codes that depend on the amax of a tensor"

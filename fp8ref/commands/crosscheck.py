@@ -4,9 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
-from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import FAILED, check_json, check_whole, conclude
+from fp8ref.shared import console
 
 
 def add(commands) -> None:
@@ -46,7 +46,7 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
         return _crosscheck_replay(known, options)
     config = shared.config(known, options)
     from fp8ref.crosscheck import one_device
-    from fp8ref.errors import ConfigError
+    from fp8ref.shared.errors import ConfigError
     from fp8ref.train.loop import BACKENDS
 
     check_whole(config)
@@ -61,7 +61,7 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
 
 
 def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
-    from fp8ref.errors import ConfigError
+    from fp8ref.shared.errors import ConfigError
     from fp8ref.train.loop import BACKENDS
 
     others = {"--backend": known.backend, "--sharded": known.sharded, "--replay": known.replay}
@@ -104,7 +104,7 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
 
 
 def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
-    from fp8ref.errors import ConfigError
+    from fp8ref.shared.errors import ConfigError
 
     given = {"CONFIG": known.config, "--backend": known.backend, "--steps": known.steps, "--sharded": known.sharded}
     unused = options or [name for name, value in given.items() if value is not None]  # an option's value would pass for CONFIG
@@ -118,7 +118,7 @@ def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
 
 
 def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
-    from fp8ref.errors import ConfigError
+    from fp8ref.shared.errors import ConfigError
 
     if config.numerics.simulates:
         raise ConfigError(
@@ -142,7 +142,7 @@ def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
 
 
 def _sharded_jax(known: argparse.Namespace, config):
-    from fp8ref.errors import ConfigError
+    from fp8ref.shared.errors import ConfigError
 
     if known.steps is not None:
         raise ConfigError("--sharded with --backend jax takes no --steps: it replays step 0.")

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import INTERRUPTED
+from fp8ref.shared import console
 
 
 def add(commands) -> None:
@@ -36,9 +36,9 @@ def add(commands) -> None:
 
 
 def _prepare(known: argparse.Namespace) -> int:
-    from fp8ref.train import signals
+    from fp8ref.train.config.sections import DataConfig
     from fp8ref.train.data.prepare import prepare
-    from fp8ref.train.sections import DataConfig
+    from fp8ref.train.run import signals
 
     names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
     data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})

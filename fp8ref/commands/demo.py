@@ -9,7 +9,7 @@ from fp8ref.commands import shared
 from fp8ref.commands.shared import FAILED, check_whole
 
 if TYPE_CHECKING:
-    from fp8ref.train.config import Config
+    from fp8ref.train.config.config import Config
     from fp8ref.train.report.runs import Run
     from fp8ref.train.report.verdict import Verdict
 
@@ -53,9 +53,9 @@ def demo(config: "Config", out: Path) -> bool:
     """
     from rich.table import Table
 
-    from fp8ref import console as consoles
     from fp8ref import plots
     from fp8ref.crosscheck.one_device import crosscheck
+    from fp8ref.shared import console as consoles
     from fp8ref.train import loop, tensors
     from fp8ref.train.data import loader
     from fp8ref.train.report import verdict as verdicts

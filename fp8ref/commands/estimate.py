@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
+from fp8ref.shared import console
 
 
 def add(commands) -> None:
@@ -25,9 +25,9 @@ def add(commands) -> None:
 def _estimate(known: argparse.Namespace, options: list[str]) -> int:
     config = shared.config(known, options)
     check_json(known.json, known.config, known.ceilings)
-    from fp8ref.errors import ConfigError
     from fp8ref.estimate import gpu_rates, report
-    from fp8ref.train import architecture
+    from fp8ref.shared.errors import ConfigError
+    from fp8ref.train.config import architecture
 
     if known.gpu is None:
         raise ConfigError("fp8ref estimate needs --gpu h100 or --gpu h200.")

@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from fp8ref import console
 from fp8ref.commands import shared, supervision
 from fp8ref.commands.shared import check_json, conclude
+from fp8ref.shared import console
 
 SHAPE, FORMATS = (128, 128, 4096), ("e4m3fn", "e4m3fn")
 INSTRUCTIONS = 1 << 20

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from fp8ref import console
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
+from fp8ref.shared import console
 
 
 def add(commands) -> None:
@@ -68,7 +68,7 @@ def add(commands) -> None:
 
 
 def _export(known: argparse.Namespace) -> int:
-    from fp8ref.train.export import export
+    from fp8ref.train.models.export import export
 
     with console.waiting("export"):
         step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=console.say)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fp8ref import console
-from fp8ref.result import Result
+from fp8ref.shared import console
+from fp8ref.shared.result import Result
 
 ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED, PIPE = 2, 1, 1, 3, 4, 5, 130, 141
 Run = Callable[[argparse.Namespace], int]
@@ -46,8 +46,8 @@ def config(known: argparse.Namespace, options: list[str]):
     With --help it prints all options, and exits.
     """
     from fp8ref import configs as shipped
-    from fp8ref.errors import ConfigError
-    from fp8ref.train import config as configs
+    from fp8ref.shared.errors import ConfigError
+    from fp8ref.train.config import config as configs
 
     prog = known.parser.prog
     if known.help:
@@ -72,7 +72,7 @@ def trust_source(known: argparse.Namespace, path: Path, config, options: Sequenc
 
     A config may be a stranger's wherever it is, so a file alone imports nothing. A dry run needs --trust.
     """
-    from fp8ref.train import architecture
+    from fp8ref.train.config import architecture
 
     keys = config.architecture
     if keys.kind not in ("torch", "nnx") or not keys.source:
@@ -125,8 +125,8 @@ def check_json(path: Path | None, *read: Path | None) -> None:
 
 def check_whole(config) -> None:
     """ConfigError for microbatches, schedules and users' models, which a cross-check does not support."""
-    from fp8ref.errors import ConfigError
-    from fp8ref.train import architecture
+    from fp8ref.shared.errors import ConfigError
+    from fp8ref.train.config import architecture
 
     architecture.require_llama(config, "a cross-check")
     config.require_one_recipe("a cross-check")

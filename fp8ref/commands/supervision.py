@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 
-from fp8ref import parent_process
+from fp8ref.shared import parents as parent_process
 
 VARIABLE = "FP8REF_VERDICT"
 """Names, in the environment of a child, the pipe that it reports to, and one that its parent never writes to."""

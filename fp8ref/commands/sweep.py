@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from fp8ref import console
 from fp8ref.commands import shared
+from fp8ref.shared import console
 
 
 def add(commands) -> None:
@@ -24,8 +24,8 @@ def add(commands) -> None:
 def _sweep(known: argparse.Namespace, options: list[str]) -> int:
     confidence, margin = shared.confidence(known), shared.margin(known)
     config = shared.config(known, options)
-    from fp8ref.errors import ConfigError
-    from fp8ref.train import sweep
+    from fp8ref.shared.errors import ConfigError
+    from fp8ref.train.experiments import sweep
     from fp8ref.train.loop import BACKENDS
 
     backends = _names(known.backend)

@@ -5,8 +5,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from fp8ref import console
 from fp8ref.commands import shared
+from fp8ref.shared import console
 
 
 def add(commands) -> None:
@@ -21,7 +21,7 @@ def add(commands) -> None:
 
 
 def _train(known: argparse.Namespace, options: list[str]) -> int:
-    from fp8ref.train import signals
+    from fp8ref.train.run import signals
 
     with signals.deferring_sigterm():  # before a framework takes its seconds to load
         return _trained(known, options)
@@ -29,7 +29,7 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
 
 def _trained(known: argparse.Namespace, options: list[str]) -> int:
     config = shared.config(known, options)
-    from fp8ref.errors import ConfigError
+    from fp8ref.shared.errors import ConfigError
 
     if known.backend is None:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
@@ -58,7 +58,7 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
 
 def _default(known: argparse.Namespace, config) -> Path:
     """The default directory: runs/<config>-<backend>-<recipe>[-<simulated hardware>], with all recipes of a schedule."""
-    from fp8ref.train import hardware
+    from fp8ref.train.config import hardware
 
     multiply = hardware.of(config, known.backend)
     parts = [known.config.stem, known.backend, "-to-".join(config.recipes), *([multiply.name] if multiply else [])]

@@ -5,9 +5,9 @@ import contextlib
 import sys
 from pathlib import Path
 
-from fp8ref import console, files
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json
+from fp8ref.shared import console, files
 
 FORM = """
 A line is one vector: fields separated by blanks, each one number or several separated by commas, as bits in hexadecimal (a shape in decimal).

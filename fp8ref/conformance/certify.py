@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fp8ref import console
-from fp8ref.conformance import libraries
-from fp8ref.conformance.compare import Report
 from fp8ref.conformance.exhaustive import Tally, Task, run
+from fp8ref.conformance.kit.compare import Report
+from fp8ref.conformance.libraries import profiles as libraries
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.result import Result
+from fp8ref.shared import console
+from fp8ref.shared.result import Result
 from fp8ref.sim import threads
 
 if TYPE_CHECKING:

@@ -14,14 +14,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from fp8ref import console, parent_process
-from fp8ref.conformance import libraries
-from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.kinds import CAST_RANGES
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.libraries import profiles as libraries
 from fp8ref.formats import FP8_FORMATS, Format
-from fp8ref.sim import cast, scales, threads
+from fp8ref.shared import console
+from fp8ref.shared import parents as parent_process
+from fp8ref.sim import threads
 from fp8ref.sim.kernels.compiled import compiled
+from fp8ref.sim.quantize import cast, scales
 
 _Description = TypeVar("_Description")
 

@@ -7,14 +7,15 @@ def test_my_cast(x, codes):
 
 import numpy as np
 
-from fp8ref import extras, formats
-from fp8ref.conformance import arrays
+from fp8ref import formats
 from fp8ref.conformance.inputs import dtypes, kinds
+from fp8ref.conformance.kit import arrays
 from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.conformance.vectors.cast import Cast, Rules
 from fp8ref.conformance.vectors.quantize import Quantize
 from fp8ref.formats import Format
-from fp8ref.sim import cast, scaling
+from fp8ref.shared import extras
+from fp8ref.sim.quantize import cast, scaling
 
 try:
     import pytest

@@ -6,15 +6,15 @@ equal (C-5), and so do NaN scales.
 
 import numpy as np
 
-from fp8ref import granularity as granularities
 from fp8ref import policy as policies
-from fp8ref.conformance import explain
-from fp8ref.conformance.arrays import as_numpy, named
 from fp8ref.conformance.inputs import dtypes, kinds
+from fp8ref.conformance.kit import explain
+from fp8ref.conformance.kit.arrays import as_numpy, named
 from fp8ref.conformance.vectors import quantize, scale
 from fp8ref.conformance.vectors.cast import Rules
 from fp8ref.formats import E8M0FNU, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
+from fp8ref.spec import granularity as granularities
 
 
 def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True) -> None:

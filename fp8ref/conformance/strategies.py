@@ -11,20 +11,20 @@ from typing import TypeVar
 
 import numpy as np
 
-from fp8ref import extras
 from fp8ref import formats as all_formats
-from fp8ref.conformance import explain
-from fp8ref.conformance.arrays import as_jax as as_jax
-from fp8ref.conformance.arrays import as_torch as as_torch
-from fp8ref.conformance.arrays import numpy_dtype
 from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.kit import explain
+from fp8ref.conformance.kit.arrays import as_jax as as_jax
+from fp8ref.conformance.kit.arrays import as_torch as as_torch
+from fp8ref.conformance.kit.arrays import numpy_dtype
 from fp8ref.conformance.vectors import scale as scales
 from fp8ref.conformance.vectors.cast import Cast
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.granularity import GRANULARITIES, by_name
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast
-from fp8ref.sim.scales import scales_from_amax
+from fp8ref.shared import extras
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scales import scales_from_amax
+from fp8ref.spec.granularity import GRANULARITIES, by_name
 
 try:
     import hypothesis

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref import llama
 from fp8ref.conformance.gemm import bound
 from fp8ref.formats import BFLOAT16
-from fp8ref.hardware import Multiply
 from fp8ref.recipe import GemmSpec, Recipe
-from fp8ref.sim import cast, delayed, scaling
+from fp8ref.sim import delayed
 from fp8ref.sim import llama as model
-from fp8ref.sim.tensor_core import TensorCore
+from fp8ref.sim.gemm.tensor_core import TensorCore
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec import llama
+from fp8ref.spec.hardware import Multiply
 
 SAMPLES = 16
 """Runs of the simulated model under stochastic rounding."""

@@ -10,12 +10,12 @@ import numpy as np
 
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16
-from fp8ref.granularity import by_name as granularity_of
 from fp8ref.recipe import GemmSpec
-from fp8ref.sim import accumulate, gemm
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.scaling import Quantized
-from fp8ref.sim.tensor_core import TensorCore
+from fp8ref.sim.gemm import accumulate, gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.gemm.tensor_core import TensorCore
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec.granularity import by_name as granularity_of
 
 PLANS = {
     (8, 9): {"fast": "ada", "slow": "ada"},

@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp8ref import llama
-from fp8ref.attention import Variant
-from fp8ref.conformance.compare import Check
-from fp8ref.crosscheck.attention import SYMBOLS, AttentionPass, format_of
+from fp8ref.conformance.kit.compare import Check
+from fp8ref.crosscheck.attention.attention import SYMBOLS, AttentionPass, format_of
 from fp8ref.crosscheck.operands import Observation, backward, whole
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
-from fp8ref.sim import cast, scaling
 from fp8ref.sim.llama import Site
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec import llama
+from fp8ref.spec.attention.variants import Variant
 from fp8ref.train import loop
-from fp8ref.train.config import Config
+from fp8ref.train.config.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)

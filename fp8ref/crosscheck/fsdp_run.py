@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8ref import llama
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import OPERANDS, Gemm, Role, delayed_casts
-from fp8ref.sim import cast, gradient_reduction, scaling
-from fp8ref.torch import delayed
-from fp8ref.train.config import Config
+from fp8ref.sim.distributed import gradient_reduction
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec import llama
+from fp8ref.torch.delayed import delayed
+from fp8ref.train.config.config import Config
 from fp8ref.train.torch.trainer import Trainer
 
 Watcher = Callable[[Trainer], None]

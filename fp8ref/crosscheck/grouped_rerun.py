@@ -17,12 +17,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref import grouped as recipes
 from fp8ref.crosscheck.operands import Observation
 from fp8ref.crosscheck.sharded_experts import ExpertGemm
-from fp8ref.jax import attention_inputs, expert_parallel, grouped, grouped_operands, grouped_reports
+from fp8ref.jax.attention.operands import inputs as attention_inputs
+from fp8ref.jax.experts import grouped
+from fp8ref.jax.experts import operands as grouped_operands
+from fp8ref.jax.experts import parallel as expert_parallel
+from fp8ref.jax.experts import reports as grouped_reports
 from fp8ref.recipe import OPERANDS, Gemm, Recipe, Role
-from fp8ref.train.jax.forward_pass import Pass
+from fp8ref.selection import grouped as recipes
+from fp8ref.train.jax.llama.forward_pass import Pass
 from fp8ref.train.jax.mesh import Layout
 
 
@@ -112,7 +116,7 @@ class Rerun:
         return operands, {"output": y[None], "grad_input": grad_input[None]}, groups.ends[None], grad_weight
 
     def _quantized(self, which: Gemm, role: Role, tensor: jax.Array, groups: grouped_operands.Groups) -> tuple[tuple, tuple]:
-        """((tensor, codes, scales), what ``grouped_reports.of_groups`` has to know of them)."""
+        """((tensor, codes, scales), what ``experts.reports.of_groups`` has to know of them)."""
         q = grouped.quantize_operand(which, role, tensor, groups, self._recipe, over=self._layout.sharing_groups)
         assert not isinstance(q, jax.Array)
         whole = frozenset(self._layout.axes)  # also what copies of it have: each device reports its own

@@ -17,17 +17,22 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fp8ref import console, llama
-from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
-from fp8ref.crosscheck import attention, attention_counts, attention_states, bounds, operands
+from fp8ref.conformance.kit.compare import Report, compare_codes, compare_scales, compare_values
+from fp8ref.crosscheck import bounds, operands
+from fp8ref.crosscheck.attention import attention
+from fp8ref.crosscheck.attention import counts as attention_counts
+from fp8ref.crosscheck.attention import states as attention_states
 from fp8ref.crosscheck.operands import Quantizer, amaxes, check_operands, compare_quantized, initial_states, states_after
-from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.recipe import RECIPES, SHARED_RECIPES, Recipe
-from fp8ref.sim import cast
-from fp8ref.train import hardware, loop
-from fp8ref.train.config import Config
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.quantize import cast
+from fp8ref.spec import llama
+from fp8ref.train import loop
+from fp8ref.train.config import hardware
+from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
 
 FORWARD_BATCH = 4

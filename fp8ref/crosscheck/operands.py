@@ -14,19 +14,20 @@ from typing import Protocol
 
 import numpy as np
 
-from fp8ref import llama
-from fp8ref.attention import Variant
-from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
-from fp8ref.conformance.libraries import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
+from fp8ref.conformance.kit.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.libraries.profiles import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
 from fp8ref.crosscheck import device_gemm
-from fp8ref.crosscheck.attention import AttentionPass, check_codes, delayed_scales, recorder
-from fp8ref.delayed import DelayedScaling
+from fp8ref.crosscheck.attention.attention import AttentionPass, check_codes, delayed_scales, recorder
 from fp8ref.formats import BFLOAT16, FORMATS, Format
-from fp8ref.hardware import Factor, Multiply
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, delayed_casts
-from fp8ref.sim import cast, delayed, scaling
+from fp8ref.sim import delayed
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec import llama
+from fp8ref.spec.attention.variants import Variant
+from fp8ref.spec.delayed import DelayedScaling
+from fp8ref.spec.hardware import Factor, Multiply
 from fp8ref.train import loop
-from fp8ref.train.config import Config
+from fp8ref.train.config.config import Config
 
 States = Mapping[str, delayed.DelayedState]
 """``<layer>/<role>`` -> state of delayed scaling."""
@@ -276,7 +277,7 @@ class _JaxQuantizer:
         import jax
         import jax.numpy as jnp
 
-        from fp8ref.jax import scaling
+        from fp8ref.jax.quantize import scaling
 
         def run(x):
             q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
@@ -296,7 +297,7 @@ class _TorchQuantizer:
     def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         import torch
 
-        from fp8ref.torch import scaling
+        from fp8ref.torch.quantize import scaling
 
         value = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(getattr(torch, dtype))
         q = scaling.quantize(value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)

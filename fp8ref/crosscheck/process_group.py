@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable
 from multiprocessing import connection, get_context
 
-from fp8ref import parent_process
-from fp8ref.errors import ConfigError
+from fp8ref.shared import parents as parent_process
+from fp8ref.shared.errors import ConfigError
 
 CONTEXT = get_context("forkserver")
 """The context of multiprocessing in which ranks start.

@@ -14,24 +14,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8ref import console, llama
-from fp8ref.conformance.compare import Report
-from fp8ref.console import one_line
-from fp8ref.crosscheck import attention
-from fp8ref.crosscheck.attention import AttentionPass
+from fp8ref.conformance.kit.compare import Report
+from fp8ref.crosscheck.attention import attention
+from fp8ref.crosscheck.attention.attention import AttentionPass
 from fp8ref.crosscheck.first_nonfinite import NonFinite, check_site, in_backend, of_attention, of_gemms
 from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe, quantizers
-from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe, delayed_casts
-from fp8ref.result import Result
+from fp8ref.shared import console
+from fp8ref.shared.console import one_line
+from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.result import Result
 from fp8ref.sim import delayed
 from fp8ref.sim import llama as model
 from fp8ref.sim.llama import Site
-from fp8ref.train import architecture, failed_step, hardware, loop
-from fp8ref.train.config import Config
-from fp8ref.train.failed_step import Failure
-from fp8ref.train.sections import ParallelConfig
+from fp8ref.spec import llama
+from fp8ref.train import loop
+from fp8ref.train.config import architecture, hardware
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import ParallelConfig
+from fp8ref.train.run import failed_step
+from fp8ref.train.run.failed_step import Failure
 
 if TYPE_CHECKING:
     from rich.console import Console

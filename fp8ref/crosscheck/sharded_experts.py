@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.kit.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.crosscheck.operands import States, transposed
 from fp8ref.formats import BFLOAT16
-from fp8ref.granularity import by_name
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, GemmSpec, Recipe, Role
-from fp8ref.sim import cast, delayed, scaling
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim import delayed
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec.granularity import by_name
 
 Operand = tuple[np.ndarray, np.ndarray, np.ndarray]
 """hp float32, codes uint8 and scale float32, in a linear's own layout (L-2)."""

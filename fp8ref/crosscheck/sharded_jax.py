@@ -20,20 +20,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref import console
-from fp8ref.conformance.compare import Check, Report, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.kit.compare import Check, Report, compare_codes, compare_scales, compare_values
 from fp8ref.crosscheck import bounds, device_gemm, grouped_rerun, sharded_experts
 from fp8ref.crosscheck.grouped_rerun import Experts, Rerun
 from fp8ref.crosscheck.operands import Observation, transposed
-from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
-from fp8ref.jax import linear, operands
-from fp8ref.jax.operands import Use
-from fp8ref.jax.sharding import Placement, Reduction
+from fp8ref.jax.distributed.sharding import Placement, Reduction
+from fp8ref.jax.linear import linear, operands
+from fp8ref.jax.linear.operands import Use
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
-from fp8ref.sim import cast, scaling
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.quantize import cast, scaling
 from fp8ref.train import loop
-from fp8ref.train.config import Config
+from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.jax.mesh import Layout
 

@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref import llama
-from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.kit.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.crosscheck import sharded_experts
 from fp8ref.crosscheck.fsdp_run import Operands, Run
 from fp8ref.crosscheck.operands import States, initial_states
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import CUT_AXES, OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
-from fp8ref.sim import cast, delayed, scaling, sharding
-from fp8ref.sim.mesh import Layout, Mesh, split
-from fp8ref.sim.scaling import Quantized
-from fp8ref.train.config import Config
+from fp8ref.sim import delayed
+from fp8ref.sim.distributed import sharding
+from fp8ref.sim.distributed.mesh import Layout, Mesh, split
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec import llama
+from fp8ref.train.config.config import Config
 
 FIRST = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
 """The linears with no FP8 in front of them: every scaling gives them the same input."""

@@ -18,18 +18,19 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp8ref import console, llama
-from fp8ref.conformance.compare import Report, compare_bits, compare_values
+from fp8ref.conformance.kit.compare import Report, compare_bits, compare_values
 from fp8ref.crosscheck import fsdp_run, process_group
 from fp8ref.crosscheck.fsdp_run import Run, Watcher
 from fp8ref.crosscheck.operands import States, initial_states, states_after
 from fp8ref.crosscheck.sharded_operands import check_first_layer, check_pass, check_ranks
-from fp8ref.errors import ConfigError
 from fp8ref.recipe import RECIPES, Recipe, trained_recipes
-from fp8ref.train import device_shapes
-from fp8ref.train.config import Config
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.train.config import device_shapes
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import ParallelConfig
 from fp8ref.train.data import loader
-from fp8ref.train.sections import ParallelConfig
 
 SCOPES = ("local", "global")
 """The amax scopes that are tried where the config has ``global`` and no delayed scaling."""

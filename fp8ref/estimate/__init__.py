@@ -4,6 +4,6 @@
 ``fp8ref estimate``. No device, data or framework is needed.
 """
 
-from fp8ref import extras
+from fp8ref.shared import extras
 
 extras.require("train", "fp8ref.estimate", "pydantic", "rich")

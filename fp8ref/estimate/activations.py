@@ -1,7 +1,7 @@
 """Bytes of what a microbatch's forward pass leaves for its backward pass: activations, attention scores and logits."""
 
-from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import tokens
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.device_shapes import tokens
 
 LOGITS = 4
 """Bytes of a logit: itself and its gradient, bfloat16."""

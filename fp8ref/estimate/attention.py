@@ -8,11 +8,11 @@ products is fused as far as it can be, and that no cache keeps anything.
 import math
 from dataclasses import dataclass
 
-from fp8ref.attention import Mask, Variant
-from fp8ref.errors import ConfigError
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import sequences
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.attention.variants import Mask, Variant
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.device_shapes import sequences
 
 QUERIES, ROWS = 512, 32
 """The queries of a block in JAX, and what blocks are padded to."""

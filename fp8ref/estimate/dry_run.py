@@ -7,11 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref import console as consoles
 from fp8ref.estimate import filtering, kernels, memory, roofline, traffic
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
-from fp8ref.train import architecture, coverage, device_shapes, hardware, train_state
-from fp8ref.train.config import Config
+from fp8ref.shared import console as consoles
+from fp8ref.train.config import architecture, device_shapes, hardware
+from fp8ref.train.config.config import Config
+from fp8ref.train.run import coverage, train_state
 
 
 def show(config: Config, backend: str, console: Console) -> None:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from fp8ref.estimate.ledger import Ledger
-from fp8ref.linear_rules import Rule
-from fp8ref.linear_selection import Decision, matches
-from fp8ref.llama import FIRST_READER
 from fp8ref.recipe import Recipe
-from fp8ref.train.config import Config
+from fp8ref.selection.linears import Decision, matches
+from fp8ref.selection.rules import Rule
+from fp8ref.spec.llama import FIRST_READER
+from fp8ref.train.config.config import Config
 
 Kind = tuple[str, Recipe]
 """A linear's path without the number of its layer, such as mlp.up_proj, and its recipe."""

@@ -16,8 +16,8 @@ from typing import ClassVar
 
 import pydantic
 
-from fp8ref import files
-from fp8ref.errors import ConfigError
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from fp8ref import granularity
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
 from fp8ref.recipe import Gemm, GemmSpec
+from fp8ref.spec import granularity
 
 By = Literal["one kernel", "a GEMM for each expert", "a GEMM for each block of rows"]
 """What multiplies a grouped GEMM."""

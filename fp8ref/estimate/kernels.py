@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from fp8ref import granularity, llama
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
-from fp8ref.train.config import Config
+from fp8ref.spec import granularity, llama
+from fp8ref.train.config.config import Config
 
 Part = Literal["amax", "scale", "cast", "layout", "rescale"]
 """The purpose of a kernel.

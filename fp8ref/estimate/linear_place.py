@@ -4,11 +4,11 @@ XLA computes a norm from.
 
 from collections.abc import Mapping
 
-from fp8ref import llama
-from fp8ref.linear_selection import Decision
 from fp8ref.recipe import ROLES, Gemm, Recipe, Role
-from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import in_fp8, tokens
+from fp8ref.selection.linears import Decision
+from fp8ref.spec import llama
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.device_shapes import in_fp8, tokens
 
 
 def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, Recipe] | None = None) -> dict:

@@ -10,12 +10,12 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from fp8ref import llama
 from fp8ref.estimate import activations, attention
-from fp8ref.train import train_state
-from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import at_rest, copied, in_fp8, sharded, used
-from fp8ref.train.train_state import FP8_BLOCK, FP8_SMALLEST
+from fp8ref.spec import llama
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.device_shapes import at_rest, copied, in_fp8, sharded, used
+from fp8ref.train.run import train_state
+from fp8ref.train.run.train_state import FP8_BLOCK, FP8_SMALLEST
 
 Moment = Literal["loss", "last layer", "first layer", "embedding", "update"]
 """A moment of a step: the backward pass of the loss, of the last layer, which comes first, of the first layer, of the embedding table; the

@@ -10,10 +10,10 @@ from fp8ref.estimate import kernels
 from fp8ref.estimate.activations import WORDS
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.memory import piece_sizes, states, sum_bytes
-from fp8ref.llama import EXPERTS
 from fp8ref.recipe import Recipe
-from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import tokens
+from fp8ref.spec.llama import EXPERTS
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.device_shapes import tokens
 
 LOGITS = {"jax": 4, "torch": 4 + 6 * 4}
 """{backend: bytes a logit}: of the arrays that the loss writes and reads once. Logits and their gradient in bfloat16; in PyTorch, a part at a

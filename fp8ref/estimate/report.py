@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref import console as consoles
-from fp8ref.errors import ConfigError
 from fp8ref.estimate import filtering, roofline
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.ledger import Ledger, Step
-from fp8ref.result import Result
-from fp8ref.train import device_shapes
-from fp8ref.train.config import Config
+from fp8ref.shared import console as consoles
+from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.result import Result
+from fp8ref.train.config import device_shapes
+from fp8ref.train.config.config import Config
 
 COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "layout": ("layout",), "rescale": ("rescale",)}
 """{column of the table: the parts of a linear's time that it sums}."""

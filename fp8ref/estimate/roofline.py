@@ -22,10 +22,10 @@ from fp8ref.estimate.filtering import Kind
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
 from fp8ref.estimate.ledger import Ledger, Step
-from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
-from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import runs_output_again, scaled_first, tokens, used
+from fp8ref.selection.linears import Decision
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.device_shapes import runs_output_again, scaled_first, tokens, used
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""

@@ -5,9 +5,9 @@ As configured, and for comparison as if all tensors were bfloat16 or float32. Ri
 
 from dataclasses import dataclass
 
-from fp8ref.estimate import collectives
-from fp8ref.estimate.collectives import SIZES
-from fp8ref.train.config import Config
+from fp8ref.estimate.collectives import collectives
+from fp8ref.estimate.collectives.collectives import SIZES
+from fp8ref.train.config.config import Config
 
 
 @dataclass

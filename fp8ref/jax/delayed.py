@@ -27,12 +27,12 @@ import numpy as np
 from jax import export, lax
 
 from fp8ref import recipe as recipes
-from fp8ref.attention_delayed import Casts
-from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import Format
-from fp8ref.jax import cast, division, scaling
-from fp8ref.jax import scales as scale_rules
+from fp8ref.jax.quantize import cast, division, scaling
+from fp8ref.jax.quantize import scales as scale_rules
 from fp8ref.recipe import Recipe, Role
+from fp8ref.spec.attention.delayed import Casts
+from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
 Seen = Mapping[Role, jax.Array]
 """Role -> float32 [..., 3]: amax, and the flags non_finite and seen, 0 or 1."""
@@ -71,7 +71,7 @@ def init(recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()) -> dict[Role
     """A state for each role that the recipe scales by past amaxes: scale 1, an empty history (H-2).
     Other recipes have none.
 
-    recipe:   or the casts of attention (``fp8ref.attention_delayed``), here and in ``unseen`` and ``update``.
+    recipe:   or the casts of attention (``fp8ref.spec.attention.delayed``), here and in ``unseen`` and ``update``.
     shape:    that of a stack of layers, for example.
     Raises:   ValueError: an unknown recipe, or histories that this backend does not keep
               (``implemented``).

@@ -9,7 +9,7 @@ from matplotlib.ticker import NullLocator
 
 from fp8ref.formats import Format
 from fp8ref.plots import style
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -> Axes:

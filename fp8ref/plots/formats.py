@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from fp8ref.formats import Format
 from fp8ref.plots import style
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:

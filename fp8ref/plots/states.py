@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fp8ref.formats import Format
-from fp8ref.health import COUNTS, Health
 from fp8ref.plots import style
+from fp8ref.spec.states.health import COUNTS, Health
 
 
 def moment_range(ax: Axes, values: Mapping[str, np.ndarray], fmt: Format) -> Axes:

@@ -7,8 +7,8 @@ from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
 from matplotlib.patches import Patch
 
 from fp8ref.plots import style
-from fp8ref.sim import cast, stats
-from fp8ref.sim.scaling import Quantized, dequantize, spread
+from fp8ref.sim.quantize import cast, stats
+from fp8ref.sim.quantize.scaling import Quantized, dequantize, spread
 
 FATES = {
     "normal": "#E4EEF5",

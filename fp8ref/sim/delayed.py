@@ -6,7 +6,7 @@ Pure state and functions.
     q = scaling.quantize_with(x, scales, fmt, policy=config.policy)
     state = delayed.update(state, delayed.observe(scaling.amax(x)), config=config, fmt=fmt)
 
-config is a ``fp8ref.delayed.DelayedScaling``: one of DELAYED or a custom one. Order of an update:
+config is a ``fp8ref.spec.delayed.DelayedScaling``: one of DELAYED or a custom one. Order of an update:
 merge the step's observations by maximum (H-4); push the amax on the history; compute the next scale
 from the history, by the config's policy (H-3).
 """
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.delayed import DELAYED, DelayedScaling, by_name
 from fp8ref.formats import Format
-from fp8ref.sim import cast
-from fp8ref.sim.scales import Scales, magnitudes, scale_inv_from_scale, scales_from_amax
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scales import Scales, magnitudes, scale_inv_from_scale, scales_from_amax
+from fp8ref.spec.delayed import DELAYED, DelayedScaling, by_name
 
 __all__ = [
     "DELAYED",

@@ -18,11 +18,14 @@ import numpy as np
 from fp8ref import recipe as recipes
 from fp8ref.formats import BFLOAT16, Format
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, GemmSpec, Recipe, Role
-from fp8ref.sim import accumulate as sums
-from fp8ref.sim import cast, gemm, hadamard, philox, scaling
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.scaling import Quantized, Scales
-from fp8ref.sim.tensor_core import K_STEP
+from fp8ref.sim import philox
+from fp8ref.sim.attention.operands import hadamard
+from fp8ref.sim.gemm import accumulate as sums
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.gemm.tensor_core import K_STEP
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scaling import Quantized, Scales
 
 Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
 """How GEMMs accumulate: one plan or its name for all, or one for each GEMM by the GEMM's name."""

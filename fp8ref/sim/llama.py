@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import llama
 from fp8ref import policy as policies
-from fp8ref.attention import ROLES, Mask, Variant, by_name
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
-from fp8ref.hardware import Factor, Multiply
 from fp8ref.recipe import CastSpec, Recipe
-from fp8ref.sim import attention as variants
-from fp8ref.sim import cast, delayed, hardware, scales, scaling
-from fp8ref.sim.scales import Scales
+from fp8ref.sim import delayed
+from fp8ref.sim.attention import attention as variants
+from fp8ref.sim.gemm import hardware
+from fp8ref.sim.quantize import cast, scales, scaling
+from fp8ref.sim.quantize.scales import Scales
+from fp8ref.spec import llama
+from fp8ref.spec.attention.variants import ROLES, Mask, Variant, by_name
+from fp8ref.spec.hardware import Factor, Multiply
 
 _TOO_LARGE = 2.0**128 - 2.0**103  # rounds to infinity in float32, as all above
 
@@ -110,7 +112,7 @@ def forward(
     Either way the result is rounded at M-3's site.
     watch    called with every value of the pass, in its order.
     attention
-             the variant of ``fp8ref.attention`` that attends; None: M-3's attention.
+             the variant of ``fp8ref.spec.attention.variants`` that attends; None: M-3's attention.
 
     Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``;
               recipes: linear's name -> its recipe; logits float64 [B, T, vocab_size], values of

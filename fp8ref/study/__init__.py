@@ -68,7 +68,7 @@ def record(model, *, rows: int = 512, layers: str = "*", heads: int = 4, tokens:
 
 
 def attention(model, run: Callable, variants: Sequence[str] | None = None, *, heads: int = 4, tokens: int = 512) -> JudgedAttention:
-    """Run a model once, and its attention by each variant of ``fp8ref.attention`` on the q, k and v that it had.
+    """Run a model once, and its attention by each variant of ``fp8ref.spec.attention.variants`` on the q, k and v that it had.
 
     run       run(model): one forward pass. Its calls are seen as in ``record``, of each layer the first.
     variants  names; None: all.

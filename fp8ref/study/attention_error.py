@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8ref import console
-from fp8ref.attention import VARIANTS, Mask, by_name
-from fp8ref.result import Result
-from fp8ref.sim import attention, attention_gradients
+from fp8ref.shared import console
+from fp8ref.shared.result import Result
+from fp8ref.sim.attention import attention
+from fp8ref.sim.attention.gradients import gradients as attention_gradients
+from fp8ref.spec.attention.variants import VARIANTS, Mask, by_name
 from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Attended, Recording
 

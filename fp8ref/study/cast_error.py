@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from fp8ref import console, granularity
 from fp8ref import recipe as recipes_of
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role, trained_recipes
-from fp8ref.result import Result
-from fp8ref.sim import cast, scaling, stats
-from fp8ref.sim.scales import scales_from_amax
+from fp8ref.shared import console
+from fp8ref.shared.result import Result
+from fp8ref.sim.quantize import cast, scaling, stats
+from fp8ref.sim.quantize.scales import scales_from_amax
+from fp8ref.spec import granularity
 from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Operand, Recording
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fp8ref import console
 from fp8ref import recipe as recipes_of
 from fp8ref.recipe import Recipe, trained_recipes
-from fp8ref.result import Result
+from fp8ref.shared import console
+from fp8ref.shared.result import Result
 from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Operand
 

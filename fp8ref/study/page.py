@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 import fp8ref
-from fp8ref import extras
 from fp8ref.plots import study as plots
 from fp8ref.plots import style
 from fp8ref.recipe import ROLES
+from fp8ref.shared import extras
 from fp8ref.study.attention_error import JudgedAttention
 from fp8ref.study.cast_error import Judged
 from fp8ref.study.depth_error import Depth

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import files
-from fp8ref.console import one_line
+from fp8ref.shared import files
+from fp8ref.shared.console import one_line
 
 ATTENTION = "attention"
 """What names a layer's attention in a file."""

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8ref import console
-from fp8ref import health as healths
-from fp8ref import states as layouts_of
-from fp8ref.health import Health
-from fp8ref.result import Result
-from fp8ref.sim import health, states
-from fp8ref.states import LAYOUTS, Layout
+from fp8ref.shared import console
+from fp8ref.shared.result import Result
+from fp8ref.sim.states import health, states
+from fp8ref.spec.states import health as healths
+from fp8ref.spec.states import layouts as layouts_of
+from fp8ref.spec.states.health import Health
+from fp8ref.spec.states.layouts import LAYOUTS, Layout
 from fp8ref.study import recording as recordings
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def record(model: nn.Module, *, rows: int, layers: str, heads: int = 0, tokens: 
 
     Raises:   ValueError: as there; a compiled model.
     """
-    from fp8ref.torch import model_checks
+    from fp8ref.torch.linear import model_checks
 
     compiled = [name or "the model" for name, module in model.named_modules() if model_checks.is_compiled(module)]
     if compiled:
@@ -47,7 +47,8 @@ def depth(model: nn.Module, run: Callable, recipes: Sequence[str | Recipe] | Non
 
     Raises:   ValueError: as there.
     """
-    from fp8ref.torch import convert, delayed
+    from fp8ref.torch.delayed import delayed
+    from fp8ref.torch.model import convert
 
     def under(recipe: Recipe) -> nn.Module:
         converted = convert.convert(copy.deepcopy(model), recipe, **options)

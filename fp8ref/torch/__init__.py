@@ -1,4 +1,4 @@
-"""FP8 training in PyTorch: ``convert.convert`` on one device, ``parallel.parallelize`` on a mesh.
+"""FP8 training in PyTorch: ``convert`` on one device, ``parallel.parallelize`` on a mesh.
 
 A linear becomes fp8ref's own ``linear.Linear`` where ranks share amaxes (amax_scope "global", the
 trainer's default), or if torchao cannot express the recipe. Otherwise it becomes torchao's
@@ -19,20 +19,23 @@ FSDP2, with a recipe that has one scale for each tensor, and the module of each 
 
 A recipe with delayed scaling takes every scale from the state of ``delayed``. Operands with scales of
 rows are cast again for each GEMM, along the axis it reduces, and their weight is gathered in the
-compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and groups; ``fsdp`` sets the
-gathers on a model, and reduces gradients in rank order if asked (off by default); ``gradient_reduction``
-reduces them in FP8 if asked, and ``gradient_factors`` tunes their scales. ``gemm`` calls
-torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
-``grouped`` is a linear for each group of rows, by ``grouped_operands`` and ``grouped_gemm``; ``experts`` puts it in
-a model.
-``attention.apply`` is attention in FP8, a tile of keys after another: ``attention_function`` casts by ``attention_operands``, then
-``attention_fast``, the default, or ``attention_forward`` computes the output, and ``attention_gradients`` the gradients.
-``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears, and ``linear_cut`` is how
-ranks share one. ``switch`` changes the recipe of a model between two steps. ``compiled_fsdp`` shards
-within a compiled graph. ``proof`` shows that a step ran in FP8. ``states`` is AdamW whose moments are
-stored in FP8, ``adamw_update`` its arithmetic; ``parameter_groups`` and
-``parameter_state`` check what it is given; ``moments`` is one of them, ``philox`` the stochastic rounding, and ``health`` what
-storing them cost. ``copies`` keeps weights as codes between steps.
+compute dtype.
+
+    model         convert and back, ``parallel`` (dtypes, groups), ``switch`` (recipes between steps),
+                  ``checkpointing`` (what a block keeps), report
+    linear        fp8ref's layer, and how tensor-parallel ranks share one
+    quantize      cast, scales, scaling: the parts, under the same names as in ``fp8ref.sim``
+    gemm          torch._scaled_mm, or kernels of block scales; ``hardware`` simulates other hardware
+    delayed       the states of delayed scaling, and notices of states that nothing updates
+    distributed   ``fsdp``, ``fp8_gather``, ``compiled_fsdp``, ``tensor_parallel``; gradients summed in
+                  FP8: ``gradient_reduction``, whose scales ``gradient_factors`` tunes
+    experts       a linear for each group of rows: ``grouped``, and experts of a model
+    attention     attention by a variant, a tile of keys after another
+    states        AdamW whose moments are stored in FP8; ``copies`` keeps weights as codes between
+                  steps, ``health`` says what storing moments cost
+    observe       operands of FP8 GEMMs, and their statistics
+    tensors       a rank's part of a DTensor, an input under autocast
+    proof         shows that a step ran in FP8
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
 simulator. The trainer is ``fp8ref.train.torch``.
@@ -40,7 +43,7 @@ simulator. The trainer is ``fp8ref.train.torch``.
 
 import logging
 
-from fp8ref import extras
+from fp8ref.shared import extras
 
 extras.require("torch", "fp8ref.torch", "torch", "torchao")
 
@@ -51,30 +54,15 @@ _levels = [logger.level for logger in _loggers]
 for _logger in _loggers:
     _logger.setLevel(logging.ERROR)
 
-from fp8ref.torch import (
-    attention,
-    cast,
-    checkpointing,
-    compiled_fsdp,
-    convert,
-    copies,
-    delayed,
-    experts,
-    fsdp,
-    gemm,
-    gradient_factors,
-    gradient_reduction,
-    grouped,
-    hardware,
-    health,
-    linear,
-    parallel,
-    proof,
-    scaling,
-    states,
-    switch,
-    tensor_parallel,
-)
+from fp8ref.torch import attention, delayed, gemm, linear, proof, states
+from fp8ref.torch.distributed import compiled_fsdp, fsdp, gradient_factors, gradient_reduction, tensor_parallel
+from fp8ref.torch.experts import grouped
+from fp8ref.torch.gemm import hardware
+from fp8ref.torch.model import checkpointing, parallel, switch
+from fp8ref.torch.model.convert import convert, deconvert, weights
+from fp8ref.torch.model.report import report
+from fp8ref.torch.quantize import cast, scaling
+from fp8ref.torch.states import copies, health
 
 for _logger, _level in zip(_loggers, _levels, strict=True):
     _logger.setLevel(_level)
@@ -86,8 +74,8 @@ __all__ = [
     "compiled_fsdp",
     "convert",
     "copies",
+    "deconvert",
     "delayed",
-    "experts",
     "fsdp",
     "gemm",
     "gradient_factors",
@@ -98,8 +86,10 @@ __all__ = [
     "linear",
     "parallel",
     "proof",
+    "report",
     "scaling",
     "states",
     "switch",
     "tensor_parallel",
+    "weights",
 ]

@@ -10,17 +10,21 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref import console, gradient_reduction, health, llama
-from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
-from fp8ref.train import architecture, coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
-from fp8ref.train import config as configs
-from fp8ref.train.checkpoint import Checkpoints
-from fp8ref.train.config import Config
-from fp8ref.train.config_checks import check_backend
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
+from fp8ref.spec import gradient_reduction, llama
+from fp8ref.spec.states import health
+from fp8ref.train.config import architecture, hardware
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.checks import check_backend
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.schedule import Schedule, measured
 from fp8ref.train.data import loader
-from fp8ref.train.processes import Alone, Processes, together
-from fp8ref.train.schedule import Schedule, measured
-from fp8ref.train.trainer import Provable, Trainer
+from fp8ref.train.models import export
+from fp8ref.train.run import coverage, failed_step, log, profiling, run_dir, signals, trackers, train_state
+from fp8ref.train.run.checkpoint import Checkpoints
+from fp8ref.train.run.processes import Alone, Processes, together
+from fp8ref.train.run.trainer import Provable, Trainer
 
 BACKENDS = ("jax", "torch")
 """The backends that train, by name."""

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from fp8ref import configs as shipped
-from fp8ref import console, files
-from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
-from fp8ref.train import checkpoint, loop
-from fp8ref.train import config as configs
+from fp8ref.shared import console, files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train import loop
+from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.report import run_files
+from fp8ref.train.run import checkpoint
 
 FILE = "tensors.npz"
 """The name of the file that ``fp8ref demo`` writes."""

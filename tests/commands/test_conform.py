@@ -10,8 +10,11 @@ FUNCTIONS = """
 import numpy as np
 import torch
 from fp8ref.formats import E2M1FN, E4M3FN, E5M2
-from fp8ref.attention import FULL
-from fp8ref.sim import attention, cast, gemm, packing, scaling, states
+from fp8ref.spec.attention.variants import FULL
+from fp8ref.sim.attention import attention
+from fp8ref.sim.quantize import cast, packing, scaling
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.states import states
 
 
 def to_fp8(x):

@@ -7,11 +7,12 @@ import pytest
 from fp8ref import cli
 from fp8ref.commands import probe
 from fp8ref.conformance.gemm import wgmma
-from fp8ref.sim import gemm
+from fp8ref.sim.gemm import gemm
 
 KERNELS = """
-from fp8ref.attention import Mask
-from fp8ref.sim import attention, gemm
+from fp8ref.spec.attention.variants import Mask
+from fp8ref.sim.attention import attention
+from fp8ref.sim.gemm import gemm
 
 
 def slow(a, b):

@@ -9,9 +9,9 @@ import made_runs
 import pytest
 
 from fp8ref import cli
-from fp8ref.train import architecture
-from fp8ref.train.config import Config
-from fp8ref.train.sections import ArchitectureConfig
+from fp8ref.train.config import architecture
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import ArchitectureConfig
 
 
 @pytest.fixture

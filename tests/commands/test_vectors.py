@@ -198,7 +198,7 @@ def test_the_other_operations_from_end_to_end(run, operation):
 
 def test_a_line_without_an_end_is_refused(run, monkeypatch):
     """Before memory is taken for all of it."""
-    monkeypatch.setattr("fp8ref.files.LINE", 1000)
+    monkeypatch.setattr("fp8ref.shared.files.LINE", 1000)
     code, shown, said = run("verify", "cast", "--count", "2", given="# fp8ref vectors 1: cast\n" + "4" * 10_000)
     assert (code, shown) == (2, "")
     assert "a line of more than 1,000 bytes" in said

@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 
-from fp8ref.conformance import exhaustive, libraries
+from fp8ref.conformance import exhaustive
 from fp8ref.conformance.certify import Certificate
 from fp8ref.conformance.exhaustive import Task, examine
-from fp8ref.conformance.libraries import Function
+from fp8ref.conformance.libraries import profiles as libraries
+from fp8ref.conformance.libraries.profiles import Function
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def test_a_wrong_rounding_is_a_failure_that_names_an_input(monkeypatch):
@@ -27,7 +28,7 @@ def test_a_wrong_rounding_is_a_failure_that_names_an_input(monkeypatch):
 @pytest.mark.parametrize("amax", [1.0, 0.0, np.inf, np.nan])
 def test_a_wrong_scale_is_a_failure(monkeypatch, amax):
     def one_ulp_off(values):
-        from fp8ref.sim import scales
+        from fp8ref.sim.quantize import scales
 
         made = scales.scale_from_amax(values, E5M2, "torchao")
         hit = (values == amax) | (np.isnan(values) & np.isnan(amax))

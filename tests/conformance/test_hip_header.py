@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 BITS = np.arange(1 << 16, dtype=np.uint16)
 FNUZ = (E4M3FNUZ, E5M2FNUZ)

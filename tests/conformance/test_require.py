@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from fp8ref.conformance import require
-from fp8ref.conformance.arrays import as_numpy
+from fp8ref.conformance.kit.arrays import as_numpy
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E8M0FNU
-from fp8ref.sim import cast, scaling
-from fp8ref.sim.scales import scales_from_amax
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scales import scales_from_amax
 
 
 def said(call) -> str:

@@ -7,7 +7,7 @@ from fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level
 
 from fp8ref.conformance.require import require_cast, require_quantized, require_scales
 from fp8ref.formats import E2M1FN
-from fp8ref.sim import cast, packing, scaling, two_level
+from fp8ref.sim.quantize import cast, packing, scaling, two_level
 
 
 def test_require_cast(rng):  # C-9

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fp8ref.conformance import require, strategies
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
-from fp8ref.granularity import GRANULARITIES, scale_shape
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast, scaling
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec.granularity import GRANULARITIES, scale_shape
 
 steady = settings(deadline=None, derandomize=True, max_examples=100, suppress_health_check=list(HealthCheck))
 looking = settings(deadline=None, derandomize=True, max_examples=3000, suppress_health_check=list(HealthCheck), database=None)

@@ -4,13 +4,15 @@ import torch
 from scipy import stats
 from torch.nn import functional
 
-from fp8ref import linear_selection, llama
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.recipe import RECIPES
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.selection import linears as linear_selection
 from fp8ref.sim import llama as model
-from fp8ref.train.torch.llama import _rotate
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec import llama
+from fp8ref.train.torch.llama.llama import _rotate
 
 ATTENTION = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
 

@@ -8,9 +8,10 @@ import torch
 from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.recipe import RECIPES
-from fp8ref.sim import gemm, scaling
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.gemm.tensor_core import UNITS
+from fp8ref.sim.quantize import scaling
 
 SPEC = RECIPES["tensorwise"].output
 

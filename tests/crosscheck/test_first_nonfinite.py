@@ -4,9 +4,9 @@ import types
 import numpy as np
 import pytest
 
-from fp8ref.conformance.compare import Check
+from fp8ref.conformance.kit.compare import Check
 from fp8ref.crosscheck import first_nonfinite
-from fp8ref.crosscheck.attention import AttentionPass
+from fp8ref.crosscheck.attention.attention import AttentionPass
 from fp8ref.sim.llama import Site
 
 

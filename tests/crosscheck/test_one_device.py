@@ -8,24 +8,24 @@ import pytest
 import torch
 from torchao.float8 import float8_training_tensor, float8_utils
 
-from fp8ref import llama
-from fp8ref.conformance.compare import Report
+from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck import bounds, one_device
 from fp8ref.crosscheck.one_device import check_curves, check_forward, check_gradients, check_weights, crosscheck
-from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
-from fp8ref.jax import cast as jax_cast
-from fp8ref.jax import gemm as jax_gemm
-from fp8ref.jax import linear as jax_linear
-from fp8ref.jax import scales as jax_scales
-from fp8ref.linear_rules import Rule
-from fp8ref.sim import cast as sim_cast
-from fp8ref.torch import cast as torch_cast
-from fp8ref.torch import delayed as torch_delayed
+from fp8ref.jax.gemm import gemm as jax_gemm
+from fp8ref.jax.linear import linear as jax_linear
+from fp8ref.jax.quantize import cast as jax_cast
+from fp8ref.jax.quantize import scales as jax_scales
+from fp8ref.selection.rules import Rule
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.quantize import cast as sim_cast
+from fp8ref.spec import llama
+from fp8ref.torch.delayed import delayed as torch_delayed
+from fp8ref.torch.quantize import cast as torch_cast
 from fp8ref.train import loop
-from fp8ref.train.jax import llama as jax_model
-from fp8ref.train.torch import llama as torch_model
+from fp8ref.train.jax.llama import llama as jax_model
 from fp8ref.train.torch import trainer as torch_train
+from fp8ref.train.torch.llama import llama as torch_model
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 RARE = [("delayed", "jax"), *itertools.product(("blockwise", "mxfp8"), ("torch", "jax"))]

@@ -1,13 +1,14 @@
 import numpy as np
 import pytest
 
-from fp8ref.conformance.compare import Report
+from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.one_device import crosscheck
 from fp8ref.crosscheck.operands import check_operands, in_pass_order, observe, quantizers, transposed
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.jax import gemm_observer as jax_observer
+from fp8ref.jax.linear import observer as jax_observer
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast, scaling
 
 
 def test_gemms_are_put_in_the_order_of_the_pass(small):
@@ -104,7 +105,7 @@ def test_a_gemm_that_was_planned_and_did_not_run_fails(small, monkeypatch):
 
 @pytest.mark.slow
 def test_a_wrong_gemm_breaks_its_bound(small, monkeypatch):
-    from fp8ref.jax import gemm
+    from fp8ref.jax.gemm import gemm
 
     original = gemm._dot
 

@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 from fp8ref.crosscheck import process_group
-from fp8ref.errors import ConfigError
+from fp8ref.shared.errors import ConfigError
 
 
 def test_ranks_share_a_group_and_have_one_thread_and_no_gpu():

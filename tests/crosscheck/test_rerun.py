@@ -8,14 +8,16 @@ import torch
 from torch import distributed
 from torchao.float8 import float8_utils
 
-from fp8ref import cli, llama
+from fp8ref import cli
 from fp8ref.crosscheck.rerun import rerun
-from fp8ref.errors import ConfigError
-from fp8ref.sim.hardware import Hardware
-from fp8ref.train import checkpoint, failed_step, loop
-from fp8ref.train import config as configs
-from fp8ref.train.failed_step import Failure
-from fp8ref.train.processes import Alone
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.gemm.hardware import Hardware
+from fp8ref.spec import llama
+from fp8ref.train import loop
+from fp8ref.train.config import config as configs
+from fp8ref.train.run import checkpoint, failed_step
+from fp8ref.train.run.failed_step import Failure
+from fp8ref.train.run.processes import Alone
 
 TOKEN = 7  # the one whose embedding does not cancel
 TOKENS = np.random.default_rng(0).integers(8, 256, (4, 17))

@@ -1,12 +1,14 @@
 import numpy as np
 import pytest
 
-from fp8ref.conformance.compare import Report
+from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck import sharded_experts
-from fp8ref.grouped import GROUPED_RECIPES
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
-from fp8ref.sim import gemm, scaling, sharding
-from fp8ref.sim.mesh import Layout, Mesh
+from fp8ref.selection.grouped import GROUPED_RECIPES
+from fp8ref.sim.distributed import sharding
+from fp8ref.sim.distributed.mesh import Layout, Mesh
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import scaling
 
 LAYER, K, N, EXPERTS = "experts", 32, 16, 4
 ROWS = {0: ((3, 0), (2, 4)), 1: ((0, 5), (0, 0))}  # of a device along expert, then of one along data: those of its two experts

@@ -12,12 +12,12 @@ from jax.sharding import AxisType
 
 from fp8ref import cli
 from fp8ref.crosscheck import sharded_jax
-from fp8ref.errors import ConfigError
-from fp8ref.jax.sharding import Placement, Reduction
+from fp8ref.jax.distributed.sharding import Placement, Reduction
 from fp8ref.recipe import RECIPES
+from fp8ref.shared.errors import ConfigError
 from fp8ref.sim import linear as sim
-from fp8ref.sim import scaling
-from fp8ref.train import config as configs
+from fp8ref.sim.quantize import scaling
+from fp8ref.train.config import config as configs
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fp8ref import llama
-from fp8ref.conformance.compare import Report
+from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.fsdp_run import Operands, Run
 from fp8ref.crosscheck.sharded_operands import check_first_layer, check_pass, check_ranks
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
-from fp8ref.sim import cast, scaling
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec import llama
 
 LAYER = "model.layers.0.self_attn.q_proj"
 RANKS, ROWS = 2, 32  # rows of each rank: half of a batch of 4 sequences of 16 tokens

@@ -8,8 +8,8 @@ import tomli_w
 
 from fp8ref import cli
 from fp8ref.crosscheck import fsdp_run, process_group, sharded_torch
-from fp8ref.errors import ConfigError
-from fp8ref.train import config as configs
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
 
 STEPS = 2

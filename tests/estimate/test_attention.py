@@ -9,14 +9,14 @@ import sizes
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8ref import attention as data
-from fp8ref import attention_delayed
-from fp8ref.attention import Mask
-from fp8ref.errors import ConfigError
 from fp8ref.estimate import attention, memory, report, roofline, traffic
 from fp8ref.estimate.gpu_rates import PUBLISHED
-from fp8ref.jax import attention as attention_jax
-from fp8ref.torch import attention as attention_torch
+from fp8ref.jax.attention import attention as attention_jax
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.attention import delayed as attention_delayed
+from fp8ref.spec.attention import variants as data
+from fp8ref.spec.attention.variants import Mask
+from fp8ref.torch.attention import attention as attention_torch
 
 H100 = PUBLISHED["h100"]
 

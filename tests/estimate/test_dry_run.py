@@ -6,8 +6,8 @@ import sizes
 from rich.console import Console
 
 from fp8ref.estimate import dry_run, memory
-from fp8ref.train import config as configs
-from fp8ref.train import device_shapes
+from fp8ref.train.config import config as configs
+from fp8ref.train.config import device_shapes
 
 
 def shown(config, backend="torch") -> str:

@@ -4,8 +4,8 @@ import pytest
 
 from fp8ref.estimate import filtering, report, roofline
 from fp8ref.estimate.gpu_rates import PUBLISHED
-from fp8ref.linear_rules import Rule
-from fp8ref.train import config as configs
+from fp8ref.selection.rules import Rule
+from fp8ref.train.config import config as configs
 
 H100 = PUBLISHED["h100"]
 SMALL = configs.load("llama-125m").replace(model={"num_hidden_layers": 3})

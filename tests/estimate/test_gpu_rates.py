@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from fp8ref.errors import ConfigError
 from fp8ref.estimate import gpu_rates
 from fp8ref.estimate.gpu_rates import PUBLISHED
+from fp8ref.shared.errors import ConfigError
 
 FILE = {
     "gpu": "H200 SXM",

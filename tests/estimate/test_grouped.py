@@ -9,10 +9,10 @@ import pytest
 
 from fp8ref.estimate import grouped, memory, report, roofline, traffic
 from fp8ref.estimate.gpu_rates import PUBLISHED
-from fp8ref.jax import grouped_operands
+from fp8ref.jax.experts import operands as grouped_operands
 from fp8ref.recipe import RECIPES
-from fp8ref.train import config as configs
-from fp8ref.train import device_shapes
+from fp8ref.train.config import config as configs
+from fp8ref.train.config import device_shapes
 
 COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())["moe"]
 H200 = PUBLISHED["h200"]

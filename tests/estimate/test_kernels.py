@@ -8,10 +8,10 @@ import sizes
 
 from fp8ref.estimate import kernels, linear_place, roofline
 from fp8ref.estimate.kernels import Kernel
-from fp8ref.llama import LlamaConfig
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, ROLES
-from fp8ref.train.config import Config
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config.config import Config
 
 COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
 QUANTIZED = [r for r in COMPILED["rows"] if r["recipe"] != "bf16" and not any("triton" in k for k in r["kernels"])]

@@ -11,11 +11,11 @@ from live_bytes import LiveBytes
 from ranks import run
 
 from fp8ref.estimate import activations, memory
-from fp8ref.llama import LlamaConfig
-from fp8ref.train import config as configs
-from fp8ref.train.config import Config
-from fp8ref.train.jax import chunked_loss
-from fp8ref.train.sections import ParallelConfig
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import ParallelConfig
+from fp8ref.train.jax.llama import chunked_loss
 from fp8ref.train.torch.trainer import Trainer
 
 ALL = 106816

@@ -6,8 +6,8 @@ import sizes
 
 from fp8ref.estimate import linear_place, outside_linears, roofline
 from fp8ref.estimate.gpu_rates import PUBLISHED
-from fp8ref.llama import LlamaConfig
-from fp8ref.train.config import Config
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config.config import Config
 
 H100 = PUBLISHED["h100"]
 COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())

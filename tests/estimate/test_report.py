@@ -6,10 +6,10 @@ import sizes
 from rich.console import Console
 
 from fp8ref import cli
-from fp8ref.errors import ConfigError
 from fp8ref.estimate import report
 from fp8ref.estimate.gpu_rates import PUBLISHED
-from fp8ref.train import config as configs
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config import config as configs
 
 H200 = PUBLISHED["h200"]
 LARGE = configs.load("llama-8b").replace(parallel={"checkpointing": "selective", "compile": "block"})

@@ -6,9 +6,9 @@ import sizes
 
 from fp8ref.estimate import report, roofline
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
-from fp8ref.linear_rules import Rule
 from fp8ref.recipe import RECIPES
-from fp8ref.train import config as configs
+from fp8ref.selection.rules import Rule
+from fp8ref.train.config import config as configs
 
 H100 = PUBLISHED["h100"]
 COMPILED = {"compile": "block"}

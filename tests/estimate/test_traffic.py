@@ -9,7 +9,7 @@ from fp8ref.estimate import traffic
 
 
 def flows(config, backend):
-    """Of tensors: not of what moves for FP8, the loss or the norm alone, which tests/estimate/test_collectives.py counts."""
+    """Of tensors: not of what moves for FP8, the loss or the norm alone, which tests/estimate/collectives/test_collectives.py counts."""
     return {purpose: (flow.elements, flow.bytes) for purpose, flow in traffic.flows(config, backend).items() if flow.elements}
 
 

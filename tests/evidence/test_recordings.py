@@ -1,6 +1,6 @@
 """Recordings of hardware have the simulator's bits.
 
-``make gpu`` adds recordings of a GPU; published outputs are in tests/sim/test_mma.py.
+``make gpu`` adds recordings of a GPU; published outputs are in tests/sim/gemm/test_mma.py.
 """
 
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from fp8ref.conformance.gemm import recording
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 HERE = Path(__file__).parent
 RECORDINGS = sorted(path for path in HERE.rglob("*.json") if path.parent.name != "xla-triton")

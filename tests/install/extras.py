@@ -35,8 +35,12 @@ def missing(room: str, extra: str) -> Use:
 
 SIMULATOR = """
 import numpy as np
-from fp8ref import delayed, epilogue, formats, granularity, policy, recipe
-from fp8ref.sim import cast, gemm, linear, scaling, sharding, stats
+from fp8ref.spec import delayed, epilogue, granularity
+from fp8ref import formats, policy, recipe
+from fp8ref.sim.quantize import cast, scaling, stats
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim import linear
+from fp8ref.sim.distributed import sharding
 x = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
 w = np.random.default_rng(1).standard_normal((48, 64)).astype(np.float32)
 assert linear.forward(x, w, "rowwise").shape == (32, 48)
@@ -45,7 +49,7 @@ assert stats.statistics(x, scaling.quantize(x, formats.E4M3FN))
 IDENTIFY = """
 from fp8ref.conformance import identify_cast
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 found = identify_cast(lambda x: cast.encode(x, E4M3FN), E4M3FN)
 assert found.ok, found.summary
 """
@@ -56,16 +60,16 @@ x, w = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((48, 64), jnp.bfloat16)
 jax.grad(lambda w: fj.linear.apply(x, w, recipe="rowwise")[0].astype(jnp.float32).sum())(w)
 import flax.linen as nn
 nn.Dense(32, dot_general_cls=fj.flax.linen_dot_general("tensorwise")).init(jax.random.key(0), jnp.ones((32, 64)))
-assert not {"tyro", "pydantic", "grain", "fp8ref.console", "fp8ref.train", "torch"} & set(sys.modules)  # flax imports rich
+assert not {"tyro", "pydantic", "grain", "fp8ref.shared.console", "fp8ref.train", "torch"} & set(sys.modules)  # flax imports rich
 """
 TORCH = """
 import sys, torch
 from torch import nn
 from fp8ref import torch as ft
-model = ft.linear.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16(), "delayed")
+model = ft.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16(), "delayed")
 model(torch.ones(32, 64, dtype=torch.bfloat16)).square().mean().backward()
 ft.delayed.update(model)
-assert not {"tyro", "pydantic", "grain", "fp8ref.console", "fp8ref.train", "jax"} & set(sys.modules)
+assert not {"tyro", "pydantic", "grain", "fp8ref.shared.console", "fp8ref.train", "jax"} & set(sys.modules)
 """
 STUDY = """
 import torch
@@ -82,7 +86,7 @@ import numpy as np
 from hypothesis import given, settings
 from fp8ref.conformance import parameters, require, strategies
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 @settings(max_examples=20, database=None, deadline=None)
 @given(strategies.tensors())
@@ -92,7 +96,8 @@ def right(x):
 right()
 assert parameters.casts(E4M3FN)
 """
-KERNEL = "from fp8ref.formats import E4M3FN\nfrom fp8ref.sim import cast, gemm\n\n\ndef mycast(x):\n    return cast.encode(x, E4M3FN)\n\n\n"
+KERNEL = "from fp8ref.formats import E4M3FN\nfrom fp8ref.sim import cast, gemm\n\n\n"
+KERNEL += "def mycast(x):\n    return cast.encode(x, E4M3FN)\n\n\n"
 KERNEL += 'def mygemm(a, b):\n    return gemm.matmul(a, b, accumulate="f32")\n'
 SOME = ("--run.steps", "2", "--run.eval_batches", "1", "--run.out", "run", "--data.source", "text")
 TRAINS = [
@@ -108,7 +113,7 @@ USES: dict[str, list[Use]] = {
         Use("vectors gen", ("vectors", "gen", "scale", "--format", "e4m3fn", "--policy", "torchao")),
         missing("fp8ref.jax", "jax"),
         missing("fp8ref.torch", "torch"),
-        missing("fp8ref.train.config", "train"),
+        missing("fp8ref.train.config.config", "train"),
         missing("fp8ref.estimate.report", "train"),
         missing("fp8ref.plots", "train"),
         missing("fp8ref.conformance.strategies", "conformance"),

@@ -26,8 +26,8 @@ TOOLS = ("pytest", "hypothesis", "gfloat", "scipy")  # none that brings PyTorch
 SHOWN = ("jax", "jaxlib", "flax", "optax", "numpy", "numba", "orbax-checkpoint", "torch", "torchao")
 JAX_TESTS = (
     "tests/jax/test_delayed.py",
-    "tests/jax/test_adamw_state.py",
-    "tests/jax/test_contraction.py",
+    "tests/jax/states/test_state.py",
+    "tests/jax/linear/test_contraction.py",
     "tests/jax/flax/test_amax_observations.py",
     "tests/jax/flax/test_convert.py",
     "tests/jax/flax/test_report.py",
@@ -35,9 +35,9 @@ JAX_TESTS = (
     "tests/jax/flax/test_nnx.py",
     "tests/jax/flax/test_linen.py::test_a_loss_without_collections_observes_the_same",
     "tests/jax/flax/test_meshes.py::test_linears_that_read_one_input_save_it_once",
-    "tests/train/jax/test_custom_probe.py",
+    "tests/train/jax/custom/test_probe.py",
 )
-TORCH_TESTS = ("tests/torch/test_linear.py", "tests/torch/test_delayed.py", "tests/torch/test_convert.py")
+TORCH_TESTS = ("tests/torch/linear/test_linear.py", "tests/torch/delayed/test_delayed.py", "tests/torch/model/test_convert.py")
 
 
 def main() -> int:

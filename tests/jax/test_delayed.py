@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from histories import CONFIGS, ROLES, margin, recipe_of
 
-from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import BFLOAT16, FLOAT32
-from fp8ref.jax import delayed, linear
+from fp8ref.jax import delayed
 from fp8ref.jax.flax import flax_recipe
+from fp8ref.jax.linear import linear
 from fp8ref.recipe import RECIPES
 from fp8ref.sim import delayed as sim
 from fp8ref.sim import linear as sim_linear
+from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
 
 def seen_of(use: sim.Observation) -> np.ndarray:

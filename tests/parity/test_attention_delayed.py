@@ -3,13 +3,17 @@
 import numpy as np
 import pytest
 
-from fp8ref import attention_delayed, llama
-from fp8ref.attention import GRADIENT_ROLES, ROLES, VARIANTS
-from fp8ref.crosscheck import attention, one_device
+from fp8ref.crosscheck import one_device
+from fp8ref.crosscheck.attention import attention
 from fp8ref.crosscheck.operands import observe
-from fp8ref.sim import delayed, scaling
-from fp8ref.train import loop, train_state
+from fp8ref.sim import delayed
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec import llama
+from fp8ref.spec.attention import delayed as attention_delayed
+from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, VARIANTS
+from fp8ref.train import loop
 from fp8ref.train.data import loader
+from fp8ref.train.run import train_state
 from tests import rank_jobs, ranks
 
 LAYER = "model.layers.0.self_attn"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS
-from fp8ref.jax import attention as fj
-from fp8ref.sim import attention as sim
-from fp8ref.torch import attention as ft
+from fp8ref.jax.attention import attention as fj
+from fp8ref.sim.attention import attention as sim
+from fp8ref.spec.attention.variants import VARIANTS
+from fp8ref.torch.attention import attention as ft
 
 F = np.float32
 LOG2E, LN2 = F(math.log2(math.e)), F(math.log(2))

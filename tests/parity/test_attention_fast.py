@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS
-from fp8ref.jax import attention as jax_attention
-from fp8ref.sim import attention as sim
-from fp8ref.sim import attention_gradients as sim_gradients
-from fp8ref.torch import attention, attention_fast_operands
+from fp8ref.jax.attention import attention as jax_attention
+from fp8ref.sim.attention import attention as sim
+from fp8ref.sim.attention.gradients import gradients as sim_gradients
+from fp8ref.spec.attention.variants import VARIANTS
+from fp8ref.torch.attention import attention
+from fp8ref.torch.attention.fast import operands as attention_fast_operands
 
 NAMES = [name for name in VARIANTS if name != "exact"]
 GRADIENTS = [name for name, variant in VARIANTS.items() if variant.backward == "cast"]

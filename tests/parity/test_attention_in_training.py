@@ -4,17 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref import llama
-from fp8ref.attention import VARIANTS, Mask
 from fp8ref.crosscheck import one_device, rerun
-from fp8ref.errors import ConfigError
-from fp8ref.jax import attention as attention_jax
+from fp8ref.jax.attention import attention as attention_jax
+from fp8ref.shared.errors import ConfigError
 from fp8ref.sim import llama as simulated
-from fp8ref.torch import attention as attention_torch
-from fp8ref.torch import attention_kernel
-from fp8ref.train import failed_step, hardware, loop
+from fp8ref.spec import llama
+from fp8ref.spec.attention.variants import VARIANTS, Mask
+from fp8ref.torch.attention import attention as attention_torch
+from fp8ref.torch.attention import kernel as attention_kernel
+from fp8ref.train import loop
+from fp8ref.train.config import hardware
 from fp8ref.train.data import loader
-from fp8ref.train.processes import Alone
+from fp8ref.train.run import failed_step
+from fp8ref.train.run.processes import Alone
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads of 32 features, of which mxfp8 takes multiples."""

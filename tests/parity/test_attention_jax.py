@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from fp8ref.attention import VARIANTS
-from fp8ref.jax import attention
-from fp8ref.sim import attention as sim
-from fp8ref.sim import attention_gradients as sim_gradients
+from fp8ref.jax.attention import attention
+from fp8ref.sim.attention import attention as sim
+from fp8ref.sim.attention.gradients import gradients as sim_gradients
+from fp8ref.spec.attention.variants import VARIANTS
 
 NAMES = [name for name in VARIANTS if name != "exact"]
 GRADIENTS = [name for name, variant in VARIANTS.items() if variant.backward == "cast"]

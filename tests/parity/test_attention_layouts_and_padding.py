@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS, differentiated
-from fp8ref.jax import attention as fj
-from fp8ref.sim import attention as sim
-from fp8ref.sim import attention_gradients as sim_gradients
-from fp8ref.torch import attention as ft
+from fp8ref.jax.attention import attention as fj
+from fp8ref.sim.attention import attention as sim
+from fp8ref.sim.attention.gradients import gradients as sim_gradients
+from fp8ref.spec.attention.variants import VARIANTS, differentiated
+from fp8ref.torch.attention import attention as ft
 
 F = np.float32
 SINKS = np.array([0.5, -1, 2, 0], F)

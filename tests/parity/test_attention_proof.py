@@ -5,12 +5,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fp8ref.attention_products import PRODUCTS
-from fp8ref.errors import ConfigError
-from fp8ref.jax import attention as attention_jax
-from fp8ref.jax.attention_operands import Parts
-from fp8ref.torch import attention as attention_torch
-from fp8ref.torch import attention_fast_operands, attention_observer, attention_operands, batched_gemm
+from fp8ref.jax.attention import attention as attention_jax
+from fp8ref.jax.attention.operands.operands import Parts
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.attention.products import PRODUCTS
+from fp8ref.torch.attention import attention as attention_torch
+from fp8ref.torch.attention import observer as attention_observer
+from fp8ref.torch.attention.fast import operands as attention_fast_operands
+from fp8ref.torch.attention.operands import operands as attention_operands
+from fp8ref.torch.gemm import batched as batched_gemm
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 

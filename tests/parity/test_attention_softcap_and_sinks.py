@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS, Mask
-from fp8ref.jax import attention as jax_attention
-from fp8ref.jax import attention_inputs, attention_sinks
-from fp8ref.sim import attention as sim
-from fp8ref.sim import attention_gradients as sim_gradients
-from fp8ref.sim import attention_sinks as sim_sinks
-from fp8ref.torch import attention as torch_attention
-from fp8ref.torch import attention_sinks as torch_sinks
-from fp8ref.torch.attention_inputs import Spec
+from fp8ref.jax.attention import attention as jax_attention
+from fp8ref.jax.attention import sinks as attention_sinks
+from fp8ref.jax.attention.operands import inputs as attention_inputs
+from fp8ref.sim.attention import attention as sim
+from fp8ref.sim.attention import sinks as sim_sinks
+from fp8ref.sim.attention.gradients import gradients as sim_gradients
+from fp8ref.spec.attention.variants import VARIANTS, Mask
+from fp8ref.torch.attention import attention as torch_attention
+from fp8ref.torch.attention import sinks as torch_sinks
+from fp8ref.torch.attention.operands.inputs import Spec
 
 F = np.float32
 NAMES = [name for name in VARIANTS if name != "exact"]

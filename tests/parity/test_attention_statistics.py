@@ -8,17 +8,23 @@ import pytest
 import rank_jobs
 import ranks
 
-from fp8ref import attention as data
-from fp8ref import attention_products, llama
-from fp8ref.attention import Mask
 from fp8ref.conformance.gemm.bound import gamma
-from fp8ref.jax import attention as attention_jax
-from fp8ref.sim import attention, attention_gradients, head_scaling, stats
-from fp8ref.sim.scaling import Quantized
-from fp8ref.torch import attention_observer
-from fp8ref.train import log, loop, schedule
+from fp8ref.jax.attention import attention as attention_jax
+from fp8ref.sim.attention import attention
+from fp8ref.sim.attention.gradients import gradients as attention_gradients
+from fp8ref.sim.attention.operands import heads as head_scaling
+from fp8ref.sim.quantize import stats
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec import llama
+from fp8ref.spec.attention import products as attention_products
+from fp8ref.spec.attention import variants as data
+from fp8ref.spec.attention.variants import Mask
+from fp8ref.torch.attention import observer as attention_observer
+from fp8ref.train import loop
+from fp8ref.train.config import schedule
 from fp8ref.train.data import loader
 from fp8ref.train.report import figures, run_files, what_if
+from fp8ref.train.run import log
 
 U = 2.0**-24
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

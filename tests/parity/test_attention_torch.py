@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS, Mask
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.formats import E5M2
-from fp8ref.sim import attention as sim
-from fp8ref.sim import attention_gradients as sim_gradients
-from fp8ref.sim import cast, hardware, head_scaling
-from fp8ref.torch import attention
-from fp8ref.torch import hardware as simulated
+from fp8ref.sim.attention import attention as sim
+from fp8ref.sim.attention.gradients import gradients as sim_gradients
+from fp8ref.sim.attention.operands import heads as head_scaling
+from fp8ref.sim.gemm import hardware
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.variants import VARIANTS, Mask
+from fp8ref.torch.attention import attention
+from fp8ref.torch.gemm import hardware as simulated
 
 F = np.float32
 U = 2.0**-24

@@ -11,16 +11,16 @@ from flax import linen, nnx
 
 import fp8ref.jax as fj
 from fp8ref.formats import E2M1FN, E4M3FN
-from fp8ref.grouped import GroupedRecipe
-from fp8ref.jax import contraction, linear
-from fp8ref.jax import scaling as jax_scaling
+from fp8ref.jax.linear import contraction, linear
+from fp8ref.jax.quantize import scaling as jax_scaling
 from fp8ref.policy import FP4_POLICIES
 from fp8ref.recipe import RECIPES, trained_recipes
-from fp8ref.sim import cast
-from fp8ref.sim import grouped as sim
-from fp8ref.sim import scaling as sim_scaling
-from fp8ref.torch import grouped as torch_grouped
-from fp8ref.torch import scaling as torch_scaling
+from fp8ref.selection.grouped import GroupedRecipe
+from fp8ref.sim.experts import grouped as sim
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize import scaling as sim_scaling
+from fp8ref.torch.experts import grouped as torch_grouped
+from fp8ref.torch.quantize import scaling as torch_scaling
 
 B, M, N, K = 2, 128, 256, 128
 DYNAMIC = [name for name, recipe in trained_recipes().items() if not recipe.delayed and name != "blockwise_deepgemm"]

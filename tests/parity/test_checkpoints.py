@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fp8ref.errors import ConfigError
 from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fp8ref.attention import GRADIENT_ROLES, ROLES
 from fp8ref.crosscheck.operands import observe
-from fp8ref.errors import ConfigError
 from fp8ref.estimate import dry_run
-from fp8ref.train import device_shapes, loop
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES
+from fp8ref.train import loop
+from fp8ref.train.config import device_shapes
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
 from tests import ranks

@@ -11,10 +11,10 @@ import torch
 
 from fp8ref.conformance import identify_quantizer
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import scaling as jax_scaling
+from fp8ref.jax.quantize import scaling as jax_scaling
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast, scales, scaling
-from fp8ref.torch import scaling as torch_scaling
+from fp8ref.sim.quantize import cast, scales, scaling
+from fp8ref.torch.quantize import scaling as torch_scaling
 
 FLOOR = np.float32(1e-4)
 DIVISIONS = {

@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fp8ref import stats
 from fp8ref.crosscheck.one_device import crosscheck
-from fp8ref.linear_rules import Rule
-from fp8ref.llama import LlamaConfig
-from fp8ref.train import ablate, loop
+from fp8ref.selection import statistics as stats
+from fp8ref.selection.rules import Rule
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train import loop
 from fp8ref.train.data import loader
+from fp8ref.train.experiments import ablate
 
 MODEL = LlamaConfig(
     hidden_size=32,
@@ -158,7 +159,7 @@ def test_rules_reach_experts_and_a_schedule_switches_them(mixture):  # R-8, T-9
 
 
 def test_experts_start_from_the_same_bits_in_any_piece():  # M-6
-    from fp8ref import llama
+    from fp8ref.spec import llama
 
     name = "model.layers.0.mlp.experts.up_proj.weight"
     lazy = llama.lazy_initial_weights(MODEL, seed=7)[name]
@@ -205,10 +206,10 @@ def test_what_takes_no_experts_says_so_and_an_estimate_and_a_dry_run_count_them(
     from rich.console import Console
 
     from fp8ref.crosscheck.divergence import live
-    from fp8ref.errors import ConfigError
     from fp8ref.estimate import dry_run, report
     from fp8ref.estimate.gpu_rates import PUBLISHED
-    from fp8ref.train import device_shapes
+    from fp8ref.shared.errors import ConfigError
+    from fp8ref.train.config import device_shapes
 
     config = mixture("rowwise")
     with pytest.raises(ConfigError, match=r"--first-divergence, of the config, takes no experts; got model\.num_experts 4"):

@@ -8,13 +8,14 @@ import pytest
 from ranks import run
 from rich.console import Console
 
-from fp8ref import stats
-from fp8ref.errors import ConfigError
 from fp8ref.estimate import dry_run
-from fp8ref.llama import LlamaConfig
-from fp8ref.torch import grouped_linear
-from fp8ref.train import config as configs
-from fp8ref.train import device_shapes, loop
+from fp8ref.selection import statistics as stats
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.torch.experts import layer as grouped_linear
+from fp8ref.train import loop
+from fp8ref.train.config import config as configs
+from fp8ref.train.config import device_shapes
 from fp8ref.train.data import loader
 
 MODEL = LlamaConfig(

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from ranks import run
 
-from fp8ref import llama
-from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
-from fp8ref.gradient_reduction import AutoScale
-from fp8ref.llama import LlamaConfig
-from fp8ref.sim import cast, gradient_reduction
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.distributed import gradient_reduction
+from fp8ref.sim.quantize import cast
+from fp8ref.spec import llama
+from fp8ref.spec.gradient_reduction import AutoScale
+from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train import loop
-from fp8ref.train.config import Config, DataConfig, OptimizerConfig, RunConfig, from_dict
+from fp8ref.train.config.config import Config, DataConfig, OptimizerConfig, RunConfig, from_dict
 
 RANKS, STEPS = 2, 5
 AUTO = AutoScale(window=2, threshold=1e-3)  # mu reaches 1.41 after a step, whose largest elements saturate

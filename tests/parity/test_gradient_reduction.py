@@ -6,13 +6,15 @@ import pytest
 from ranks import run
 from torch import distributed
 
-from fp8ref import llama
-from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
-from fp8ref.llama import LlamaConfig
-from fp8ref.sim import cast, gradient_reduction
-from fp8ref.train import device_shapes, loop
-from fp8ref.train.config import Config, DataConfig
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.distributed import gradient_reduction
+from fp8ref.sim.quantize import cast
+from fp8ref.spec import llama
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train import loop
+from fp8ref.train.config import device_shapes
+from fp8ref.train.config.config import Config, DataConfig
 
 RANKS = 4
 CONFIG = Config(

@@ -9,21 +9,22 @@ import pytest
 import torch
 from grouped_cases import DYNAMIC, EVERY, GEMMS, OFFS, SIZES, E, M, N, integers, name_of, of_group, operands, parts, simulated, tensors
 
-from fp8ref import grouped as recipes
 from fp8ref.conformance.gemm import bound
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
-from fp8ref.grouped import GROUPED_RECIPES
 from fp8ref.jax import delayed as jax_delayed
-from fp8ref.jax import grouped as jax_grouped
-from fp8ref.jax import grouped_operands as jax_operands
+from fp8ref.jax.experts import grouped as jax_grouped
+from fp8ref.jax.experts import operands as jax_operands
 from fp8ref.recipe import OPERANDS, Recipe
-from fp8ref.sim import cast, delayed
-from fp8ref.sim import grouped as sim
-from fp8ref.sim import hardware as sim_hardware
-from fp8ref.torch import delayed as torch_delayed
-from fp8ref.torch import grouped as torch_grouped
-from fp8ref.torch import grouped_operands as torch_operands
-from fp8ref.torch import hardware as torch_hardware
+from fp8ref.selection import grouped as recipes
+from fp8ref.selection.grouped import GROUPED_RECIPES
+from fp8ref.sim import delayed
+from fp8ref.sim.experts import grouped as sim
+from fp8ref.sim.gemm import hardware as sim_hardware
+from fp8ref.sim.quantize import cast
+from fp8ref.torch.delayed import delayed as torch_delayed
+from fp8ref.torch.experts import grouped as torch_grouped
+from fp8ref.torch.experts import operands as torch_operands
+from fp8ref.torch.gemm import hardware as torch_hardware
 
 every = pytest.mark.parametrize("recipe", EVERY, ids=name_of)
 INTEGERS = [r for r in [*EVERY, "bf16"] if not str(r).startswith("blockwise")]  # of blocks in float32, sums on dequantized operands round

@@ -15,7 +15,8 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from fp8ref.conformance.gemm import bound
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.sim import cast, grouped, scaling
+from fp8ref.sim.experts import grouped
+from fp8ref.sim.quantize import cast, scaling
 
 GEMMS = ("output", "grad_input", "grad_weight")
 OFFS = (32, 96, 128)

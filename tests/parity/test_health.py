@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from given_gradients import configured, fed
 
-from fp8ref import health
-from fp8ref.sim import health as simulated
-from fp8ref.sim import states as sim
-from fp8ref.train import log, loop
+from fp8ref.sim.states import health as simulated
+from fp8ref.sim.states import states as sim
+from fp8ref.spec.states import health
+from fp8ref.train import loop
 from fp8ref.train.data import loader
+from fp8ref.train.run import log
 
 BACKENDS = pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 

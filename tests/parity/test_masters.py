@@ -8,13 +8,16 @@ from given_gradients import BACKENDS, fed
 from safetensors.numpy import load_file
 from state_layouts import differing
 
-from fp8ref import layout_decisions, llama
-from fp8ref.errors import ConfigError
 from fp8ref.estimate import memory
-from fp8ref.sim import states as sim
-from fp8ref.states import WITH_MASTERS
-from fp8ref.train import coverage, export, loop, train_state
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.states import states as sim
+from fp8ref.spec import llama
+from fp8ref.spec.states import saved as layout_decisions
+from fp8ref.spec.states.layouts import WITH_MASTERS
+from fp8ref.train import loop
 from fp8ref.train.data import loader
+from fp8ref.train.models import export
+from fp8ref.train.run import coverage, train_state
 
 COMPILED = pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])  # what XLA compiles takes its time
 EVERY = [pytest.param(name, marks=[] if name == "sqrt_e4m3_f16" else pytest.mark.slow) for name in WITH_MASTERS]

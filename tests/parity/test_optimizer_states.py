@@ -7,14 +7,15 @@ import pytest
 from given_gradients import BACKENDS, configured, fed
 from state_layouts import differing
 
-from fp8ref import llama
-from fp8ref.errors import ConfigError
 from fp8ref.estimate import memory
-from fp8ref.sim import states as sim
-from fp8ref.states import LAYOUTS
-from fp8ref.train import coverage, loop, train_state
-from fp8ref.train.config import OptimizerConfig
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.states import states as sim
+from fp8ref.spec import llama
+from fp8ref.spec.states.layouts import LAYOUTS
+from fp8ref.train import loop
+from fp8ref.train.config.config import OptimizerConfig
 from fp8ref.train.data import loader
+from fp8ref.train.run import coverage, train_state
 
 QUICK = ("sqrt_e4m3",)
 EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]

@@ -9,19 +9,20 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import grouped, linear
-from fp8ref.jax import scales as jax_scales
-from fp8ref.jax import scaling as jax_scaling
-from fp8ref.jax import stats as jax_stats
-from fp8ref.jax.sharding import Placement
-from fp8ref.sim import hardware
+from fp8ref.jax.distributed.sharding import Placement
+from fp8ref.jax.experts import grouped
+from fp8ref.jax.linear import linear
+from fp8ref.jax.quantize import scales as jax_scales
+from fp8ref.jax.quantize import scaling as jax_scaling
+from fp8ref.jax.quantize import stats as jax_stats
 from fp8ref.sim import linear as sim
-from fp8ref.sim import scaling as sim_scaling
-from fp8ref.sim import stats as sim_stats
-from fp8ref.torch import hardware as torch_hardware
-from fp8ref.torch import scaling as torch_scaling
-from fp8ref.torch import stats as torch_stats
-from fp8ref.torch.linear import Linear
+from fp8ref.sim.gemm import hardware
+from fp8ref.sim.quantize import scaling as sim_scaling
+from fp8ref.sim.quantize import stats as sim_stats
+from fp8ref.torch.gemm import hardware as torch_hardware
+from fp8ref.torch.linear.linear import Linear
+from fp8ref.torch.observe import statistics as torch_stats
+from fp8ref.torch.quantize import scaling as torch_scaling
 
 N = K = 128
 HOPPER = hardware.by_name("hopper")

@@ -5,14 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref import grouped, linear_rules
 from fp8ref import jax as fj
 from fp8ref import torch as ft
 from fp8ref.formats import E2M1FN
 from fp8ref.recipe import RECIPES
+from fp8ref.selection import grouped
+from fp8ref.selection import rules as linear_rules
 from fp8ref.sim import linear
-from fp8ref.train import config as configs
-from fp8ref.train import schedule, sweep
+from fp8ref.train.config import config as configs
+from fp8ref.train.config import schedule
+from fp8ref.train.experiments import sweep
 
 NAMES = [name for name, recipe in RECIPES.items() if recipe.simulated]
 X, W = np.ones((32, 64), np.float32), np.ones((32, 64), np.float32)
@@ -20,7 +22,7 @@ TAKERS = {
     "jax linear": lambda r: fj.linear.apply(jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), recipe=r),
     "linen": lambda r: fj.flax.linen_dot_general(r),
     "jax grouped": lambda r: fj.grouped.apply(jnp.asarray(X), jnp.asarray(W)[None], jnp.array([32]), recipe=r),
-    "torch convert": lambda r: ft.linear.convert(torch.nn.Linear(64, 32).bfloat16(), r),
+    "torch convert": lambda r: ft.convert(torch.nn.Linear(64, 32).bfloat16(), r),
     "torch grouped": lambda r: ft.grouped.apply(torch.ones(32, 64), torch.ones(1, 32, 64), torch.tensor([32]), recipe=r),
     "grouped recipe": lambda r: grouped.by_name(r),
     "config, which train, estimate and crosscheck take": lambda r: configs.Config().replace(numerics={"recipe": r}),

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from fp8ref.train import loop, train_state
+from fp8ref.train import loop
 from fp8ref.train.data import loader
+from fp8ref.train.run import train_state
 
 MODEL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
 NARROW = "sqrt_e4m3_f16"

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fp8ref.crosscheck import one_device
-from fp8ref.jax import gemm as jax_gemm
-from fp8ref.jax import scaling as jax_scaling
+from fp8ref.jax.gemm import gemm as jax_gemm
+from fp8ref.jax.quantize import scaling as jax_scaling
 from fp8ref.recipe import RECIPES
-from fp8ref.sim import hardware
-from fp8ref.torch import gemm as torch_gemm
-from fp8ref.torch import hardware as simulated
-from fp8ref.torch import scaling as torch_scaling
+from fp8ref.sim.gemm import hardware
+from fp8ref.torch.gemm import gemm as torch_gemm
+from fp8ref.torch.gemm import hardware as simulated
+from fp8ref.torch.quantize import scaling as torch_scaling
 from fp8ref.train import loop
 
 RECIPE_PLANS = [("tensorwise", "hopper"), ("rowwise", "hopper_fast"), ("blockwise", "hopper"), ("mxfp8", "ada"), ("tensorwise", "f32")]

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from fp8ref import llama
 from fp8ref.crosscheck import one_device
-from fp8ref.errors import ConfigError
-from fp8ref.train import export, hugging_face, loop
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.train import loop
 from fp8ref.train.data import loader
+from fp8ref.train.models import export, hugging_face
 from tests import ranks
 
 KEYS = {"attention_softcap": 3.0, "attention_sinks": True}

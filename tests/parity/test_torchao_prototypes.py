@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast
-from fp8ref.torch import linear, scaling
+from fp8ref.sim.quantize import cast
+from fp8ref.torch.linear import linear
+from fp8ref.torch.quantize import scaling
 
 # ---- blockwise ----
 

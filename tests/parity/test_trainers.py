@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fp8ref import llama
 from fp8ref.recipe import SHARED_RECIPES
+from fp8ref.spec import llama
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 

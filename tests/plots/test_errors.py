@@ -3,7 +3,7 @@ import pytest
 
 from fp8ref import plots
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from fp8ref import health, plots
+from fp8ref import plots
 from fp8ref.formats import E4M3FN
+from fp8ref.spec.states import health
 
 
 @pytest.fixture

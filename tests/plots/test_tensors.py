@@ -4,8 +4,8 @@ import pytest
 from fp8ref import plots
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.plots import tensors
-from fp8ref.sim import scaling, stats
-from fp8ref.sim.scales import Scales
+from fp8ref.sim.quantize import scaling, stats
+from fp8ref.sim.quantize.scales import Scales
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from properties.domains import F32, caught, for_all, numbers, of_magnitude
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0FNU, FLOAT16, FP8_FORMATS
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 CODES = np.arange(256, dtype=np.uint8)
 FORMATS = list(FP8_FORMATS.values())

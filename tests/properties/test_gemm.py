@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from properties.domains import F32, among, any_float32, caught, for_all, numbers
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import accumulate, cast, gemm, tensor_core
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.gemm import accumulate, gemm, tensor_core
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scaling import Quantized
 
 CODES = np.arange(256, dtype=np.uint8)
 PAIRS = list(itertools.product((E4M3FN, E5M2), repeat=2))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from properties.domains import F32, caught, for_all, of_magnitude, tensors
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import cast, scaling
+from fp8ref.sim.quantize import cast, scaling
 
 # The tie above max over the power of two below it: a block whose amax has such a mantissa, or more, loses its largest elements.
 # e4m3's tie, 464, still goes to 448, whose code is even; e5m2's, 61440, goes to infinity.

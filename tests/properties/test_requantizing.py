@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from properties.domains import F32, caught, for_all, tensors
 
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
-from fp8ref.sim import cast, scaling
+from fp8ref.sim.quantize import cast, scaling
 
 formats = st.sampled_from(list(FP8_FORMATS.values()))
 

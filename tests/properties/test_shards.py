@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from properties.domains import F32, any_float32, caught, for_all, spread_out
 
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import scaling, sharding
-from fp8ref.sim.mesh import Layout, Mesh, split
+from fp8ref.sim.distributed import sharding
+from fp8ref.sim.distributed.mesh import Layout, Mesh, split
+from fp8ref.sim.quantize import scaling
 
 NAN = np.float32(np.nan)
 MAXIMA = {"np.maximum": np.maximum, "np.fmax": np.fmax, "by_comparison": sharding.max_by_comparison}

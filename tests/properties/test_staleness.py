@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from properties.domains import F32, caught, for_all
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import cast, delayed, scaling
+from fp8ref.sim import delayed
 from fp8ref.sim.delayed import DELAYED
+from fp8ref.sim.quantize import cast, scaling
 
 each_config = pytest.mark.parametrize("name", list(DELAYED))
 lengths, formats = st.integers(1, 6), st.sampled_from([E4M3FN, E5M2])

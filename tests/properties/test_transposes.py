@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from properties.domains import F32, caught, for_all, spread_out, tensors
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.granularity import GRANULARITIES
-from fp8ref.sim import scaling
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.granularity import GRANULARITIES
 
 seeds, formats = st.integers(0, 1 << 32), st.sampled_from([E4M3FN, E5M2])
 

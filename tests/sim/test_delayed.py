@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast, delayed, scaling
+from fp8ref.sim import delayed
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
 OWN = DELAYED["delayed"]
 F32 = np.float32

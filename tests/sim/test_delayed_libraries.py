@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 
-from fp8ref.delayed import DELAYED
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.sim import delayed
+from fp8ref.spec.delayed import DELAYED
 
 F32 = np.float32
 INF, NAN = np.inf, np.nan

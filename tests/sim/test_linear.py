@@ -3,12 +3,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
 from fp8ref.recipe import OPERANDS, RECIPES, CastSpec, GemmSpec, Recipe, trained_recipes
-from fp8ref.sim import cast, delayed, gemm, linear, scaling
-from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim import delayed, linear
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import ACCUMULATIONS, Accumulation
+from fp8ref.sim.gemm.tensor_core import UNITS
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec.delayed import DELAYED
 
 GEMMS = ("output", "grad_input", "grad_weight")
 # L-2, by numpy: operands of [M, K], [N, K], [M, N] with their reduced axis last, and the Hopper plan of a slow or fast GEMM.

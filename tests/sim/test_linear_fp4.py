@@ -9,8 +9,11 @@ from fp4_libraries import transformer_engine
 
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
-from fp8ref.rotation import NVFP4_ROTATION, Rotation
-from fp8ref.sim import cast, gemm, hadamard, linear, packing, scaling
+from fp8ref.sim import linear
+from fp8ref.sim.attention.operands import hadamard
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast, packing, scaling
+from fp8ref.spec.rotation import NVFP4_ROTATION, Rotation
 
 
 @pytest.fixture

@@ -6,12 +6,15 @@ import torch
 from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
-from fp8ref import linear_selection, llama
-from fp8ref.attention import Mask
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.recipe import SHARED_RECIPES, trained_recipes
-from fp8ref.sim import attention, cast, delayed, scales, scaling
+from fp8ref.selection import linears as linear_selection
+from fp8ref.sim import delayed
 from fp8ref.sim import llama as model
+from fp8ref.sim.attention import attention
+from fp8ref.sim.quantize import cast, scales, scaling
+from fp8ref.spec import llama
+from fp8ref.spec.attention.variants import Mask
 
 CONFIG = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 

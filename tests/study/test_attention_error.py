@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from fp8ref.attention import VARIANTS, Mask
-from fp8ref.sim import attention
+from fp8ref.sim.attention import attention
+from fp8ref.spec.attention.variants import VARIANTS, Mask
 from fp8ref.study import attention_error
 from fp8ref.study.recording import Attended, Recording
 

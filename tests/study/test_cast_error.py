@@ -8,7 +8,7 @@ from fp8ref import study
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, trained_recipes
-from fp8ref.sim import scaling, stats
+from fp8ref.sim.quantize import scaling, stats
 from fp8ref.study import recording
 from fp8ref.study.cast_error import Row
 from fp8ref.study.recording import Operand, Recording

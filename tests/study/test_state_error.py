@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp8ref import study
-from fp8ref.sim import health, states
-from fp8ref.states import LAYOUTS
+from fp8ref.sim.states import health, states
+from fp8ref.spec.states.layouts import LAYOUTS
 
 
 def gradients(steps: int = 3) -> list[dict[str, np.ndarray]]:

@@ -118,7 +118,7 @@ def test_conv1d_of_transformers_has_the_weight_of_a_linear():
 
 def test_depth_is_the_error_of_the_converted_model(net, x):
     found = study.depth(net, lambda net: net(x), ["tensorwise", "delayed"], filter_fqns=["unused"])
-    from fp8ref.torch import convert
+    from fp8ref.torch.model import convert
 
     with torch.no_grad():
         plain = net(x).float()

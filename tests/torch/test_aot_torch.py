@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8ref.states import LAYOUTS, Scalars
+from fp8ref.spec.states.layouts import LAYOUTS, Scalars
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMPILED = BENCHMARKS / "compiled"
@@ -68,7 +68,7 @@ print(json.dumps(found))
 
 def answer(program: str, *arguments: str):
     """What a program in which aot_torch is imported prints last, as JSON."""
-    head = "import json, sys\nimport aot_torch, fake_h200, torch\nfrom torch import nn\nfrom fp8ref.llama import LlamaConfig\n"
+    head = "import json, sys\nimport aot_torch, fake_h200, torch\nfrom torch import nn\nfrom fp8ref.spec.llama import LlamaConfig\n"
     path = f"import sys\nsys.path.insert(0, {str(COMPILED)!r})\n"
     command = [sys.executable, "-W", "ignore", "-c", f"{path}{head}{program}", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -8,9 +8,15 @@ import torch
 from torch import nn
 
 import fp8ref.torch
-from fp8ref import attention as variants
 from fp8ref.formats import E4M3FN
-from fp8ref.torch import attention, convert, delayed, grouped, scaling, states, stats
+from fp8ref.spec.attention import variants as variants
+from fp8ref.torch.attention import attention
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.experts import grouped
+from fp8ref.torch.model import convert
+from fp8ref.torch.observe import statistics as stats
+from fp8ref.torch.quantize import scaling
+from fp8ref.torch.states import states
 
 MADE = ("zeros", "ones", "empty", "full", "tensor", "as_tensor")
 

@@ -15,10 +15,11 @@ import pytest
 from fakes import FakeTrainer
 from made_runs import begin
 
-from fp8ref.errors import ConfigError, LostRunError, NonFiniteError, StoppedError
-from fp8ref.train import checkpoint, log, loop
+from fp8ref.shared.errors import ConfigError, LostRunError, NonFiniteError, StoppedError
+from fp8ref.train import loop
 from fp8ref.train.data import loader
-from fp8ref.train.processes import Alone
+from fp8ref.train.run import checkpoint, log
+from fp8ref.train.run.processes import Alone
 
 
 @pytest.fixture

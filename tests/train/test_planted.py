@@ -18,7 +18,7 @@ STEPS = 30
 @pytest.fixture
 def e4m3_gradients(monkeypatch):
     """Puts a recipe into RECIPES whose gradients are e4m3, scaled by a factor too much: what exceeds the format is clipped."""
-    from fp8ref.torch import scales
+    from fp8ref.torch.quantize import scales
 
     def plant(name: str, factor: float) -> str:
         policy = dataclasses.replace(

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from fp8ref.commands import demo
-from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
-from fp8ref.sim import cast
-from fp8ref.train import checkpoint, loop, tensors
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.quantize import cast
+from fp8ref.train import loop, tensors
+from fp8ref.train.run import checkpoint
 from fp8ref.train.tensors import Tensors
 from fp8ref.train.torch import checkpoint as torch_checkpoint
 

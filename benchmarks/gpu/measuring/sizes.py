@@ -5,7 +5,7 @@ import tomllib
 from dataclasses import dataclass
 
 from fp8ref import configs
-from fp8ref.llama import LlamaConfig
+from fp8ref.spec.llama import LlamaConfig
 from measuring import timing
 
 LLAMA_8B = "llama-8b"

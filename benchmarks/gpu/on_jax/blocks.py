@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from fp8ref import llama
-from fp8ref.llama import LlamaConfig
-from fp8ref.train.jax.llama import Layer
+from fp8ref.spec import llama
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.jax.llama.llama import Layer
 from measuring import rounding, timing
 from on_jax.bench import Bench
 from on_jax.linears import differences

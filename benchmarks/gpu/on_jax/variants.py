@@ -15,7 +15,7 @@ from jax import lax
 
 from fp8ref.jax import delayed
 from fp8ref.recipe import RECIPES
-from fp8ref.train.jax.forward_pass import Pass
+from fp8ref.train.jax.llama.forward_pass import Pass
 from fp8ref.train.jax.step import EVERY_ROUNDING
 from reporting.report import OURS
 

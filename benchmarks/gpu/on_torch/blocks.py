@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from fp8ref import llama
-from fp8ref.llama import LlamaConfig
-from fp8ref.torch import delayed, delayed_checks
-from fp8ref.train.torch.llama import Layer
+from fp8ref.spec import llama
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.delayed import state_checks as delayed_checks
+from fp8ref.train.torch.llama.llama import Layer
 from measuring import rounding, timing
 from on_torch.bench import Bench
 from on_torch.linears import differences

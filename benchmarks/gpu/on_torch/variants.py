@@ -22,7 +22,7 @@ def convert(model: nn.Module, variant: str) -> nn.Module:
     """The model with its linears exchanged for those of a variant, of the very same Parameters."""
     kind, _, recipe = variant.partition(" ")
     if kind == "fp8ref":
-        return ft.linear.convert(model, recipe)
+        return ft.convert(model, recipe)
     if kind == "torchao":
         return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
     if kind == "minimal":

@@ -12,8 +12,8 @@ from fp8ref.conformance.attention import scores
 from fp8ref.conformance.attention.scores import FEATURES
 from fp8ref.conformance.attention.subjects import Attention, Question
 from fp8ref.conformance.attention.tiles import Tiling
-from fp8ref.conformance.finding import Finding
-from fp8ref.sim import tensor_core
+from fp8ref.conformance.kit.finding import Finding
+from fp8ref.sim.gemm import tensor_core
 
 LOW = 8.9
 """A probability of 2^-8.9 is the smallest that e4m3 has under any scale, and with the smallest v 2^-26.7 of the largest product:

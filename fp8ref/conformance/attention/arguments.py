@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fp8ref.attention import FULL, VARIANTS, Mask, Variant
 from fp8ref.conformance.attention.comparison import Agreement, Asked, Case, random_operands
 from fp8ref.conformance.attention.subjects import Attention, Question
-from fp8ref.conformance.finding import Counterexample
-from fp8ref.conformance.subject import RefusedError
+from fp8ref.conformance.kit.finding import Counterexample
+from fp8ref.conformance.kit.subject import RefusedError
+from fp8ref.spec.attention.variants import FULL, VARIANTS, Mask, Variant
 
 Alignment = Literal["end", "start"]
 """``Mask.alignment`` of a function whose causal mask has no argument for it."""

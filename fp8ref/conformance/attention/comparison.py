@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.attention import FULL, Mask, Variant
 from fp8ref.conformance.attention import scores
 from fp8ref.conformance.attention.subjects import CAUSAL, WINDOWS, Answer, Attention, Question
-from fp8ref.conformance.finding import Counterexample, bits_of, show
-from fp8ref.conformance.subject import RefusedError
+from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
+from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.formats import BFLOAT16, FLOAT16
-from fp8ref.sim import attention, cast
+from fp8ref.sim.attention import attention
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.variants import FULL, Mask, Variant
 
 NEAR = 0.99
 """The part of outputs that is equal, if only the last bits of exponentials differ.

@@ -5,17 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.attention import FULL, Variant
 from fp8ref.conformance.attention import accumulation, descales, logits, operands, probabilities, subjects, tiles, visibility
 from fp8ref.conformance.attention.operands import Operands
 from fp8ref.conformance.attention.probabilities import Between
 from fp8ref.conformance.attention.scores import FEATURES, LOG2E
 from fp8ref.conformance.attention.subjects import Attention
 from fp8ref.conformance.attention.tiles import Tiling
-from fp8ref.conformance.finding import Finding, table
+from fp8ref.conformance.kit.finding import Finding, table
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.result import Result
-from fp8ref.sim import accumulate, attention_operands
+from fp8ref.shared.result import Result
+from fp8ref.sim.attention.operands import operands as attention_operands
+from fp8ref.sim.gemm import accumulate
+from fp8ref.spec.attention.variants import FULL, Variant
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,8 +10,8 @@ import numpy as np
 from fp8ref.conformance.attention.comparison import random_operands
 from fp8ref.conformance.attention.scores import SCALE
 from fp8ref.conformance.attention.subjects import Attention, Question
-from fp8ref.conformance.finding import Counterexample, Finding
-from fp8ref.sim import cast
+from fp8ref.conformance.kit.finding import Counterexample, Finding
+from fp8ref.sim.quantize import cast
 
 HEADS, TOKENS = 2, 32
 """Of the question, which has as many sequences as heads."""

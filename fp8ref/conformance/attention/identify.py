@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-from fp8ref import attention as data
-from fp8ref.attention import FULL, VARIANTS, Mask, Tiles, Variant
 from fp8ref.conformance.attention import arguments, comparison, decisions, subjects
 from fp8ref.conformance.attention.arguments import FINDINGS, Alignment, Argument
 from fp8ref.conformance.attention.comparison import Agreement, Asked
 from fp8ref.conformance.attention.decisions import Probed
 from fp8ref.formats import E4M3FN, FORMATS, Format
-from fp8ref.result import Result
-from fp8ref.sim import accumulate
+from fp8ref.shared.result import Result
+from fp8ref.sim.gemm import accumulate
+from fp8ref.spec.attention import variants as data
+from fp8ref.spec.attention.variants import FULL, VARIANTS, Mask, Tiles, Variant
 
 if TYPE_CHECKING:
     from rich.console import Console

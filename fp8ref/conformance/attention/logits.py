@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fp8ref.attention import FULL, Mask
 from fp8ref.conformance.attention import scores, visibility
 from fp8ref.conformance.attention.scores import FAR, FEATURES, LARGE, SCALE
 from fp8ref.conformance.attention.subjects import Attention, Question
-from fp8ref.conformance.finding import Counterexample, Finding
-from fp8ref.conformance.subject import RefusedError
+from fp8ref.conformance.kit.finding import Counterexample, Finding
+from fp8ref.conformance.kit.subject import RefusedError
+from fp8ref.spec.attention.variants import FULL, Mask
 
 CAP = 16.0
 """The softcap that is passed: unequal to itself times the softmax scale, or times ln 2."""

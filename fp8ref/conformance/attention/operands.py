@@ -7,9 +7,9 @@ import numpy as np
 
 from fp8ref.conformance.attention.scores import FAR, FEATURES, LOG2E
 from fp8ref.conformance.attention.subjects import Attention, Question
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 FORMATS = (E5M2, E4M3FN, BFLOAT16, FLOAT32)
 """The formats of v that are told apart."""

@@ -12,7 +12,7 @@ import numpy as np
 from fp8ref.conformance.attention import scores
 from fp8ref.conformance.attention.subjects import Attention
 from fp8ref.conformance.attention.tiles import SEEN, Tiling
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import Format
 
 THRESHOLDS = (0.25, 17.0)

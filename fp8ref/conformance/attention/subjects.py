@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref.attention import FULL, Mask
-from fp8ref.conformance import arrays
-from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
+from fp8ref.conformance.kit import arrays
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import E4M3FN, FP8_FORMATS, Format
-from fp8ref.sim import cast, head_scaling
+from fp8ref.sim.attention.operands import heads as head_scaling
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.variants import FULL, Mask
 
 LAYOUTS = ("BHTD", "BTHD")
 """The orders of the axes: batch, heads, tokens, features."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8ref.conformance.attention import scores
 from fp8ref.conformance.attention.subjects import Attention
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.kit.finding import Finding
 
 BLOCKS, BLOCK = 32, 32
 """The blocks of keys that are compared, and their keys."""

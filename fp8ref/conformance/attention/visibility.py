@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fp8ref.attention import FULL, Mask
 from fp8ref.conformance.attention.scores import FAR, FEATURES
 from fp8ref.conformance.attention.subjects import Attention, Question
-from fp8ref.conformance.finding import Counterexample, Finding
-from fp8ref.conformance.subject import RefusedError
-from fp8ref.sim import attention_inputs
+from fp8ref.conformance.kit.finding import Counterexample, Finding
+from fp8ref.conformance.kit.subject import RefusedError
+from fp8ref.sim.attention.operands import inputs as attention_inputs
+from fp8ref.spec.attention.variants import FULL, Mask
 
 CASES: tuple[tuple[Mask, int, int], ...] = (
     (FULL, 3, 1000),

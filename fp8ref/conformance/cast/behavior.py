@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 ROUNDINGS = ("nearest_even", "nearest_away", "nearest_zero", "toward_zero", "away_from_zero", "to_odd", "up", "down")
 """The roundings that a cast may have: those of C-2 but ``stochastic``, and four more."""

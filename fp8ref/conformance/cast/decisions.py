@@ -10,11 +10,11 @@ import numpy as np
 
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, ROUNDINGS, WIDE, Behavior, DoubleRounding
 from fp8ref.conformance.cast.outputs import Responses, number_text, output_text
-from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def rounding(a: Responses, b: Behavior) -> Finding:

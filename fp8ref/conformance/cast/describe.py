@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior, DoubleRounding
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Counterexample, Finding
 from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.finding import Counterexample, Finding
 from fp8ref.formats import Format
-from fp8ref.sim.cast import decode
+from fp8ref.sim.quantize.cast import decode
 
 
 def result_dict(

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from fp8ref.conformance import arrays
 from fp8ref.conformance.cast import outputs
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Counterexample
-from fp8ref.conformance.subject import Subject
+from fp8ref.conformance.kit import arrays
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.finding import Counterexample
+from fp8ref.conformance.kit.subject import Subject
 from fp8ref.formats import Format
 
 

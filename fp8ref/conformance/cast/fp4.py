@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast.outputs import FLOATS
-from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
 from fp8ref.conformance.inputs import cast_inputs, dtypes
-from fp8ref.conformance.subject import ConformanceError, Subject
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
+from fp8ref.conformance.kit.subject import ConformanceError, Subject
 from fp8ref.formats import Format
-from fp8ref.sim import cast
-from fp8ref.sim.packing import unpack
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.packing import unpack
 
 NAN_CODES = {"saturating": (7, 7), "ml_dtypes": (8, 0), "torchao_f4": (3, 11)}
 """What NaN and -NaN become, by the name of a cast: that of C-9 and PTX; ml_dtypes 0.6; torchao 0.18's

@@ -12,18 +12,18 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref.conformance import exhaustive as all_inputs
-from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior, decisions, describe, every_16_bit, layout_invariance, outputs, stochastic
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.fp4 import identify_fp4_cast
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
-from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def identify_cast(

@@ -7,8 +7,8 @@ import numpy as np
 from fp8ref.conformance.cast import behavior, outputs
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, strides_finding
-from fp8ref.conformance.subject import VIEWS, RefusedError, Subject
+from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, show, strides_finding
+from fp8ref.conformance.kit.subject import VIEWS, RefusedError, Subject
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3,), (127,), (1025,), ((1 << 20) + 13,), (33, 65), (64, 64), (3, 5, 17))
 """Shapes of inputs: most sizes are no multiple of vectors, warps or blocks.

@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.finding import Counterexample, bits_of, show
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.dtypes import rounded
-from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 NO_CODE = -1
 """What stands for a value that the format does not have."""

@@ -14,11 +14,11 @@ import numpy as np
 from fp8ref.conformance.cast import behavior, decisions, describe, outputs
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.outputs import Output, Responses
-from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
-from fp8ref.conformance.subject import ConformanceError, Subject
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
+from fp8ref.conformance.kit.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 
 REPEATS = 1 << 12

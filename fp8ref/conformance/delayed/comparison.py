@@ -8,9 +8,9 @@ import numpy as np
 from fp8ref.conformance.delayed import reference
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, Sequence, named, valid
 from fp8ref.conformance.delayed.subject import Shown, Subject
-from fp8ref.conformance.finding import bits_of, show
-from fp8ref.delayed import DelayedScaling
+from fp8ref.conformance.kit.finding import bits_of, show
 from fp8ref.formats import Format
+from fp8ref.spec.delayed import DelayedScaling
 
 TRIED = 48
 """Simpler sequences of one kind that are tried at a time."""

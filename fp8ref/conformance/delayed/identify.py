@@ -11,11 +11,11 @@ from fp8ref.conformance.delayed import unnamed
 from fp8ref.conformance.delayed.comparison import Asked, departure
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, LONGEST, Sequence, fixed
 from fp8ref.conformance.delayed.subject import Subject, subject_of
-from fp8ref.conformance.finding import Finding, show, table
-from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.conformance.kit.finding import Finding, show, table
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.policy import POLICIES, ScalePolicy
-from fp8ref.result import Result
+from fp8ref.shared.result import Result
+from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
 if TYPE_CHECKING:
     from rich.console import Console

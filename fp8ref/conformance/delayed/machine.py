@@ -18,9 +18,9 @@ from fp8ref.conformance.delayed.comparison import same
 from fp8ref.conformance.delayed.require import asked_of
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, ORDINARY, Operation, named
 from fp8ref.conformance.delayed.subject import Held, subject_of
-from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim import delayed
+from fp8ref.spec.delayed import DelayedScaling
 
 _USED = [
     amax

@@ -3,11 +3,11 @@
 import numpy as np
 
 from fp8ref.conformance.delayed.sequences import Sequence
-from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import Format
 from fp8ref.sim import delayed
 from fp8ref.sim.delayed import DelayedState
-from fp8ref.sim.scales import scale_inv_from_scale
+from fp8ref.sim.quantize.scales import scale_inv_from_scale
+from fp8ref.spec.delayed import DelayedScaling
 
 SHOWS = ("next", "stored")
 """Which scale a state shows: that of the coming step, or the one it stores. Under timing ``use``

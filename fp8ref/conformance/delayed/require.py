@@ -13,8 +13,8 @@ from fp8ref.conformance.delayed.identify import of_subject
 from fp8ref.conformance.delayed.reference import SHOWS
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, drawn, fixed, rule_history
 from fp8ref.conformance.delayed.subject import Subject, subject_of
-from fp8ref.delayed import DelayedScaling, by_name
 from fp8ref.formats import E4M3FN, Format
+from fp8ref.spec.delayed import DelayedScaling, by_name
 
 
 def require_delayed(
@@ -33,7 +33,7 @@ def require_delayed(
     AssertionError (spec H-13).
 
     implementation  a class, a function that makes an object, or ``Functions``; see ``subject``.
-    rule      a name in ``fp8ref.delayed.DELAYED``, or a DelayedScaling.
+    rule      a name in ``fp8ref.spec.delayed.DELAYED``, or a DelayedScaling.
     made      what it shows: ``scale`` or ``scale_inv``.
     shows     ``next``: the scale of the coming step; ``stored``: what the state stores.
     takes     what observe takes: ``amax``, a float32 number, or ``tensor``, float32 [2, 3].

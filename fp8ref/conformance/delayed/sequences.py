@@ -9,9 +9,9 @@ import functools
 import math
 from dataclasses import dataclass
 
-from fp8ref import extras
 from fp8ref.conformance import strategies
-from fp8ref.delayed import DelayedScaling
+from fp8ref.shared import extras
+from fp8ref.spec.delayed import DelayedScaling
 
 try:
     from hypothesis import strategies as st

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.arrays import as_jax, as_numpy, as_torch
 from fp8ref.conformance.delayed.sequences import Operation, Sequence
+from fp8ref.conformance.kit.arrays import as_jax, as_numpy, as_torch
 
 FRAMEWORKS = {"numpy": lambda x: x, "torch": as_torch, "jax": as_jax}
 """How amaxes and tensors are given, by framework."""

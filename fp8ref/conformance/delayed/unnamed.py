@@ -7,9 +7,9 @@ import numpy as np
 
 from fp8ref.conformance.delayed.sequences import Sequence, named
 from fp8ref.conformance.delayed.subject import Subject
-from fp8ref.conformance.finding import show
+from fp8ref.conformance.kit.finding import show
 from fp8ref.formats import BFLOAT16, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 _FORGET: Sequence = ((1e-3,),) * 40
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance import arrays, subject
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm, operand
+from fp8ref.conformance.kit import arrays, subject
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.sim import cast, packing
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.quantize import cast, packing
+from fp8ref.sim.quantize.scaling import Quantized
 
 
 def wrap(

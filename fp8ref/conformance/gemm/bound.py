@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.epilogue import Epilogue, by_name
 from fp8ref.formats import Format
-from fp8ref.granularity import block_of
-from fp8ref.sim import accumulate, cast, scaling
-from fp8ref.sim.scaling import Quantized
-from fp8ref.sim.tensor_core import TensorCore
+from fp8ref.sim.gemm import accumulate
+from fp8ref.sim.gemm.tensor_core import TensorCore
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec.epilogue import Epilogue, by_name
+from fp8ref.spec.granularity import block_of
 
 ROUNDINGS = 9
 """Float32 roundings of B-1 besides K: K - 1 additions, at most five products with scales, three

@@ -10,15 +10,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand, rows_of
 from fp8ref.conformance.gemm.stimulus import Bench
-from fp8ref.epilogue import BIASES, EPILOGUES, ROUNDINGS, SCALES, Epilogue
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
-from fp8ref.sim import cast, gemm
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.scaling import Quantized
-from fp8ref.sim.tensor_core import K_STEP
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.gemm.tensor_core import K_STEP
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec.epilogue import BIASES, EPILOGUES, ROUNDINGS, SCALES, Epilogue
 
 ROUNDS, MOST_ROUNDS = 8, 64  # GEMMs that are run, each under other scales
 ENOUGH = 4096

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8ref.conformance.finding import Finding, table
 from fp8ref.conformance.gemm import epilogues, specials, step
 from fp8ref.conformance.gemm.grade import Grade
 from fp8ref.conformance.gemm.plans import FIELDS, PLAN, UNIT, Sample, draw_codes, draw_sample, findings_of, fitting_plans, plan_to_dict
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
 from fp8ref.conformance.gemm.stimulus import Bench
-from fp8ref.epilogue import Epilogue
+from fp8ref.conformance.kit.finding import Finding, table
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.result import Result
-from fp8ref.sim import gemm
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.tensor_core import K_STEP
+from fp8ref.shared.result import Result
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.gemm.tensor_core import K_STEP
+from fp8ref.spec.epilogue import Epilogue
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8ref.conformance.finding import Finding, table
 from fp8ref.conformance.gemm import plans, step
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm
 from fp8ref.conformance.gemm.stimulus import Bench, finite_codes
 from fp8ref.conformance.gemm.wgmma import Multiply
+from fp8ref.conformance.kit.finding import Finding, table
 from fp8ref.formats import E5M2, Format
-from fp8ref.result import Result
-from fp8ref.sim import cast, gemm
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.scaling import Quantized
-from fp8ref.sim.tensor_core import K_STEP, TensorCore
+from fp8ref.shared.result import Result
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.gemm.tensor_core import K_STEP, TensorCore
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scaling import Quantized
 
 if TYPE_CHECKING:
     from rich.console import Console

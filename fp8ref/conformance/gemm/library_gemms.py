@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ScaledGemm
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.quantize.scaling import Quantized
 
 KNOWN = ("torch-scaled-mm", "torch-rowwise", "jax-dot")
 """The names of the libraries' GEMMs."""
@@ -82,8 +82,8 @@ def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:
     import jax.numpy as jnp
     from jax import lax
 
-    from fp8ref.jax import gemm
-    from fp8ref.jax.scaling import Quantized as Operand
+    from fp8ref.jax.gemm import gemm
+    from fp8ref.jax.quantize.scaling import Quantized as Operand
 
     accumulate = "fast" if fast else "slow"
 

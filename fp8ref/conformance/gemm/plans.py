@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.gemm import epilogues
 from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.conformance.gemm.stimulus import Bench
-from fp8ref.epilogue import Epilogue
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import FLOAT16
-from fp8ref.sim import accumulate, cast, gemm
-from fp8ref.sim.accumulate import SPLIT_ORDERS, SPLIT_TILE, Accumulation
-from fp8ref.sim.tensor_core import K_STEP, TensorCore
+from fp8ref.sim.gemm import accumulate, gemm
+from fp8ref.sim.gemm.accumulate import SPLIT_ORDERS, SPLIT_TILE, Accumulation
+from fp8ref.sim.gemm.tensor_core import K_STEP, TensorCore
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.epilogue import Epilogue
 
 UNIT = tuple(f.name for f in dataclasses.fields(TensorCore) if f.name not in ("name", "evidence", "accumulator", "block_scales"))
 """The keys of a plan in JSON that describe its unit, one step of a tensor core.

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fp8ref
-from fp8ref import files
 from fp8ref.conformance.gemm import epilogues, plans
 from fp8ref.conformance.gemm.identify import Identified
 from fp8ref.conformance.gemm.instruction import SIDE, Instruction, random_operands
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, operand, rows_of
 from fp8ref.conformance.gemm.wgmma import Multiply
 from fp8ref.formats import FP8_FORMATS
-from fp8ref.result import Result
-from fp8ref.sim import gemm
-from fp8ref.sim.accumulate import Accumulation
+from fp8ref.shared import files
+from fp8ref.shared.result import Result
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
 
 if TYPE_CHECKING:
     from rich.console import Console

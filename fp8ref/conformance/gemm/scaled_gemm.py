@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E8M0FNU, FLOAT16, FLOAT32, Format
-from fp8ref.granularity import by_name, scale_shape
-from fp8ref.sim import cast, scaling
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec.granularity import by_name, scale_shape
 
 OUT_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 """The dtypes that a GEMM may return, by name."""

@@ -5,14 +5,14 @@ spec G-2, G-6, G-11.
 
 import numpy as np
 
-from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.gemm import epilogues, plans
 from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.conformance.gemm.stimulus import Bench
-from fp8ref.epilogue import Epilogue
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import Format
-from fp8ref.sim import gemm
-from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.spec.epilogue import Epilogue
 
 NAN = 0x7FFFFFFF
 """The bits of the one NaN that tensor cores give."""

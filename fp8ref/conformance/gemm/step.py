@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.conformance.gemm.stimulus import Bench, Terms, finite_codes
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import FLOAT16, FLOAT32
-from fp8ref.sim import cast, tensor_core
-from fp8ref.sim.tensor_core import K_STEP, ROUNDINGS, TensorCore
+from fp8ref.sim.gemm import tensor_core
+from fp8ref.sim.gemm.tensor_core import K_STEP, ROUNDINGS, TensorCore
+from fp8ref.sim.quantize import cast
 
 FAR = 28
 """Binades below the largest number: more than a float32 or any unit of the simulator keeps."""

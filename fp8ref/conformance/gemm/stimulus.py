@@ -14,7 +14,7 @@ import numpy as np
 
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand
 from fp8ref.formats import FLOAT32, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 SAMPLED = 256
 """The most rows, and the most columns, that the simulator computes too."""

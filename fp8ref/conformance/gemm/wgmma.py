@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError
 from fp8ref.formats import E4M3FN, E5M2, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 SOURCE = Path(__file__).with_suffix(".cu")
 """The CUDA source of the kernel."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
 """The e4m3 of ml_dtypes, which has infinities: OFP8 does not have this format."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 class Source(NamedTuple):

@@ -11,7 +11,7 @@ from fp8ref import policy as policies
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 CAST_CLAUSES = {
     "NaN": "C-5",

@@ -15,8 +15,8 @@ from fp8ref import policy as policies
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
 from fp8ref.formats import BFLOAT16, Format
-from fp8ref.granularity import blocks, scale_shape
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.granularity import blocks, scale_shape
 
 PATTERNS = ("ordinary", "outliers", "wide", "subnormal", "zeros", "zero lines", "power of two", "huge", "infinity", "NaN")
 """The patterns of ``filled``."""

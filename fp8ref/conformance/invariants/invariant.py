@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import extras
 from fp8ref.formats import E4M3FN, Format
+from fp8ref.shared import extras
 
 try:
     import hypothesis

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fp8ref.conformance.arrays import as_numpy
 from fp8ref.conformance.invariants.invariant import Invariant, stated, text
+from fp8ref.conformance.kit.arrays import as_numpy
 from fp8ref.formats import Format
 
 _F32 = np.float32

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fp8ref.conformance.arrays import as_numpy
 from fp8ref.conformance.invariants.invariant import Invariant, stated, tensors, text
+from fp8ref.conformance.kit.arrays import as_numpy
 from fp8ref.formats import Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 _F32 = np.float32
 SHAPE = (3, 4)

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fp8ref.conformance.arrays import as_numpy
 from fp8ref.conformance.invariants.invariant import Invariant, significands, stated, text
+from fp8ref.conformance.kit.arrays import as_numpy
 from fp8ref.formats import Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 _F32 = np.float32
 _LOW, _HIGH = -39, 100  # 2^-39 is above torchao's eps, 1e-12; scales of amaxes up to 2^100 are normal

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.conformance.optimizer import subjects
 from fp8ref.conformance.optimizer.forms import Numbers
 from fp8ref.conformance.optimizer.subjects import Inputs, Snapshot
-from fp8ref.sim import states as sim
-from fp8ref.states import Layout
+from fp8ref.sim.states import states as sim
+from fp8ref.spec.states.layouts import Layout
 
 DAMAGED: dict[str, float] = {"NaN": np.nan, "+Inf": np.inf, "-Inf": -np.inf}
 """The gradients that are asked, each the only bad one of its tensor."""

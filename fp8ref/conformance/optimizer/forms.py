@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import states
+from fp8ref.spec.states import layouts as states
 
 F32 = np.float32
 """float32, in which every number of a form is rounded."""

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8ref import states
-from fp8ref.conformance import subject as subjects_of_arrays
+from fp8ref.conformance.kit import subject as subjects_of_arrays
+from fp8ref.conformance.kit.subject import ConformanceError
 from fp8ref.conformance.optimizer import damage, forms, search, subjects
 from fp8ref.conformance.optimizer.forms import Form, Numbers
 from fp8ref.conformance.optimizer.outcome import NAMED, OptimizerOutcome, counterexample, findings, summary
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
-from fp8ref.conformance.subject import ConformanceError
-from fp8ref.states import LAYOUTS, Layout, Moment
+from fp8ref.spec.states import layouts as states
+from fp8ref.spec.states.layouts import LAYOUTS, Layout, Moment
 
 if TYPE_CHECKING:
     pass

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, table
+from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, show, table
 from fp8ref.conformance.optimizer import forms
 from fp8ref.conformance.optimizer.forms import Form
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
-from fp8ref.result import Result
-from fp8ref.states import LAYOUTS, WITH_MASTERS, Layout
+from fp8ref.shared.result import Result
+from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, Layout
 
 if TYPE_CHECKING:
     from rich.console import Console

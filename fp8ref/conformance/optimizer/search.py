@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref import layout_decisions, states
 from fp8ref.conformance.optimizer import forms
 from fp8ref.conformance.optimizer.forms import Form, Numbers
 from fp8ref.conformance.optimizer.subjects import Inputs, Snapshot
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import moments
-from fp8ref.sim import states as sim
-from fp8ref.sim.moments import MomentState
-from fp8ref.states import LAYOUTS, WITH_MASTERS, Layout, Moment
+from fp8ref.sim.states import moments
+from fp8ref.sim.states import states as sim
+from fp8ref.sim.states.moments import MomentState
+from fp8ref.spec.states import layouts as states
+from fp8ref.spec.states import saved as layout_decisions
+from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, Layout, Moment
 
 PROBE = "spread"
 """The tensor that is asked first."""

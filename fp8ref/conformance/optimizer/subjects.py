@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance import arrays
+from fp8ref.conformance.kit import arrays
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError
 from fp8ref.conformance.optimizer.forms import Numbers
-from fp8ref.conformance.subject import ConformanceError, RefusedError
 
 KINDS = ("torch", "optax", "function")
 """What an optimizer is handed over as."""

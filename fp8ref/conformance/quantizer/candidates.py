@@ -17,8 +17,8 @@ from fp8ref.conformance.quantizer.deviations import NO_DEVIATION, Deviation
 from fp8ref.conformance.quantizer.outputs import QuantizerOutput, Response, ScaleLayout
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast, scaling
-from fp8ref.sim.scales import Scales, scales_from_amax
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scales import Scales, scales_from_amax
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Counterexample, bits_of, show
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
 from fp8ref.conformance.quantizer import candidates, outputs, policy_match, shrinking
 from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
@@ -21,7 +21,7 @@ from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Res
 from fp8ref.conformance.quantizer.policy_match import PolicyMatch
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast, scaling
+from fp8ref.sim.quantize import cast, scaling
 
 SHAPES = ((1, 1), (1, 32), (32, 1), (1, 128), (128, 1), (4, 4), (16, 16), (32, 32), (128, 128), (256, 384))
 """The shapes of counterexamples, in the order in which they are tried."""

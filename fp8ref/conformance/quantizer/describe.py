@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import profiles
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.finding import Counterexample, Finding, Outcome, other_devices
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, other_devices
+from fp8ref.conformance.kit.subject import SHAPE
 from fp8ref.conformance.quantizer import counterexamples, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout
 from fp8ref.conformance.quantizer.policy_match import PolicyMatch
-from fp8ref.conformance.subject import SHAPE
 from fp8ref.formats import Format
+from fp8ref.spec import profiles
 
 
 def result_dict(

@@ -13,8 +13,8 @@ import numpy as np
 
 from fp8ref.formats import BFLOAT16, FLOAT16, Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast, scaling
-from fp8ref.sim.scales import Scales, scale_inv_from_scale
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scales import Scales, scale_inv_from_scale
 
 Amax = Callable[..., np.ndarray]
 """A function of x, granularity and axis, as ``scaling.amax``."""

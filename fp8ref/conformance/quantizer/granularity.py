@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp8ref.conformance.finding import Counterexample, Finding, bits_of
+from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of
+from fp8ref.conformance.kit.subject import SHAPE, ConformanceError
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
-from fp8ref.conformance.subject import SHAPE, ConformanceError
-from fp8ref.granularity import GRANULARITIES, blocks
+from fp8ref.spec.granularity import GRANULARITIES, blocks
 
 _AT = (130, 200)  # its blocks are others for every granularity and axis
 _LARGE = 2.0**40

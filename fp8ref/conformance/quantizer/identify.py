@@ -11,27 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import granularity as granularities
 from fp8ref import policy as policy_data
-from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior, decisions
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior, DoubleRounding
 from fp8ref.conformance.cast.identify import check_format
 from fp8ref.conformance.cast.outputs import Output, Responses
-from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Counterexample, Finding, Outcome
 from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.dtypes import rounded
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome
+from fp8ref.conformance.kit.subject import SHAPE, RefusedError
 from fp8ref.conformance.quantizer import candidates, counterexamples, describe, layout_invariance, outputs, policy_match
 from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
-from fp8ref.conformance.quantizer.fp4 import identify_fp4
+from fp8ref.conformance.quantizer.fp4.identify import identify_fp4
 from fp8ref.conformance.quantizer.granularity import identify_granularity, identify_memory
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout, smallest_shape
 from fp8ref.conformance.quantizer.policy_match import PolicyMatch
-from fp8ref.conformance.subject import SHAPE, RefusedError
 from fp8ref.formats import BFLOAT16, FP4_FORMATS, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.spec import granularity as granularities
 
 _TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
 

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from fp8ref import policy as policy_data
-from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, strides_finding
 from fp8ref.conformance.inputs import quantizer_inputs
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, show, strides_finding
+from fp8ref.conformance.kit.subject import VIEWS, RefusedError
 from fp8ref.conformance.quantizer import candidates, counterexamples, outputs, planted_tensors, policy_match, ragged_blocks
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import noise
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout, WrongShapeError, arrays_of
 from fp8ref.conformance.quantizer.planted_tensors import PlantedTensor
-from fp8ref.conformance.subject import VIEWS, RefusedError
-from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import scaling
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.granularity import by_name
 
 SHAPES = ((1, 128), (3, 256), (16, 384), (64, 512), (128, 128), (299, 128), (3, 28672), (1031, 1152))
 """Shapes whose K is as S-6 asks.

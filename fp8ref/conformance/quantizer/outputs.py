@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast.outputs import FLOATS
 from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.inputs.quantizer_inputs import Amaxes
-from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import E8M0FNU
-from fp8ref.granularity import scale_shape
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.granularity import scale_shape
 
 # The names that libraries give to the parts of a quantized tensor
 _CODES = ("codes", "_data", "qdata", "qvalue", "data", "quantized")

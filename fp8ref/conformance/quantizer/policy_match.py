@@ -18,8 +18,8 @@ from fp8ref.conformance.quantizer.deviation_search import Search
 from fp8ref.conformance.quantizer.deviations import NO_DEVIATION
 from fp8ref.conformance.quantizer.outputs import Quantizer, Response, ScaleLayout
 from fp8ref.formats import Format
-from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
+from fp8ref.spec.granularity import by_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import numpy as np
 
 from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.conformance.quantizer.outputs import QuantizerOutput, ScaleLayout
-from fp8ref.granularity import by_name
-from fp8ref.sim import cast, scaling
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec.granularity import by_name
 
 
 def shapes(scale_layout: ScaleLayout) -> list[tuple[int, int]]:

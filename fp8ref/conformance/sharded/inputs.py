@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref import extras
 from fp8ref.conformance import strategies
+from fp8ref.shared import extras
 
 try:
     from hypothesis import strategies as st

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref import attention as variants
-from fp8ref.attention import VARIANTS, Mask
-from fp8ref.conformance import explain
 from fp8ref.conformance.attention import comparison
 from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.kit import explain
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FLOAT32
-from fp8ref.sim import attention
+from fp8ref.sim.attention import attention
+from fp8ref.spec.attention import variants as variants
+from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 AXES = "B,H,Hkv,Tq,Tk,D"
 """The axes of a shape: q is [B, H, Tq, D], k and v are [B, Hkv, Tk, D]."""

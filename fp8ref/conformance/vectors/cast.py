@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance import explain
 from fp8ref.conformance.inputs import cast_inputs, dtypes, kinds
+from fp8ref.conformance.kit import explain
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FORMATS, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 FIELDS, ANSWERS = ("value",), ("code",)
 NAMES = tuple(f.name for f in FORMATS.values() if f.bits <= 8)

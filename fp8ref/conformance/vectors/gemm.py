@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref import epilogue as epilogues
-from fp8ref import granularity as granularities
-from fp8ref.conformance import explain
 from fp8ref.conformance.gemm import bound as bounds
 from fp8ref.conformance.gemm.scaled_gemm import hardware_scales
 from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.kit import explain
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FORMATS, FP8_FORMATS
-from fp8ref.sim import accumulate, cast, gemm
-from fp8ref.sim.gemm import OUT_DTYPES
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.gemm import accumulate, gemm
+from fp8ref.sim.gemm.gemm import OUT_DTYPES
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec import epilogue as epilogues
+from fp8ref.spec import granularity as granularities
 
 FIELDS, ANSWERS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"), ("values",)
 PATTERNS = ("ordinary", "any code", "one large", "canceling", "subnormal", "zero", "specials")

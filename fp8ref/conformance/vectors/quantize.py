@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref import granularity as granularities
 from fp8ref import policy as policies
-from fp8ref.conformance import explain
 from fp8ref.conformance.inputs import dtypes, kinds, quantizer_inputs
+from fp8ref.conformance.kit import explain
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import scale
 from fp8ref.conformance.vectors.scale import Rules as Rules
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FLOAT32, FP4_FORMATS, FP8_FORMATS, QUANTIZED_FORMATS, Format
-from fp8ref.sim import cast, scaling, two_level
-from fp8ref.sim.scales import Scales, scales_from_amax
+from fp8ref.sim.quantize import cast, scaling, two_level
+from fp8ref.sim.quantize.scales import Scales, scales_from_amax
+from fp8ref.spec import granularity as granularities
 
 FIELDS, ANSWERS = ("shape", "values"), ("codes", "scales")
 SOURCES = ("float32", "bfloat16", "float16")

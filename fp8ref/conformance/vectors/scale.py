@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref import policy as policies
-from fp8ref.conformance import explain
 from fp8ref.conformance.inputs import dtypes, kinds, quantizer_inputs
+from fp8ref.conformance.kit import explain
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import E8M0FNU, QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast, scales
+from fp8ref.sim.quantize import cast, scales
 
 FIELDS, ANSWERS = ("amax",), ("scale",)
 MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}

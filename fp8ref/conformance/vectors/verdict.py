@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fp8ref.conformance.vectors.format import short
-from fp8ref.result import Result
+from fp8ref.shared.result import Result
 
 if TYPE_CHECKING:
     from rich.console import Console

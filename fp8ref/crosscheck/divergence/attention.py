@@ -4,20 +4,22 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.attention import GRADIENT_ROLES, ROLES, Variant, differentiated
-from fp8ref.crosscheck import attention
-from fp8ref.crosscheck.attention import MASK, SYMBOLS, AttentionPass
+from fp8ref.crosscheck.attention import attention
+from fp8ref.crosscheck.attention.attention import MASK, SYMBOLS, AttentionPass
 from fp8ref.crosscheck.divergence.report import Reason
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.crosscheck.operands import States
 from fp8ref.formats import BFLOAT16
-from fp8ref.hardware import Multiply
-from fp8ref.sim import attention as simulator
-from fp8ref.sim import attention_gradients, cast, hardware
-from fp8ref.train.sections import NumericsConfig
+from fp8ref.sim.attention import attention as simulator
+from fp8ref.sim.attention.gradients import gradients as attention_gradients
+from fp8ref.sim.gemm import hardware
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, Variant, differentiated
+from fp8ref.spec.hardware import Multiply
+from fp8ref.train.config.sections import NumericsConfig
 
 WHAT = {symbol: what for what, symbol in SYMBOLS.items()}
-"""{symbol: its name in ``attention_products.SHOWN``}."""
+"""{symbol: its name in ``attention.products.SHOWN``}."""
 
 Pair = tuple[AttentionPass, AttentionPass | None]
 """The forward pass of a layer, and its backward pass if it was reached."""

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.compare import Check
+from fp8ref.conformance.kit.compare import Check
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.formats import Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 @dataclass(frozen=True, kw_only=True)

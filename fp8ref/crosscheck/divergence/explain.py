@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.compare import Check, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.kit.compare import Check, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.crosscheck.divergence import attention
 from fp8ref.crosscheck.divergence.difference import Difference
@@ -20,11 +20,12 @@ from fp8ref.crosscheck.divergence.report import Reason
 from fp8ref.crosscheck.divergence.step_values import Value, site_before
 from fp8ref.crosscheck.operands import States, transposed
 from fp8ref.formats import BFLOAT16
-from fp8ref.hardware import Factor, Multiply
-from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, GemmSpec, Recipe
-from fp8ref.sim import delayed, scaling
-from fp8ref.train.sections import NumericsConfig
+from fp8ref.sim import delayed
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.hardware import Factor, Multiply
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config.sections import NumericsConfig
 
 REASONS = {
     "tokens": Reason(("D-2", "D-3"), "a batch is a function of the text, data.seed and the step: one of them differs"),

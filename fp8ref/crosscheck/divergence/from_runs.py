@@ -16,20 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import console, llama
-from fp8ref.conformance.compare import Report
+from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.divergence import live, step_values
 from fp8ref.crosscheck.divergence.difference import Difference, difference
 from fp8ref.crosscheck.divergence.live import Metrics, Side
 from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Reason, located
 from fp8ref.crosscheck.divergence.step_values import Value
-from fp8ref.errors import ConfigError
-from fp8ref.train import checkpoint, export, loop
-from fp8ref.train import config as configs
-from fp8ref.train.config import Config
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.train import loop
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
+from fp8ref.train.models import export
 from fp8ref.train.report import runs
 from fp8ref.train.report.runs import Run
+from fp8ref.train.run import checkpoint
 
 KEYS = ("loss", "grad_norm")
 """The recorded metrics of a step that are compared."""

@@ -18,18 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref import console
-from fp8ref.conformance.compare import Report
+from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck import one_device
 from fp8ref.crosscheck.divergence import step_values
 from fp8ref.crosscheck.divergence.difference import Difference, difference
 from fp8ref.crosscheck.divergence.explain import REASONS, Context, explain
 from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Reason, located
 from fp8ref.crosscheck.divergence.step_values import Value
-from fp8ref.errors import ConfigError
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
 from fp8ref.sim import delayed
-from fp8ref.train import architecture, hardware, loop
-from fp8ref.train.config import Config
+from fp8ref.train import loop
+from fp8ref.train.config import architecture, hardware
+from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.data.loader import Batches
 

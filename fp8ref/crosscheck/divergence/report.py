@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8ref.conformance.compare import Report
-from fp8ref.console import one_line
+from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.divergence.difference import Difference
 from fp8ref.crosscheck.divergence.step_values import Value, site_before
 from fp8ref.recipe import OPERANDS, REDUCED_AXES
-from fp8ref.result import Result
+from fp8ref.shared.console import one_line
+from fp8ref.shared.result import Result
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,14 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref import llama
-from fp8ref.attention_products import Phase as AttentionPhase
-from fp8ref.crosscheck.attention import SYMBOLS, AttentionPass, format_of
+from fp8ref.crosscheck.attention.attention import SYMBOLS, AttentionPass, format_of
 from fp8ref.crosscheck.operands import Observation, backward, in_pass_order, observe, whole
 from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe
+from fp8ref.spec import llama
+from fp8ref.spec.attention.products import Phase as AttentionPhase
 from fp8ref.train import loop
-from fp8ref.train.config import Config
+from fp8ref.train.config.config import Config
 
 Phase = Literal["state before", "batch", "forward", "loss", "backward", "optimizer"]
 """The part of a step that a value belongs to, in order."""

@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
-from fp8ref.jax import delayed, derivatives, scaling
+from fp8ref.jax import delayed
+from fp8ref.jax.quantize import scaling
+from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import Recipe
 
 STATE, SEEN = "fp8_state", "fp8_seen"  # linen's collections; a state is read, observations are threaded

@@ -1,4 +1,4 @@
-"""Convert an existing Flax model, linen or NNX, to FP8; ``linear_selection.select`` picks the layers (spec
+"""Convert an existing Flax model, linen or NNX, to FP8; ``selection.linears.select`` picks the layers (spec
 R-2, R-3)."""
 
 import dataclasses
@@ -15,18 +15,20 @@ from flax import nnx
 from flax.core import Scope
 from jax import lax
 
-from fp8ref import grouped, linear_rules, linear_selection, routers
 from fp8ref import recipe as recipes
-from fp8ref.hardware import Multiply
-from fp8ref.jax import linear
+from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.jax.flax import report as reports
 from fp8ref.jax.flax import unset_scales
 from fp8ref.jax.flax.grouped_linear import GroupedLinear, RaggedDot
-from fp8ref.jax.sharding import Placement
-from fp8ref.linear_rules import Rule
+from fp8ref.jax.linear import linear
 from fp8ref.recipe import Recipe
+from fp8ref.selection import grouped, routers
+from fp8ref.selection import linears as linear_selection
+from fp8ref.selection import rules as linear_rules
+from fp8ref.selection.rules import Rule
+from fp8ref.spec.hardware import Multiply
 
 _logger = logging.getLogger("fp8ref.jax.flax")
 

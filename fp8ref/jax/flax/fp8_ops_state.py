@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from fp8ref.delayed import DELAYED
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.jax.delayed import FlaxState
 from fp8ref.jax.flax.amax_observations import STATE
 from fp8ref.jax.flax.linen import LayerState, collection, linen_states
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe, Role
+from fp8ref.spec.delayed import DELAYED
 
 COLLECTION = "_overwrite_with_gradient"
 """The collection of variables in which Flax keeps its FP8 state."""

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8ref.hardware import Multiply
-from fp8ref.jax import grouped, grouped_arguments
+from fp8ref.jax.distributed.sharding import Placement
+from fp8ref.jax.experts import arguments as grouped_arguments
+from fp8ref.jax.experts import grouped
 from fp8ref.jax.flax.nnx import Hook
-from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Recipe
+from fp8ref.spec.hardware import Multiply
 
 _INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 
@@ -67,7 +68,7 @@ class RaggedDot(Hook):
         multiply: Multiply | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """recipe: of each group (X-8). Raises:   ValueError: as ``grouped_arguments.check_recipe``; simulated hardware, a placement."""
+        """recipe: of each group (X-8). Raises:   ValueError: as ``experts.arguments.check_recipe``; simulated hardware, a placement."""
         self.of_groups = grouped_arguments.check_recipe(recipe, name)
         if multiply is not None or placement is not None:
             what = "simulated hardware" if multiply is not None else "a placement"

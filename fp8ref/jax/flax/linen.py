@@ -9,12 +9,13 @@ import flax.linen as nn
 import jax
 from flax import struct, traverse_util
 
-from fp8ref.hardware import Multiply
-from fp8ref.jax import contraction, delayed, linear
+from fp8ref.jax import delayed
+from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.flax import amax_observations, unset_scales
 from fp8ref.jax.flax.amax_observations import SEEN, STATE
-from fp8ref.jax.sharding import Placement
+from fp8ref.jax.linear import contraction, linear
 from fp8ref.recipe import RECIPES, Recipe, Role
+from fp8ref.spec.hardware import Multiply
 
 
 class LayerState(struct.PyTreeNode):

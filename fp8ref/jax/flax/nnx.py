@@ -7,11 +7,12 @@ from collections.abc import Callable
 import jax
 from flax import errors, nnx
 
-from fp8ref.hardware import Multiply
-from fp8ref.jax import contraction, delayed, linear
+from fp8ref.jax import delayed
+from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.flax import amax_observations, unset_scales
-from fp8ref.jax.sharding import Placement
+from fp8ref.jax.linear import contraction, linear
 from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.spec.hardware import Multiply
 
 
 class Fp8State(nnx.Variable):

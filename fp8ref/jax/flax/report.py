@@ -17,13 +17,13 @@ import jax.extend.core
 from flax import nnx, traverse_util
 from jax import lax
 
-from fp8ref import fp8_report
-from fp8ref.fp8_report import Row
 from fp8ref.jax.flax.grouped_linear import GroupedLinear
 from fp8ref.jax.flax.linen import Fp8DotGeneral, Fp8Einsum
 from fp8ref.jax.flax.nnx import Hook
-from fp8ref.linear_selection import Decision
 from fp8ref.recipe import Recipe
+from fp8ref.selection import report as fp8_report
+from fp8ref.selection.linears import Decision
+from fp8ref.selection.report import Row
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 """The primitives that multiply."""
@@ -39,7 +39,7 @@ RAGGED = "experts: a ragged product has no hook"
 
 
 class Report(fp8_report.Report):
-    """``fp8_report.Report`` of a Flax model."""
+    """``selection.report.Report`` of a Flax model."""
 
     @property
     def left_out(self) -> list[Row]:

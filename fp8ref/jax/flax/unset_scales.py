@@ -11,8 +11,8 @@ import warnings
 import weakref
 from collections.abc import Callable
 
-from fp8ref.delayed import unset_scales
 from fp8ref.jax import delayed
+from fp8ref.spec.delayed import unset_scales
 
 
 class Model:

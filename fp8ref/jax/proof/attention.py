@@ -3,13 +3,13 @@
 import re
 from collections.abc import Sequence
 
-from fp8ref.attention import Variant
-from fp8ref.attention_products import Product, formats, products
-from fp8ref.jax import cast
-from fp8ref.jax.attention_kernel import CALLS
-from fp8ref.jax.attention_operands import FAST
+from fp8ref.jax.attention.kernel import CALLS
+from fp8ref.jax.attention.operands.operands import FAST
 from fp8ref.jax.proof import hlo
 from fp8ref.jax.proof.verdict import Gemm, Program, gemms, hlo_name
+from fp8ref.jax.quantize import cast
+from fp8ref.spec.attention.products import Product, formats, products
+from fp8ref.spec.attention.variants import Variant
 
 
 def missing_products(program: Program, layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[str]:

@@ -17,10 +17,11 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import cast, gemm
+from fp8ref.jax.distributed.sharding import Placement
+from fp8ref.jax.gemm import gemm
 from fp8ref.jax.proof import hlo
 from fp8ref.jax.proof.hlo import COLLECTIVES, Operation
-from fp8ref.jax.sharding import Placement
+from fp8ref.jax.quantize import cast
 from fp8ref.recipe import OPERANDS, Recipe
 
 

@@ -1,7 +1,7 @@
 """Attention kernels: exponentials rounded correctly, the online softmax of a tile (spec A-5 to A-8), and
 float32 sums that go on from an accumulator (A-9).
 
-The twins of ``elementary`` and ``online_softmax.step_plain``. Chains that go on are in ``chains_from``.
+The twins of ``attention.exponentials`` and ``attention.softmax.step_plain``. Chains that go on are in ``chains_from``.
 """
 
 import math

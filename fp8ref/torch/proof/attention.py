@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8ref.attention import Arithmetic, Variant
-from fp8ref.attention_products import formats, products
-from fp8ref.torch import attention_fast_operands, cast
+from fp8ref.spec.attention.products import formats, products
+from fp8ref.spec.attention.variants import Arithmetic, Variant
+from fp8ref.torch.attention.fast import operands as attention_fast_operands
 from fp8ref.torch.proof.records import KERNELS, GemmTrace, ProductRecord, type_name
+from fp8ref.torch.quantize import cast
 
 
 def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.device) -> bool:

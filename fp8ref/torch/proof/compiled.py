@@ -17,8 +17,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from fp8ref.recipe import Gemm
-from fp8ref.torch.attention_observer import LABEL
-from fp8ref.torch.model_checks import is_compiled
+from fp8ref.torch.attention.observer import LABEL
+from fp8ref.torch.linear.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, PRODUCTS_AT, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 

@@ -13,9 +13,10 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import OPERANDS, Gemm
-from fp8ref.torch import attention_observer, gemm
-from fp8ref.torch.attention_observer import observe_attention
-from fp8ref.torch.model_checks import is_compiled
+from fp8ref.torch.attention import observer as attention_observer
+from fp8ref.torch.attention.observer import observe_attention
+from fp8ref.torch.gemm import gemm
+from fp8ref.torch.linear.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8ref.attention_products import Product
 from fp8ref.recipe import Gemm
-from fp8ref.torch import batched_gemm, block_gemm, grouped_gemm, hardware
-from fp8ref.torch.grouped_linear import GroupedLinear
+from fp8ref.spec.attention.products import Product
+from fp8ref.torch.experts import gemm as grouped_gemm
+from fp8ref.torch.experts.layer import GroupedLinear
+from fp8ref.torch.gemm import batched as batched_gemm
+from fp8ref.torch.gemm import blocks as block_gemm
+from fp8ref.torch.gemm import hardware
 
 _aten = torch.ops.aten
 SCALED_MM = _aten._scaled_mm.default
@@ -204,7 +207,7 @@ def of_blocks(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[st
 
 
 def of_groups(func: Any, arguments: Sequence[Any]) -> tuple[str | None, str | None]:
-    """Accumulation and granularity of the GEMMs of all groups, by an operator of ``grouped_gemm``; (None, None) by another, or in
+    """Accumulation and granularity of the GEMMs of all groups, by an operator of ``experts.gemm``; (None, None) by another, or in
     high precision."""
     if func is GROUPED_DEEP_GEMM:
         return BLOCKS["deep_gemm"], SQUARES

@@ -7,9 +7,10 @@ from torch import nn
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch import cast, gemm, hardware
-from fp8ref.torch.fp8_gather import FP8Gather
+from fp8ref.torch.distributed.fp8_gather import FP8Gather
+from fp8ref.torch.gemm import gemm, hardware
 from fp8ref.torch.proof.records import GemmRecord, GemmTrace, linears, type_name
+from fp8ref.torch.quantize import cast
 
 
 def missing(trace: GemmTrace, planned: Mapping[str, str | Recipe], plan: str | None = None) -> list[str]:

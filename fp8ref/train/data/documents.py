@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref import console, files
-from fp8ref.errors import ConfigError
+from fp8ref.shared import console, files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config.sections import DataConfig
 from fp8ref.train.data import sources
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.tokenizers import Bytes, Tokenizer, library
-from fp8ref.train.sections import DataConfig
 
 IN_MEMORY = 4 * 2**30
 """The most bytes of text that a run tokenizes when it starts, which takes minutes."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import grain
 import numpy as np
 
-from fp8ref.errors import ConfigError
-from fp8ref.train.config import Config
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config.config import Config
 from fp8ref.train.data import documents, mixture, shards, sources, tokenizers, windows
 from fp8ref.train.data.mixture import Mixture
 from fp8ref.train.data.sources import Source

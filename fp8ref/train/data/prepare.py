@@ -14,11 +14,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from fp8ref.errors import ConfigError
-from fp8ref.train import checkpoint
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config.sections import DataConfig
 from fp8ref.train.data import documents, sidecar, sources, tokenizers
 from fp8ref.train.data.sidecar import Sidecar
-from fp8ref.train.sections import DataConfig
+from fp8ref.train.run import checkpoint
 
 SHARD_TOKENS = 10**8
 """The default for the most tokens of a shard."""

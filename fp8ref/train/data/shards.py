@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref import console
-from fp8ref.errors import ConfigError
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train.data import sidecar, sources, windows
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import Part

@@ -7,8 +7,8 @@ from typing import Literal
 
 import pydantic
 
-from fp8ref import files
-from fp8ref.errors import ConfigError
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError
 
 NAME = "shards.json"
 """The name of a sidecar."""

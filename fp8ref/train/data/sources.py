@@ -8,8 +8,8 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fp8ref.errors import ConfigError
-from fp8ref.train.sections import DataConfig
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config.sections import DataConfig
 
 SUFFIXES = {"shards": {".bin", ".npy"}, "documents": {".jsonl", ".parquet"}, "text": {".md", ".py", ".txt"}}
 """{kind of source: suffixes of its files}."""

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp8ref import files
-from fp8ref.errors import ConfigError
-from fp8ref.train.sections import DataConfig
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config.sections import DataConfig
 
 TIKTOKEN = "tiktoken:"
 """The prefix of a data.tokenizer that is an encoding of tiktoken."""

@@ -10,9 +10,9 @@ import numpy as np
 import orbax.checkpoint as orbax
 import tensorstore
 
-from fp8ref import files
-from fp8ref.errors import ConfigError
-from fp8ref.train import train_state
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.run import train_state
 
 INDEX_BYTES = 2**26
 """The bytes of tensorstore's cache for the index that all tensors of a checkpoint share."""

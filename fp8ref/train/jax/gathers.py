@@ -1,6 +1,6 @@
 """Arrays that a step gathers over the devices that have a piece each, inside ``jax.shard_map``, and the sums of their gradients (spec P-9, P-10).
 
-``Layout`` of mesh.py says over which axes. Linears gather their own weights (``fp8ref.jax.sharding``).
+``Layout`` of mesh.py says over which axes. Linears gather their own weights (``fp8ref.jax.distributed.sharding``).
 """
 
 import functools

@@ -10,9 +10,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import gradient_reduction, parameter_stacks, scaling
-from fp8ref.jax.scaling import Quantized
-from fp8ref.train.jax.parameter_names import name_of, named
+from fp8ref.jax.distributed import gradient_reduction
+from fp8ref.jax.quantize import scaling
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.jax.states import parameter_stacks
+from fp8ref.train.jax.llama.parameter_names import name_of, named
 
 
 class GradientSums:

@@ -17,13 +17,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref import llama
-from fp8ref.errors import ConfigError
-from fp8ref.jax import sharding
-from fp8ref.jax.sharding import Placement
+from fp8ref.jax.distributed import sharding
+from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.recipe import Role
-from fp8ref.train import config_checks
-from fp8ref.train.config import Config, ParallelConfig
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.train.config import checks as config_checks
+from fp8ref.train.config.config import Config, ParallelConfig
 from fp8ref.train.jax import gathers
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from fp8ref import granularity
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Gemm
-from fp8ref.sim import scaling, stats
-from fp8ref.stats import FIELDS, Operand
+from fp8ref.selection.statistics import FIELDS, Operand
+from fp8ref.sim.quantize import scaling, stats
+from fp8ref.spec import granularity
 
 
 def measured(planned: Mapping[str, Operand], layer: str, gemm: Gemm, a, b) -> Iterator[tuple[str, np.ndarray]]:

@@ -11,16 +11,17 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import adamw_state, health, states
-from fp8ref.jax.adamw_state import AdamWState
-from fp8ref.jax.moments import MomentState
-from fp8ref.jax.scaling import Quantized
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.jax.states import health, states
+from fp8ref.jax.states import state as adamw_state
+from fp8ref.jax.states.moments import MomentState
+from fp8ref.jax.states.state import AdamWState
 from fp8ref.recipe import Recipe
-from fp8ref.train import train_state
-from fp8ref.train.jax.layer_stacks import LayerStacks
+from fp8ref.train.config.sections import OptimizerConfig
+from fp8ref.train.jax.llama.layer_stacks import LayerStacks
+from fp8ref.train.jax.llama.parameter_names import is_stored, name_of, named
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.parameter_names import is_stored, name_of, named
-from fp8ref.train.sections import OptimizerConfig
+from fp8ref.train.run import train_state
 
 
 class OptimizerState(NamedTuple):

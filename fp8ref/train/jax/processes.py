@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fp8ref.errors import ConfigError
+from fp8ref.shared.errors import ConfigError
 
 ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """The variables by which processes find each other, where no cluster tells jax."""
@@ -19,7 +19,7 @@ SHUTDOWN_SECONDS = 20
 
 
 class Processes:
-    """The processes that ``join`` connected; implements ``fp8ref.train.processes.Processes``."""
+    """The processes that ``join`` connected; implements ``fp8ref.train.run.processes.Processes``."""
 
     def __init__(self) -> None:
         self.first = jax.process_index() == 0

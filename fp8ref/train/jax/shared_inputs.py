@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from fp8ref.errors import ConfigError
 from fp8ref.jax import delayed
-from fp8ref.llama import FIRST_READER
 from fp8ref.recipe import Recipe
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.llama import FIRST_READER
 
 
 def first_readers(linears: Mapping[str, Recipe]) -> dict[str, str]:

@@ -19,26 +19,30 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fp8ref import llama
-from fp8ref.attention_products import RECORDED
-from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, gradient_reduction, stats
-from fp8ref.jax.gradient_reduction import Factor
-from fp8ref.jax.scales import Scales
-from fp8ref.jax.scaling import Quantized
+from fp8ref.jax import delayed
+from fp8ref.jax.distributed import gradient_reduction
+from fp8ref.jax.distributed.gradient_reduction import Factor
+from fp8ref.jax.quantize import stats
+from fp8ref.jax.quantize.scales import Scales
+from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import Role
-from fp8ref.train import device_shapes, train_state
-from fp8ref.train.config import Config
-from fp8ref.train.jax import chunked_loss, shared_inputs, weight_scales
-from fp8ref.train.jax.cross_entropy import cross_entropy
-from fp8ref.train.jax.experts import balancing_loss
-from fp8ref.train.jax.forward_pass import Pass
+from fp8ref.spec import llama
+from fp8ref.spec.attention.products import RECORDED
+from fp8ref.spec.hardware import Multiply
+from fp8ref.train.config import device_shapes
+from fp8ref.train.config.config import Config
+from fp8ref.train.jax import shared_inputs, weight_scales
 from fp8ref.train.jax.gradient_sums import GradientSums
-from fp8ref.train.jax.layer_stacks import LayerStacks
-from fp8ref.train.jax.llama import Llama
+from fp8ref.train.jax.llama import chunked_loss
+from fp8ref.train.jax.llama.cross_entropy import cross_entropy
+from fp8ref.train.jax.llama.experts import balancing_loss
+from fp8ref.train.jax.llama.forward_pass import Pass
+from fp8ref.train.jax.llama.layer_stacks import LayerStacks
+from fp8ref.train.jax.llama.llama import Llama
+from fp8ref.train.jax.llama.parameter_names import name_of, named
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.optimizer import Optimizer, OptimizerState, new_if
-from fp8ref.train.jax.parameter_names import name_of, named
+from fp8ref.train.run import train_state
 
 EVERY_ROUNDING = {"xla_allow_excess_precision": False}
 """XLA's option under which it leaves out no rounding to bfloat16 between fused operations."""

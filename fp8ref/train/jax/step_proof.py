@@ -2,10 +2,10 @@
 
 import jax
 
-from fp8ref.errors import ConfigError
-from fp8ref.hardware import Multiply
 from fp8ref.jax import proof
-from fp8ref.train.config import Config
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.hardware import Multiply
+from fp8ref.train.config.config import Config
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.step import Step
 

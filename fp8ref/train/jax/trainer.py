@@ -12,21 +12,27 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from fp8ref import attention, attention_products, llama
-from fp8ref.attention_products import AttentionOperand
-from fp8ref.errors import ConfigError
-from fp8ref.hardware import Multiply
-from fp8ref.health import recorded
-from fp8ref.jax import attention_observer, hardware, health, linear, stats
-from fp8ref.stats import Operand, merged, planned
-from fp8ref.train import train_state
-from fp8ref.train.config import Config
+from fp8ref.jax.attention import observer as attention_observer
+from fp8ref.jax.gemm import hardware
+from fp8ref.jax.linear import linear
+from fp8ref.jax.quantize import stats
+from fp8ref.jax.states import health
+from fp8ref.selection.statistics import Operand, merged, planned
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.spec.attention import products as attention_products
+from fp8ref.spec.attention import variants as attention
+from fp8ref.spec.attention.products import AttentionOperand
+from fp8ref.spec.hardware import Multiply
+from fp8ref.spec.states.health import recorded
+from fp8ref.train.config.config import Config
 from fp8ref.train.jax import step_proof
 from fp8ref.train.jax.checkpoint import Store, filled
-from fp8ref.train.jax.forward_pass import Pass
-from fp8ref.train.jax.llama import Llama
+from fp8ref.train.jax.llama.forward_pass import Pass
+from fp8ref.train.jax.llama.llama import Llama
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.step import State, Step, compiler_options
+from fp8ref.train.run import train_state
 
 
 class _Programs(NamedTuple):
@@ -200,7 +206,7 @@ class Trainer:
 
     def observe(self, tokens: np.ndarray, observer, attention: Callable | None = None) -> None:
         """A forward and backward pass whose FP8 GEMMs call observer (see ``linear.observing``), and whose attention by a
-        variant calls attention (see ``attention_observer.watching``), on one device.
+        variant calls attention (see ``attention.observer.watching``), on one device.
 
         Each microbatch reports once; nothing is updated.
         """

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import scaling, sharding
-from fp8ref.jax.scales import Scales, scales_from_amax
+from fp8ref.jax.distributed import sharding
+from fp8ref.jax.quantize import scaling
+from fp8ref.jax.quantize.scales import Scales, scales_from_amax
 from fp8ref.recipe import Recipe
 
 

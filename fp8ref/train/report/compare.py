@@ -9,10 +9,10 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref.console import one_line
-from fp8ref.errors import ConfigError
-from fp8ref.result import Result
-from fp8ref.train import config as configs
+from fp8ref.shared.console import one_line
+from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.result import Result
+from fp8ref.train.config import config as configs
 from fp8ref.train.report import foreign_logs, runs, verdict
 from fp8ref.train.report import gap as gaps
 from fp8ref.train.report.foreign_logs import Log

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from fp8ref.attention_products import COUNTED, MEASURED
 from fp8ref.plots import legends, readout
 from fp8ref.recipe import ROLES
+from fp8ref.spec.attention.products import COUNTED, MEASURED
 from fp8ref.train.report import gap as gap_intervals
 from fp8ref.train.report import runs, svg
 from fp8ref.train.report.runs import Run

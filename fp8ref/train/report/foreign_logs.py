@@ -20,8 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fp8ref import console, extras, files
-from fp8ref.errors import ConfigError
+from fp8ref.shared import console, extras, files
+from fp8ref.shared.errors import ConfigError
 
 STEPS = ("step", "_step", "global_step", "iteration", "iter")
 """Names of a column of steps, without regard to case; the first that is there counts."""

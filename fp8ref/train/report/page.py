@@ -15,10 +15,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fp8ref
-from fp8ref import console, files
-from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
-from fp8ref.train import config as configs
+from fp8ref.shared import console, files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config import config as configs
 from fp8ref.train.report import figures, run_files, settings, svg, worst_layers
 from fp8ref.train.report import gap as gaps
 from fp8ref.train.report import verdict as verdicts

@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import AfterValidator, Field
 
-from fp8ref import attention_products, console, files
-from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS
-from fp8ref.train import file_checks, log
+from fp8ref.shared import console, files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.attention import products as attention_products
+from fp8ref.train.run import file_checks, log
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e100, le=1e100)]
 """A loss or another number of either sign, at most 1e100 in magnitude.

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp8ref import console
-from fp8ref.errors import ConfigError
-from fp8ref.train import config as configs
-from fp8ref.train import run_dir
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config import config as configs
 from fp8ref.train.report import run_files
+from fp8ref.train.run import run_dir
 
 SAME = ("model", "optimizer", "data.batch_size", "data.sequence_length", "run.steps")
 """Config sections and keys in which a run and its bf16 reference runs agree, next to the text

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8ref.train import config as configs
+from fp8ref.train.config import config as configs
 from fp8ref.train.report.runs import Run
 
 

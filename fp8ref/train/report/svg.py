@@ -12,8 +12,8 @@ import markupsafe
 import matplotlib
 from matplotlib.figure import Figure
 
-from fp8ref import console
 from fp8ref.plots import readout
+from fp8ref.shared import console
 
 COLORS = {
     "ink": ("#1c1d21", "#e8e8ec"),

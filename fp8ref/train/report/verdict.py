@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.train import config as configs
+from fp8ref.train.config import config as configs
 from fp8ref.train.report import gap as gaps
 from fp8ref.train.report import runs
 from fp8ref.train.report.foreign_logs import Log

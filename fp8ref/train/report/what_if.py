@@ -13,16 +13,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref import attention, attention_products
 from fp8ref import recipe as recipes
-from fp8ref.delayed import DELAYED, DelayedScaling
-from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.recipe import OPERANDS
-from fp8ref.result import Result
+from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.result import Result
 from fp8ref.sim import delayed
-from fp8ref.sim.scales import scales_from_amax
+from fp8ref.sim.quantize.scales import scales_from_amax
+from fp8ref.spec.attention import products as attention_products
+from fp8ref.spec.attention import variants as attention
+from fp8ref.spec.delayed import DELAYED, DelayedScaling
 from fp8ref.train.report import run_files
 
 KNOWN = (*DELAYED, *(name for name in POLICIES if name not in DELAYED))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fp8ref import stats
+from fp8ref.selection import statistics as stats
 
 COUNT = 10
 """Rows of the table of a report."""

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from fp8ref import files
-from fp8ref.errors import ConfigError
-from fp8ref.train import train_state
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.run import train_state
 
 COPYING = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
 """How a save copies tensors to host memory: all at once, into memory that is neither pinned nor

@@ -9,11 +9,11 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8ref.torch import health, states
-from fp8ref.torch.local_part import local_part
-from fp8ref.train.sections import OptimizerConfig
+from fp8ref.torch.states import health, states
+from fp8ref.torch.tensors.local_part import local_part
+from fp8ref.train.config.sections import OptimizerConfig
+from fp8ref.train.run.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in_fp8
 from fp8ref.train.torch.rank_parts import of_ranks
-from fp8ref.train.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in_fp8
 
 
 def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -19,10 +19,11 @@ from torch import distributed
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8ref.errors import ConfigError, LostProcessError
-from fp8ref.torch.parallel import AXES
-from fp8ref.train import config_checks, device_shapes
-from fp8ref.train.config import Config
+from fp8ref.shared.errors import ConfigError, LostProcessError
+from fp8ref.torch.model.parallel import AXES
+from fp8ref.train.config import checks as config_checks
+from fp8ref.train.config import device_shapes
+from fp8ref.train.config.config import Config
 from fp8ref.train.torch.failure_reporting import FailureStore
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,7 +31,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Processes:
-    """The processes that ``join`` connected; implements ``fp8ref.train.processes.Processes``."""
+    """The processes that ``join`` connected; implements ``fp8ref.train.run.processes.Processes``."""
 
     def __init__(self, failures: FailureStore, timeout_s: int) -> None:
         self._failures, self._timeout_s, self.first = failures, timeout_s, distributed.get_rank() == 0

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fp8ref import llama
-from fp8ref.torch.local_part import local_part
-from fp8ref.train.config import Config
+from fp8ref.spec import llama
+from fp8ref.torch.tensors.local_part import local_part
+from fp8ref.train.config.config import Config
 
 
 def own(tokens: np.ndarray, config: Config, mesh: DeviceMesh | None, context: ProcessGroup | None) -> np.ndarray:

@@ -18,21 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref import llama
-from fp8ref.hardware import Multiply
-from fp8ref.health import recorded
-from fp8ref.torch import copies, delayed, hardware, health, states
-from fp8ref.torch.convert import convert
-from fp8ref.torch.fsdp import keep_reduced_dtype
-from fp8ref.torch.gradient_factors import Factors
-from fp8ref.torch.local_part import local_part
-from fp8ref.torch.parallel import amax_group, check_copies, parallelize, share_groups
-from fp8ref.torch.switch import Switch
-from fp8ref.train import device_shapes, train_state
-from fp8ref.train.config import Config
+from fp8ref.spec import llama
+from fp8ref.spec.hardware import Multiply
+from fp8ref.spec.states.health import recorded
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.distributed.fsdp import keep_reduced_dtype
+from fp8ref.torch.distributed.gradient_factors import Factors
+from fp8ref.torch.gemm import hardware
+from fp8ref.torch.model.convert import convert
+from fp8ref.torch.model.parallel import amax_group, check_copies, parallelize, share_groups
+from fp8ref.torch.model.switch import Switch
+from fp8ref.torch.states import copies, health, states
+from fp8ref.torch.tensors.local_part import local_part
+from fp8ref.train.config import device_shapes
+from fp8ref.train.config.config import Config
+from fp8ref.train.run import train_state
 from fp8ref.train.torch import optimizer, rank_parts
-from fp8ref.train.torch.cross_entropy import cross_entropy
-from fp8ref.train.torch.llama import Llama, llama_of, widen_before_passes
+from fp8ref.train.torch.llama.cross_entropy import cross_entropy
+from fp8ref.train.torch.llama.llama import Llama, llama_of, widen_before_passes
 from fp8ref.train.torch.processes import context_of
 
 

@@ -6,9 +6,10 @@ import numpy as np
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8ref.errors import ConfigError
-from fp8ref.linear_selection import Decision
-from fp8ref.torch import hardware, proof
+from fp8ref.selection.linears import Decision
+from fp8ref.shared.errors import ConfigError
+from fp8ref.torch import proof
+from fp8ref.torch.gemm import hardware
 from fp8ref.train.torch.step import Step
 
 

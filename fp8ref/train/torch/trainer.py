@@ -14,20 +14,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8ref import attention_products, llama
-from fp8ref.attention_products import AttentionOperand
-from fp8ref.errors import ConfigError
-from fp8ref.hardware import Multiply
-from fp8ref.stats import Operand, merged, planned
-from fp8ref.torch import attention_kernel, attention_observer, attention_stats, delayed, health, stats
-from fp8ref.torch.gemm_observer import observe_gemms, of_groups
-from fp8ref.torch.parallel import AXES
+from fp8ref.selection.statistics import Operand, merged, planned
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.spec.attention import products as attention_products
+from fp8ref.spec.attention.products import AttentionOperand
+from fp8ref.spec.hardware import Multiply
+from fp8ref.torch.attention import kernel as attention_kernel
+from fp8ref.torch.attention import observer as attention_observer
+from fp8ref.torch.attention import statistics as attention_stats
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.model.parallel import AXES
+from fp8ref.torch.observe import statistics as stats
+from fp8ref.torch.observe.gemms import observe_gemms, of_groups
 from fp8ref.torch.proof.records import unwrapped
-from fp8ref.train import device_shapes, train_state
-from fp8ref.train.config import Config
+from fp8ref.torch.states import health
+from fp8ref.train.config import device_shapes
+from fp8ref.train.config.config import Config
+from fp8ref.train.run import train_state
 from fp8ref.train.torch import optimizer, rank_parts, step_proof
 from fp8ref.train.torch.checkpoint import Store
-from fp8ref.train.torch.llama import Attention, Llama
+from fp8ref.train.torch.llama.llama import Attention, Llama
 from fp8ref.train.torch.processes import mesh_of
 from fp8ref.train.torch.step import Step
 

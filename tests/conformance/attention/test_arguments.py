@@ -6,9 +6,9 @@ import inspect
 import numpy as np
 import pytest
 
-from fp8ref.attention import VARIANTS, Mask
 from fp8ref.conformance.attention import arguments, descales, identify_attention, subjects
-from fp8ref.sim import attention
+from fp8ref.sim.attention import attention
+from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 FA4 = VARIANTS["fa4"]
 KEPT = ("q", "k", "v", "causal", "window", "documents", "softcap", "sinks", "scale")

@@ -7,9 +7,9 @@ import numpy as np
 import planted_attention
 import pytest
 
-from fp8ref.attention import VARIANTS
 from fp8ref.conformance.attention import decisions, probe
-from fp8ref.sim import attention
+from fp8ref.sim.attention import attention
+from fp8ref.spec.attention.variants import VARIANTS
 
 FA3, FA4 = VARIANTS["fa3"], VARIANTS["fa4"]
 

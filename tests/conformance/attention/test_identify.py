@@ -10,9 +10,10 @@ import numpy as np
 import planted_attention
 import pytest
 
-from fp8ref.attention import VARIANTS, Mask
 from fp8ref.conformance.attention import identify_attention, require_attention
-from fp8ref.sim import attention, elementary
+from fp8ref.sim.attention import attention
+from fp8ref.sim.attention import exponentials as elementary
+from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 F32 = np.float32
 

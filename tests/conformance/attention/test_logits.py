@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from fp8ref.attention import Mask
 from fp8ref.conformance.attention import identify_attention, logits, probe, require_attention, subjects
-from fp8ref.sim import attention
+from fp8ref.sim.attention import attention
+from fp8ref.spec.attention.variants import Mask
 
 F32 = np.float32
 

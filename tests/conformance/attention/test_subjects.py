@@ -6,11 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8ref.attention import FULL, Mask
 from fp8ref.conformance.attention import subjects
 from fp8ref.conformance.attention.subjects import Question, wrap
-from fp8ref.conformance.subject import ConformanceError, RefusedError
-from fp8ref.sim import attention, head_scaling
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError
+from fp8ref.sim.attention import attention
+from fp8ref.sim.attention.operands import heads as head_scaling
+from fp8ref.spec.attention.variants import FULL, Mask
 
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal((2, heads, n, 64)).astype(np.float32) for heads, n in ((4, 5), (2, 7), (2, 7)))

@@ -13,7 +13,7 @@ from fp8ref.conformance.cast.behavior import KNOWN_CASTS, ROUNDINGS, DoubleRound
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 ours = pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)
 

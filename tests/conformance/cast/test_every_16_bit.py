@@ -6,7 +6,7 @@ import pytest
 
 from fp8ref.conformance import identify_cast
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def wrong_for(dtype, bits, code):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp8ref.conformance import identify_cast
-from fp8ref.conformance.subject import ConformanceError
+from fp8ref.conformance.kit.subject import ConformanceError
 from fp8ref.formats import E2M1FN
-from fp8ref.sim import cast, packing
+from fp8ref.sim.quantize import cast, packing
 
 
 def by_ml_dtypes(x):

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from fp8ref.conformance import exhaustive, identify_cast
-from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, DoubleRounding
 from fp8ref.conformance.cast.identify import check_all_inputs
-from fp8ref.conformance.subject import ConformanceError
+from fp8ref.conformance.kit import subject as subjects
+from fp8ref.conformance.kit.subject import ConformanceError
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU
-from fp8ref.jax import cast as jax_cast
-from fp8ref.sim import cast
-from fp8ref.torch import cast as torch_cast
+from fp8ref.jax.quantize import cast as jax_cast
+from fp8ref.sim.quantize import cast
+from fp8ref.torch.quantize import cast as torch_cast
 
 SPECIFIED = {
     "format": "e4m3fn",

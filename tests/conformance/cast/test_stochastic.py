@@ -8,9 +8,9 @@ import planted_casts as planted
 import pytest
 
 from fp8ref.conformance import identify_cast
-from fp8ref.conformance.subject import ConformanceError
+from fp8ref.conformance.kit.subject import ConformanceError
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def at_random(fmt, *, repeats, saturate=True):

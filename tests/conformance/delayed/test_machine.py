@@ -8,9 +8,9 @@ import pytest
 from hypothesis import stateful
 
 from fp8ref.conformance.delayed.machine import DelayedMachine
-from fp8ref.delayed import DELAYED
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import delayed
+from fp8ref.spec.delayed import DELAYED
 
 RULE = dataclasses.replace(DELAYED["delayed"], history_length=2)
 SETTINGS = hypothesis.settings(max_examples=15, stateful_step_count=12, deadline=None, derandomize=True, database=None)

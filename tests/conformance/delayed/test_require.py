@@ -14,10 +14,10 @@ from flax.linen import fp8_ops
 from fp8ref.conformance.delayed import Functions, identify_delayed, of_step, require_delayed
 from fp8ref.conformance.delayed.require import asked_of, departures
 from fp8ref.conformance.delayed.subject import subject_of
-from fp8ref.delayed import DELAYED
 from fp8ref.formats import E4M3FN
 from fp8ref.policy import POLICIES
 from fp8ref.sim import delayed
+from fp8ref.spec.delayed import DELAYED
 
 F32 = np.float32
 LENGTH = 4

@@ -6,8 +6,8 @@ import pytest
 from fp8ref.conformance.delayed import Functions, identify_delayed, require_delayed
 from fp8ref.conformance.delayed.comparison import Asked, departure
 from fp8ref.conformance.delayed.subject import Subject
-from fp8ref.delayed import by_name
 from fp8ref.formats import E4M3FN
+from fp8ref.spec.delayed import by_name
 
 
 class Scaling:

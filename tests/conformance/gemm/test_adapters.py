@@ -6,7 +6,7 @@ import pytest
 from fp8ref.conformance.gemm.adapters import wrap
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, operand
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import gemm
+from fp8ref.sim.gemm import gemm
 
 
 def operands(granularity="rowwise"):

@@ -8,7 +8,8 @@ import pytest
 from fp8ref.conformance.gemm import bound
 from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
-from fp8ref.sim import cast, gemm
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast
 
 
 def drawn(fmt, granularity="rowwise", shape=(5, 256), seed=0):

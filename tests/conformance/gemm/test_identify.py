@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from planted_gemms import check_planted, plan, planted_gemm
 
-from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.gemm import identify_gemm
 from fp8ref.conformance.gemm.identify import _settled
 from fp8ref.conformance.gemm.plans import findings_of
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import E5M2
-from fp8ref.sim import cast
-from fp8ref.sim.accumulate import ACCUMULATIONS
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim.gemm.accumulate import ACCUMULATIONS
+from fp8ref.sim.gemm.tensor_core import UNITS
+from fp8ref.sim.quantize import cast
 
 SHAPE = (64, 64, 4096)
 

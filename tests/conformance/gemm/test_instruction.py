@@ -9,8 +9,8 @@ import pytest
 
 from fp8ref.conformance.gemm import instruction
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import gemm
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.tensor_core import UNITS
 
 PAIRS = list(product((E4M3FN, E5M2), repeat=2))
 GROUPS = {

@@ -6,7 +6,7 @@ import pytest
 from fp8ref.conformance.gemm import library_gemms
 from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import gemm
+from fp8ref.sim.gemm import gemm
 
 
 @pytest.mark.parametrize("name", library_gemms.KNOWN)
@@ -30,7 +30,7 @@ def test_the_libraries_on_a_cpu(name):
 
 def test_a_function_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "mykernel.py").write_text(
-        "from fp8ref.sim import gemm\n\n\ndef scaled_mm(a, b, bias=None):\n    return gemm.matmul(a, b)\n\n\nnumber = 3\n"
+        "from fp8ref.sim.gemm import gemm\n\n\ndef scaled_mm(a, b, bias=None):\n    return gemm.matmul(a, b)\n\n\nnumber = 3\n"
     )
     (tmp_path / "broken_kernel.py").write_text("raise RuntimeError('no GPU')\n")
     monkeypatch.chdir(tmp_path)

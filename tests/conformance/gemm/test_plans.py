@@ -8,11 +8,11 @@ import pytest
 from planted_gemms import check_planted, plan, planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm, plans
-from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import BFLOAT16
-from fp8ref.sim import gemm
-from fp8ref.sim.accumulate import ACCUMULATIONS
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import ACCUMULATIONS
+from fp8ref.sim.gemm.tensor_core import UNITS
+from fp8ref.spec.epilogue import EPILOGUES
 
 SHAPE = (64, 64, 4096)
 

@@ -8,7 +8,7 @@ from planted_gemms import planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm, instruction, recording
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
-from fp8ref.sim import gemm
+from fp8ref.sim.gemm import gemm
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from planted_gemms import planted_gemm
 from fp8ref.conformance.gemm import identify_gemm
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand, rows_of
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import gemm
+from fp8ref.sim.gemm import gemm
 
 SHAPE = (16, 16, 64)
 

@@ -8,8 +8,8 @@ from planted_gemms import HOPPER, check_planted, plan, planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.gemm.tensor_core import UNITS
 
 SHAPE = (64, 64, 4096)
 

@@ -7,7 +7,7 @@ import pytest
 
 from fp8ref.conformance.gemm import wgmma
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError
-from fp8ref.sim import gemm
+from fp8ref.sim.gemm import gemm
 
 M, N = 130, 20
 

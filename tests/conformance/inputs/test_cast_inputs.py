@@ -4,7 +4,7 @@ import pytest
 
 from fp8ref.conformance.inputs import cast_inputs, dtypes
 from fp8ref.formats import E2M1FN, E4M3FN, E5M2, FP8_FORMATS
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 @pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)

@@ -6,13 +6,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fp8ref.conformance import explain
 from fp8ref.conformance.inputs import dtypes, kinds
+from fp8ref.conformance.kit import explain
 from fp8ref.conformance.vectors.cast import Cast
 from fp8ref.conformance.vectors.scale import Scale
 from fp8ref.formats import E8M0FNU, FP8_FORMATS
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 FORMULA = {f"S-{n}" for n in (3, 4, 9, 14, 15, 17, 20)}  # the clauses that state the formula of some policy
 

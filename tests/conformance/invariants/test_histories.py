@@ -8,9 +8,9 @@ import pytest
 from fp8ref.conformance.delayed.subject import Functions
 from fp8ref.conformance.invariants import HISTORIES, broken
 from fp8ref.conformance.invariants.histories import History
-from fp8ref.delayed import DELAYED
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import delayed
+from fp8ref.spec.delayed import DELAYED
 
 F32 = np.float32
 LENGTH = 3

@@ -9,7 +9,7 @@ import torch
 
 from fp8ref.conformance.invariants import MERGES, broken, require_invariants
 from fp8ref.sim import delayed
-from fp8ref.sim.sharding import max_by_comparison
+from fp8ref.sim.distributed.sharding import max_by_comparison
 
 F32 = np.float32
 

@@ -7,7 +7,7 @@ from torchao.float8 import float8_utils
 
 from fp8ref.conformance.invariants import QUANTIZERS, broken
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast, scaling
+from fp8ref.sim.quantize import cast, scaling
 
 F32 = np.float32
 EXAMPLES = 12

@@ -9,7 +9,7 @@ from torchao.float8 import float8_utils
 from fp8ref.conformance.invariants import SCALES, broken, require_invariants
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
-from fp8ref.sim.scales import scales_from_amax
+from fp8ref.sim.quantize.scales import scales_from_amax
 
 F32 = np.float32
 MAX = F32(448)

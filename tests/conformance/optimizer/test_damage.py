@@ -6,8 +6,8 @@ import pytest
 from fp8ref.conformance import optimizer as conformance
 from fp8ref.conformance.optimizer import damage
 from fp8ref.conformance.optimizer.forms import Numbers
-from fp8ref.sim import states
-from fp8ref.states import LAYOUTS
+from fp8ref.sim.states import states
+from fp8ref.spec.states.layouts import LAYOUTS
 
 
 def step_of(layout: str, *, change=lambda g: g, skip: bool = False, lone: bool = False):

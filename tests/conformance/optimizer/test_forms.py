@@ -4,10 +4,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from fp8ref import states
 from fp8ref.conformance.optimizer import forms
 from fp8ref.conformance.optimizer.forms import Form, Numbers
-from fp8ref.sim import states as sim
+from fp8ref.sim.states import states as sim
+from fp8ref.spec.states import layouts as states
 
 F32 = np.float32
 

@@ -8,16 +8,16 @@ import optax
 import pytest
 import torch
 
-from fp8ref import states as data
 from fp8ref.conformance import identify_optimizer
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError
 from fp8ref.conformance.optimizer import require_optimizer
 from fp8ref.conformance.optimizer.forms import Form, Numbers
 from fp8ref.conformance.optimizer.subjects import inputs, kind_of
-from fp8ref.conformance.subject import ConformanceError, RefusedError
-from fp8ref.jax import states as fj
-from fp8ref.sim import moments, states
-from fp8ref.states import LAYOUTS, WITH_MASTERS
-from fp8ref.torch import states as ft
+from fp8ref.jax.states import states as fj
+from fp8ref.sim.states import moments, states
+from fp8ref.spec.states import layouts as data
+from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS
+from fp8ref.torch.states import states as ft
 
 F32 = np.float32
 

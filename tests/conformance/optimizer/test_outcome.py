@@ -4,7 +4,7 @@ import pytest
 
 from fp8ref.conformance.optimizer.forms import Form
 from fp8ref.conformance.optimizer.outcome import OptimizerOutcome, summary
-from fp8ref.states import LAYOUTS
+from fp8ref.spec.states.layouts import LAYOUTS
 
 TE = LAYOUTS["te"]
 

@@ -7,18 +7,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fp8ref.conformance import identify_quantizer, subject
+from fp8ref.conformance import identify_quantizer
 from fp8ref.conformance.inputs import dtypes, quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
+from fp8ref.conformance.kit import subject
 from fp8ref.conformance.quantizer import counterexamples, policy_match
 from fp8ref.conformance.quantizer import outputs as outputs_of
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.outputs import Quantizer, ScaleLayout
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.granularity import GRANULARITIES
 from fp8ref.policy import POLICIES
-from fp8ref.sim import cast, scaling
-from fp8ref.sim.scales import scales_from_amax
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scales import scales_from_amax
+from fp8ref.spec.granularity import GRANULARITIES
 
 SHAPE = (256, 384)
 RETURNED = {"codes": ("codes",), "with scale": ("codes", "scale"), "with scale_inv": ("codes", "scale_inv")}

@@ -5,8 +5,9 @@ import numpy as np
 import planted_quantizers as planted
 import pytest
 
-from fp8ref.conformance import identify_quantizer, subject
+from fp8ref.conformance import identify_quantizer
 from fp8ref.conformance.inputs import quantizer_inputs
+from fp8ref.conformance.kit import subject
 from fp8ref.conformance.quantizer import deviation_search, outputs, policy_match
 from fp8ref.conformance.quantizer.outputs import Quantizer
 from fp8ref.formats import E4M3FN, FLOAT32

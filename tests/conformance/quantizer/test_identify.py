@@ -15,13 +15,13 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from fp8ref.conformance import identify_quantizer
-from fp8ref.conformance.subject import ConformanceError
+from fp8ref.conformance.kit.subject import ConformanceError
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.granularity import GRANULARITIES
-from fp8ref.jax import scaling as jax_scaling
+from fp8ref.jax.quantize import scaling as jax_scaling
 from fp8ref.policy import POLICIES
-from fp8ref.sim import scaling
-from fp8ref.torch import scaling as torch_scaling
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.granularity import GRANULARITIES
+from fp8ref.torch.quantize import scaling as torch_scaling
 
 
 def torchao_tensorwise(x):

@@ -7,13 +7,14 @@ import planted_quantizers
 import pytest
 import torch
 
-from fp8ref.conformance import identify_quantizer, subject
+from fp8ref.conformance import identify_quantizer
+from fp8ref.conformance.kit import subject
+from fp8ref.conformance.kit.subject import ConformanceError
 from fp8ref.conformance.quantizer import layout_invariance
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.outputs import Quantizer, ScaleLayout
-from fp8ref.conformance.subject import ConformanceError
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import scaling as jax_scaling
+from fp8ref.jax.quantize import scaling as jax_scaling
 from fp8ref.policy import POLICIES
 
 

@@ -8,8 +8,8 @@ from fp8ref.conformance import identify_quantizer
 from fp8ref.conformance.quantizer import ragged_blocks
 from fp8ref.conformance.quantizer.outputs import ScaleLayout
 from fp8ref.formats import E4M3FN
-from fp8ref.granularity import GRANULARITIES
-from fp8ref.sim import scaling
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.granularity import GRANULARITIES
 
 
 def identified(function, expect="torchao"):

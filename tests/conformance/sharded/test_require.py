@@ -15,7 +15,7 @@ from fp8ref.conformance.sharded.comparison import Collective
 from fp8ref.conformance.sharded.require import departures
 from fp8ref.formats import E4M3FN
 from fp8ref.policy import POLICIES
-from fp8ref.sim.scales import scales_from_amax
+from fp8ref.sim.quantize.scales import scales_from_amax
 
 F32 = np.float32
 

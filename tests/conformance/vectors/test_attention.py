@@ -4,10 +4,10 @@ import numpy as np
 import planted_attention
 import pytest
 
-from fp8ref.attention import VARIANTS
 from fp8ref.conformance.vectors import attention as asked
 from fp8ref.conformance.vectors.operations import generate, judge
-from fp8ref.sim import attention
+from fp8ref.sim.attention import attention
+from fp8ref.spec.attention.variants import VARIANTS
 
 SHAPE = "1,2,1,3,200,32"
 

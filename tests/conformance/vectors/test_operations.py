@@ -12,7 +12,8 @@ from fp8ref.conformance.vectors.format import join
 from fp8ref.conformance.vectors.operations import OPERATIONS, generate, judge, needed_setting
 from fp8ref.conformance.vectors.quantize import Quantize
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN, E8M0FNU, FORMATS, FP8_FORMATS
-from fp8ref.sim import cast, gemm, scales, scaling
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast, scales, scaling
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
 

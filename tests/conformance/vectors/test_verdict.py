@@ -7,7 +7,7 @@ import pytest
 
 from fp8ref.conformance.vectors.operations import generate, judge
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 SETTINGS = {"format": "e4m3fn", "count": 0}
 UNSURE = "the vectors have no header, so verify assumes fp8ref vectors gen cast --format e4m3fn --count 0"

@@ -5,11 +5,15 @@ from unittest import mock
 import pytest
 import torch
 
-from fp8ref.conformance.compare import Report
+from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.divergence import live
-from fp8ref.errors import ConfigError
-from fp8ref.torch import attention_fast, attention_fast_gradients, attention_forward, attention_gradients, attention_operands
-from fp8ref.torch.attention_fast_operands import Layout
+from fp8ref.shared.errors import ConfigError
+from fp8ref.torch.attention import output as attention_forward
+from fp8ref.torch.attention.fast import output as attention_fast
+from fp8ref.torch.attention.fast.operands import Layout
+from fp8ref.torch.attention.gradients import fast as attention_fast_gradients
+from fp8ref.torch.attention.gradients import gradients as attention_gradients
+from fp8ref.torch.attention.operands import operands as attention_operands
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 

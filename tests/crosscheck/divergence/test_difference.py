@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fp8ref.conformance.compare import Check
+from fp8ref.conformance.kit.compare import Check
 from fp8ref.crosscheck.divergence.difference import difference
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.formats import E4M3FN, E5M2

@@ -12,11 +12,12 @@ from fp8ref.crosscheck.divergence.explain import REASONS, Context, explain, of_a
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.crosscheck.operands import Observation
 from fp8ref.formats import BFLOAT16
-from fp8ref.hardware import Factor
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
-from fp8ref.sim import gemm, scaling
-from fp8ref.sim.hardware import HARDWARE
-from fp8ref.train.config import Config
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.hardware import HARDWARE
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.hardware import Factor
+from fp8ref.train.config.config import Config
 
 ROOT = Path(__file__).parents[3]
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"

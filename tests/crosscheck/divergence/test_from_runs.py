@@ -7,11 +7,13 @@ import pytest
 import torch
 from torchao.float8 import float8_utils
 
-from fp8ref import cli, llama
+from fp8ref import cli
 from fp8ref.crosscheck.divergence.from_runs import of_runs
-from fp8ref.errors import ConfigError, NonFiniteError
-from fp8ref.train import checkpoint, log, loop
-from fp8ref.train import config as configs
+from fp8ref.shared.errors import ConfigError, NonFiniteError
+from fp8ref.spec import llama
+from fp8ref.train import loop
+from fp8ref.train.config import config as configs
+from fp8ref.train.run import checkpoint, log
 
 BLOCK = "model.layers.0"
 AT = (3, 5)

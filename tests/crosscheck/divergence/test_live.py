@@ -6,12 +6,12 @@ import pytest
 import torch
 from torchao.float8 import float8_training_tensor, float8_utils
 
-import fp8ref.torch.gemm
+import fp8ref.torch.gemm.gemm
 from fp8ref import cli
 from fp8ref.crosscheck.divergence import live
-from fp8ref.errors import ConfigError
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.quantize import cast
 from fp8ref.train import loop
 
 BLOCK = "model.layers.0"
@@ -130,7 +130,7 @@ def test_sums_within_the_bound_beyond_it_and_other_than_their_plans(plan, steps,
     def summing(original):
         return lambda *args, **kwargs: bump(original(*args, **kwargs), (16, 0), steps)  # where one step reaches the loss
 
-    planted(lambda trainer: in_layer(trainer, f"{BLOCK}.self_attn.v_proj", fp8ref.torch.gemm, "matmul", summing))
+    planted(lambda trainer: in_layer(trainer, f"{BLOCK}.self_attn.v_proj", fp8ref.torch.gemm.gemm, "matmul", summing))
     config = small.replace(numerics={"recipe": "delayed", "accumulate": plan})
     first = live.of_backends(config, "torch", "torch", steps=2).first
     assert (first.step, first.layer, first.role, first.part) == (0, f"{BLOCK}.self_attn.v_proj", "output", "value")

@@ -1,7 +1,7 @@
 import pytest
 
 from fp8ref.crosscheck.divergence.step_values import site_before, unobserved
-from fp8ref.train.config import Config
+from fp8ref.train.config.config import Config
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from fp8ref.jax import flax as fp8
-from fp8ref.linear_rules import Rule
+from fp8ref.selection.rules import Rule
 
 X = jax.random.normal(jax.random.key(1), (24, 32))
 

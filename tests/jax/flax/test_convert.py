@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from fp8ref import jax as fj
-from fp8ref.sim import hardware
+from fp8ref.sim.gemm import hardware
 
 HOPPER = hardware.by_name("hopper")
 SEEN, STATE = fj.flax.SEEN, fj.flax.STATE

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8ref import grouped as recipes
 from fp8ref import jax as fj
-from fp8ref.linear_rules import Rule
-from fp8ref.sim import hardware
+from fp8ref.selection import grouped as recipes
+from fp8ref.selection.rules import Rule
+from fp8ref.sim.gemm import hardware
 
 SIZES = jnp.array([20, 0, 9])  # of 32 rows: expert 1 has none, and 3 rows are in no group
 X = jnp.asarray(np.random.default_rng(0).standard_normal((32, 16)), jnp.bfloat16)

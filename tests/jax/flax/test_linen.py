@@ -10,10 +10,11 @@ import pytest
 from flax import nnx, serialization
 
 from fp8ref import jax as fj
-from fp8ref.delayed import DELAYED
-from fp8ref.jax import contraction, delayed, linear
+from fp8ref.jax import delayed
+from fp8ref.jax.linear import contraction, linear
 from fp8ref.recipe import RECIPES
-from fp8ref.sim import hardware
+from fp8ref.sim.gemm import hardware
+from fp8ref.spec.delayed import DELAYED
 
 HOPPER = hardware.by_name("hopper")
 SEEN, STATE = fj.flax.SEEN, fj.flax.STATE

@@ -20,7 +20,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 import fp8ref.jax as fj
-from fp8ref.jax import linear, proof
+from fp8ref.jax import proof
+from fp8ref.jax.linear import linear
 
 CHECKOUT = os.environ.get("FP8REF_MAXTEXT")
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8ref import jax as fj
 from fp8ref.jax import proof
-from fp8ref.jax.sharding import Placement
+from fp8ref.jax.distributed.sharding import Placement
 
 B, T, D, F = 8, 16, 64, 128
 NAMES, BATCH = ("data", "fsdp", "tensor"), ("data", "fsdp")

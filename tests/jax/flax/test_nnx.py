@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 from fp8ref import jax as fj
-from fp8ref.jax import contraction, delayed, linear
-from fp8ref.sim import hardware
+from fp8ref.jax import delayed
+from fp8ref.jax.linear import contraction, linear
+from fp8ref.sim.gemm import hardware
 
 
 def integers(shape, largest, e, seed=0):

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.training import train_state
 from state_layouts import ALL, MASTERED
 
-from fp8ref.jax import states
+from fp8ref.jax.states import states
 
 LAYOUTS = ALL | MASTERED
 STEPS = 3

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from fp8ref.attention import VARIANTS
-from fp8ref.attention_products import PRODUCTS
-from fp8ref.jax.attention_kernel import CALLS
+from fp8ref.jax.attention.kernel import CALLS
 from fp8ref.jax.proof.attention import kernel_calls, manifest_of_products, missing_kernels, missing_products
 from fp8ref.jax.proof.hlo import Operation
 from fp8ref.jax.proof.verdict import Program
+from fp8ref.spec.attention.products import PRODUCTS
+from fp8ref.spec.attention.variants import VARIANTS
 
 
 def program(*, leave_out=(), types=("f8e4m3fn", "f8e4m3fn"), precision="HIGHEST", plan=None) -> Program:

@@ -11,8 +11,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import flax, gemm, linear, operands, proof, scaling
-from fp8ref.jax.sharding import Placement
+from fp8ref.jax import flax, proof
+from fp8ref.jax.distributed.sharding import Placement
+from fp8ref.jax.gemm import gemm
+from fp8ref.jax.linear import linear, operands
+from fp8ref.jax.quantize import scaling
 from fp8ref.recipe import RECIPES
 
 FP8 = {"tensorwise": 3, "rowwise": 3, "rowwise_with_gw_hp": 2, "delayed": 3}

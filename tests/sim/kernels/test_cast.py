@@ -8,7 +8,8 @@ import pytest
 
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import FP8_FORMATS
-from fp8ref.sim import cast, philox, threads
+from fp8ref.sim import philox, threads
+from fp8ref.sim.quantize import cast
 
 fp8 = pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)
 

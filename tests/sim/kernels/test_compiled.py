@@ -131,8 +131,10 @@ FEW = """
 import hashlib
 import numpy as np
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.sim import cast, gemm, scaling
-from fp8ref.sim.kernels import cast as c, chains as t, gemm as g, scaling as s
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.kernels import cast as c, gemm as g, scaling as s
+from fp8ref.sim.kernels.chains import chains as t
 
 x = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)
 x[3, 5], x[7, 9] = np.nan, np.inf
@@ -164,8 +166,9 @@ def test_first_calls_of_few_elements_compile_nothing_and_change_no_bit():
 OLDER = """
 import numpy as np
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import accumulate, cast
-from fp8ref.sim.kernels import chains
+from fp8ref.sim.gemm import accumulate
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.kernels.chains import chains
 
 x = (np.random.default_rng(0).standard_normal((96, 256)) * 30).astype(np.float32)
 for how, seed in (("nearest_even", None), ("toward_zero", None), ("stochastic", 5)):

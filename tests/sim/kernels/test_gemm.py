@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
-from fp8ref.sim import accumulate, cast, gemm
 from fp8ref.sim import threads as parallel
+from fp8ref.sim.gemm import accumulate, gemm
 from fp8ref.sim.kernels import gemm as kernels
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.epilogue import EPILOGUES
 
 
 def bits(values):

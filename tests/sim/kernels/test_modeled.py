@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT32
-from fp8ref.sim import cast, matrix_core, tensor_core, threads
-from fp8ref.sim.accumulate import Accumulation, chains, chains_plain
-from fp8ref.sim.matrix_core import MATRIX_CORES
-from fp8ref.sim.tensor_core import MODELED, UNITS, TensorCore
+from fp8ref.sim import threads
+from fp8ref.sim.gemm import matrix_core, tensor_core
+from fp8ref.sim.gemm.accumulate import Accumulation, chains, chains_plain
+from fp8ref.sim.gemm.matrix_core import MATRIX_CORES
+from fp8ref.sim.gemm.tensor_core import MODELED, UNITS, TensorCore
+from fp8ref.sim.quantize import cast
 
 PAIRS = list(product((E4M3FN, E5M2), repeat=2))
 AMD_PAIRS = list(product((E4M3FNUZ, E5M2FNUZ), repeat=2))

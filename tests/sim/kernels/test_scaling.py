@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from fp8ref.formats import E4M3FN, E5M2, E5M2FNUZ
-from fp8ref.granularity import GRANULARITIES
-from fp8ref.sim import scaling
 from fp8ref.sim import threads as parallel
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.granularity import GRANULARITIES
 
 SHAPES = [(256, 256), (300, 256), (256, 300), (3, 130, 128), (128,), (1, 128), (384, 128, 2), (64, 4096)]
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from fp8ref.attention import VARIANTS, differentiated
-from fp8ref.attention_products import PRODUCTS
-from fp8ref.sim import hardware as simulated
-from fp8ref.torch import hardware
+from fp8ref.sim.gemm import hardware as simulated
+from fp8ref.spec.attention.products import PRODUCTS
+from fp8ref.spec.attention.variants import VARIANTS, differentiated
+from fp8ref.torch.gemm import hardware
 from fp8ref.torch.proof.attention import manifest_of_kernels, manifest_of_products, missing_kernels, missing_products, multiplies_codes
 from fp8ref.torch.proof.records import GemmTrace, ProductRecord
 

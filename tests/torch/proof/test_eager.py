@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from torchao.float8.float8_linear import Float8Linear
 
 from fp8ref.recipe import RECIPES
-from fp8ref.torch import grouped_gemm, linear, proof
-from fp8ref.torch.grouped_linear import GroupedLinear
+from fp8ref.torch import proof
+from fp8ref.torch.experts import gemm as grouped_gemm
+from fp8ref.torch.experts.layer import GroupedLinear
+from fp8ref.torch.linear import linear
+from fp8ref.torch.model import convert
 from fp8ref.train.torch.trainer import Trainer
 
 
@@ -60,7 +63,7 @@ def test_grouped_gemms_by_a_gpus_kernel_are_seen(recipe, monkeypatch):  # X-10
     monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda device: True)
     experts = GroupedLinear(2, 32, 64, dtype=torch.bfloat16)
     torch.nn.init.normal_(experts.weight)
-    model = linear.convert(nn.ModuleDict({"experts": experts}), recipe)
+    model = convert.convert(nn.ModuleDict({"experts": experts}), recipe)
     x = torch.randn(40, 32, dtype=torch.bfloat16, requires_grad=True)
     with proof.trace_eager(model) as trace:
         model["experts"](x, torch.tensor([16, 40], dtype=torch.int32)).float().square().sum().backward()

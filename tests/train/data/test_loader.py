@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 import tomli_w
 
-from fp8ref.errors import ConfigError
-from fp8ref.train import config as configs
-from fp8ref.train.config import Config, DataConfig, RunConfig
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config, DataConfig, RunConfig
 from fp8ref.train.data import loader, windows
 
 
@@ -336,7 +336,8 @@ def test_more_windows_than_can_be_shuffled_are_refused(marked, monkeypatch):
 
 WITHOUT_JAX = """
 import sys
-from fp8ref.train import config, loop
+from fp8ref.train.config import config
+from fp8ref.train import loop
 from pathlib import Path
 loop.train(config.load(sys.argv[1]), "torch", Path(sys.argv[2]))
 if "jax" in sys.modules:  # grain imports it
@@ -356,7 +357,7 @@ def test_a_torch_run_initializes_no_backend_of_jax(tmp_path, small):
 OPENED = """
 import sys
 from fp8ref.train.data import loader
-from fp8ref.train.config import Config, DataConfig
+from fp8ref.train.config.config import Config, DataConfig
 for source in sys.argv[1:]:
     loader.open_batches(Config(data=DataConfig(source=source, sequence_length=8, batch_size=4))).step(0)
 print(sorted({"torch", "datasets", "tiktoken", "tokenizers"} & sys.modules.keys()))

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8ref import console
-from fp8ref.errors import ConfigError
-from fp8ref.llama import LlamaConfig
-from fp8ref.train.config import Config, DataConfig, RunConfig
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config.config import Config, DataConfig, RunConfig
 from fp8ref.train.data import loader, shards, sidecar
 
 LENGTH = 8

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from fp8ref.errors import ConfigError
-from fp8ref.train.config import DataConfig
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config.config import DataConfig
 from fp8ref.train.data import sources
 
 

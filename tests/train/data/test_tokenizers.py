@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tokenizing import install_tiktoken, write_words
 
-from fp8ref.errors import ConfigError
-from fp8ref.train.config import DataConfig
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config.config import DataConfig
 from fp8ref.train.data import tokenizers
 
 

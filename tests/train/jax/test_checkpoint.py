@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import tensorstore
 
-from fp8ref.errors import ConfigError
-from fp8ref.train import train_state
-from fp8ref.train.config import Config
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config.config import Config
 from fp8ref.train.jax import checkpoint
 from fp8ref.train.jax.trainer import Trainer
+from fp8ref.train.run import train_state
 
 MODEL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 BATCHES = np.random.default_rng(0).integers(0, 256, (4, 8, 33))

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.llama import EMBEDDING, LlamaConfig
-from fp8ref.train.config import Config
-from fp8ref.train.jax import elementwise, gathers
+from fp8ref.spec.llama import EMBEDDING, LlamaConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.jax import gathers
+from fp8ref.train.jax.llama import elementwise
 from fp8ref.train.jax.mesh import Layout
 
 CONFIG = Config(

@@ -5,14 +5,17 @@ import microbatches
 import numpy as np
 import pytest
 
-from fp8ref.errors import ConfigError
-from fp8ref.jax import gemm, proof, scaling
+from fp8ref.jax import proof
+from fp8ref.jax.gemm import gemm
 from fp8ref.jax.proof import verdict
-from fp8ref.llama import LlamaConfig
-from fp8ref.train import log, loop
-from fp8ref.train.config import Config, DataConfig, RunConfig
+from fp8ref.jax.quantize import scaling
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train import loop
+from fp8ref.train.config.config import Config, DataConfig, RunConfig
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.trainer import Trainer
+from fp8ref.train.run import log
 
 CONFIG = Config(
     model=LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4),

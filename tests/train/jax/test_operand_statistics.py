@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from fp8ref import recipe as recipes
-from fp8ref.linear_selection import Decision
-from fp8ref.sim import scaling, stats
-from fp8ref.stats import FIELDS, planned
+from fp8ref.selection.linears import Decision
+from fp8ref.selection.statistics import FIELDS, planned
+from fp8ref.sim.quantize import scaling, stats
 from fp8ref.train.jax import operand_statistics
 
 

@@ -8,12 +8,12 @@ import sys
 import pytest
 import tomli_w
 
-from fp8ref.errors import ConfigError
-from fp8ref.train import config as configs
-from fp8ref.train import log
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.jax import processes
 from fp8ref.train.jax.trainer import Trainer
+from fp8ref.train.run import log
 
 PARALLEL = {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
 

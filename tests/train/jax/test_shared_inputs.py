@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import sizes
 
-from fp8ref.errors import ConfigError
 from fp8ref.recipe import RECIPES
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train.jax import shared_inputs
 from fp8ref.train.jax.trainer import Trainer
 

@@ -7,11 +7,13 @@ import microbatches
 import numpy as np
 import pytest
 
-from fp8ref import llama as llama_data
-from fp8ref.errors import ConfigError
-from fp8ref.llama import InitialWeight
-from fp8ref.sim import gradient_reduction, scaling
-from fp8ref.train.jax import parameter_names, step
+from fp8ref.shared.errors import ConfigError
+from fp8ref.sim.distributed import gradient_reduction
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec import llama as llama_data
+from fp8ref.spec.llama import InitialWeight
+from fp8ref.train.jax import step
+from fp8ref.train.jax.llama import parameter_names
 from fp8ref.train.jax.trainer import Trainer
 
 

@@ -6,7 +6,7 @@ import pytest
 import sizes
 
 from fp8ref import recipe
-from fp8ref.jax import scales, scaling
+from fp8ref.jax.quantize import scales, scaling
 from fp8ref.train.jax import weight_scales
 from fp8ref.train.jax.trainer import Trainer
 

@@ -8,7 +8,7 @@ import pytest
 from made_runs import falling
 from rich.console import Console
 
-from fp8ref.errors import ConfigError
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train.report import compare, runs
 
 

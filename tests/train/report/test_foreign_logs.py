@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from fp8ref.errors import ConfigError
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train.report import foreign_logs
 
 _AT = "[rank0]:[titan] 2025-06-10 14:01:22,123 - root - INFO - "

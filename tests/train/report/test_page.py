@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from made_runs import falling
 
-from fp8ref.errors import ConfigError
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train.report import page, runs, verdict
 
 VOID = {"meta", "link", "br", "img", "hr"}

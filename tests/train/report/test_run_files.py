@@ -3,7 +3,7 @@ import json
 import made_runs
 import pytest
 
-from fp8ref.errors import ConfigError
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train.report import run_files
 
 OPERAND = "model.layers.0.mlp.up_proj/output/input"

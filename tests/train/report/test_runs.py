@@ -5,10 +5,10 @@ import made_runs
 import numpy as np
 import pytest
 
-from fp8ref.errors import ConfigError
-from fp8ref.train import config as configs
-from fp8ref.train import run_dir
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config import config as configs
 from fp8ref.train.report import runs
+from fp8ref.train.run import run_dir
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from fp8ref import cli
-from fp8ref.delayed import DELAYED
-from fp8ref.errors import ConfigError
-from fp8ref.train import log, loop
-from fp8ref.train.config import Config
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.delayed import DELAYED
+from fp8ref.train import loop
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import StatisticsConfig
 from fp8ref.train.report import what_if
-from fp8ref.train.sections import StatisticsConfig
+from fp8ref.train.run import log
 
 
 def recorded(run, amaxes, *, recipe="delayed", every=1, name="model.layers.0.mlp.up_proj"):

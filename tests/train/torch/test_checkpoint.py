@@ -10,10 +10,10 @@ import torch
 from ranks import run
 from safetensors import safe_open
 
-from fp8ref import llama
-from fp8ref.errors import ConfigError
-from fp8ref.states import WITH_MASTERS
-from fp8ref.train.config import Config
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.spec.states.layouts import WITH_MASTERS
+from fp8ref.train.config.config import Config
 from fp8ref.train.torch import checkpoint
 from fp8ref.train.torch.trainer import Trainer
 

@@ -8,9 +8,9 @@ from started import ENDLESS, SHARDED, Forked
 from torch import distributed
 
 from fp8ref import cli
-from fp8ref.train import checkpoint, log
-from fp8ref.train import config as configs
+from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
+from fp8ref.train.run import checkpoint, log
 from fp8ref.train.torch import failure_reporting, trainer
 from fp8ref.train.torch.failure_reporting import FailureStore
 

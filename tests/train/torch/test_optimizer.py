@@ -7,11 +7,11 @@ import ranks
 import torch
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
-from fp8ref.errors import ConfigError
-from fp8ref.torch.local_part import local_part
+from fp8ref.shared.errors import ConfigError
+from fp8ref.torch.tensors.local_part import local_part
 from fp8ref.train import loop
+from fp8ref.train.config.sections import OptimizerConfig
 from fp8ref.train.data import loader
-from fp8ref.train.sections import OptimizerConfig
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.step import Step
 from fp8ref.train.torch.trainer import Trainer

@@ -9,9 +9,10 @@ import torch
 from started import DEADLINE, ENDLESS, SHARDED, Forked, command, free_port, variables
 
 from fp8ref import cli
-from fp8ref.errors import ConfigError
-from fp8ref.train import log, loop
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train import loop
 from fp8ref.train.data import loader
+from fp8ref.train.run import log
 from fp8ref.train.torch import processes, trainer
 from fp8ref.train.torch.step import Step
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.torch import delayed
+from fp8ref.torch.delayed import delayed
 from fp8ref.train.torch.step import Step
 from fp8ref.train.torch.trainer import Trainer
 

@@ -5,7 +5,7 @@ import pytest
 from ranks import run
 from state_layouts import differing
 
-from fp8ref.sim import states as sim
+from fp8ref.sim.states import states as sim
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
 

@@ -7,8 +7,8 @@ from ranks import run
 
 import fp8ref.configs
 from fp8ref.recipe import trained_recipes
-from fp8ref.torch import delayed
-from fp8ref.train import config as configs
+from fp8ref.torch.delayed import delayed
+from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, FLOAT16, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127, specials="ieee")
 """The 19 bits that NVIDIA's tensor cores read of a float32."""

@@ -8,7 +8,7 @@ import numpy as np
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.formats import FLOAT16, FP8_FORMATS, Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 class Reading(NamedTuple):

@@ -12,8 +12,8 @@ import numpy as np
 
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.formats import FP8_FORMATS
-from fp8ref.sim import cast, scaling
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scaling import Quantized
 
 Scales = Callable[[np.ndarray], np.ndarray]
 """scale_inv of an operand -> the scales that a fault multiplies by."""

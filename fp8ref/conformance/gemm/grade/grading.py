@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref import epilogue as epilogues
 from fp8ref.conformance.gemm import adapters, bound
 from fp8ref.conformance.gemm.grade import codes, edges, imprecision, row_bits, scale_ends, stimuli, structure
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, Tile
 from fp8ref.conformance.gemm.grade.verdict import Grade, Measured, Shape
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm
-from fp8ref.epilogue import Epilogue
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.granularity import by_name
-from fp8ref.sim import accumulate as plans
-from fp8ref.sim import gemm
-from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.gemm import accumulate as plans
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.spec import epilogue as epilogues
+from fp8ref.spec.epilogue import Epilogue
+from fp8ref.spec.granularity import by_name
 
 SHAPES: tuple[Shape, ...] = ((96, 96, 96), (64, 80, 1056), (128, 128, 4096), (272, 272, 96))
 """The shapes that are asked: a cube, in which transposed operands fit; a ragged K; a long one; and

@@ -15,8 +15,8 @@ from fp8ref.conformance.gemm.grade.grading import grade_gemm
 from fp8ref.conformance.gemm.grade.verdict import Grade
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm, operand
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.result import Result
-from fp8ref.sim.scaling import Quantized
+from fp8ref.shared.result import Result
+from fp8ref.sim.quantize.scaling import Quantized
 
 if TYPE_CHECKING:
     from rich.console import Console

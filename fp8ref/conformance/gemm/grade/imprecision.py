@@ -12,11 +12,12 @@ from fp8ref.conformance.gemm.grade.roundings import Path
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.conformance.gemm.scaled_gemm import rows_of
-from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
-from fp8ref.sim import cast, gemm
-from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
-from fp8ref.sim.tensor_core import UNITS
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import ACCUMULATIONS, Accumulation
+from fp8ref.sim.gemm.tensor_core import UNITS
+from fp8ref.sim.quantize import cast
+from fp8ref.spec.epilogue import Epilogue
 
 ROWS = 32
 """Rows and columns of random results that plans are compared in."""

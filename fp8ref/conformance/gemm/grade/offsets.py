@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fp8ref.conformance import subject
 from fp8ref.conformance.gemm.adapters import native_array
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, read_array
+from fp8ref.conformance.kit import subject
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.result import Result
-from fp8ref.sim import cast
+from fp8ref.shared.result import Result
+from fp8ref.sim.quantize import cast
 
 if TYPE_CHECKING:
     from rich.console import Console

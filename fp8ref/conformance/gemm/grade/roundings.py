@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref import epilogue as epilogues
 from fp8ref.conformance.gemm.grade import faults
 from fp8ref.conformance.gemm.grade.accumulators import TF32
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
-from fp8ref.epilogue import BIASES, EPILOGUES, Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
-from fp8ref.sim import accumulate, cast, gemm
+from fp8ref.sim.gemm import accumulate, gemm
+from fp8ref.sim.quantize import cast
+from fp8ref.spec import epilogue as epilogues
+from fp8ref.spec.epilogue import BIASES, EPILOGUES, Epilogue
 
 FIRST = (None, BFLOAT16, FLOAT16, TF32, FLOAT32)
 """The formats that operands are dequantized and rounded to before they are multiplied; None: they are not."""

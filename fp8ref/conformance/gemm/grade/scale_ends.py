@@ -13,7 +13,7 @@ import numpy as np
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, hardware_scales, operand
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 EXPONENTS = (-127, -126, -100, -76, -22, -9, 8, 12, 76, 100, 126, 127)
 """log2 of the scale_inv that are asked: the ends of e8m0 and of e4m3fn, and of float32 some that no

@@ -19,9 +19,9 @@ from fp8ref.conformance.gemm import plans
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.formats import FLOAT16, Format
-from fp8ref.granularity import by_name, scale_shape
-from fp8ref.sim import cast
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec.granularity import by_name, scale_shape
 
 TERMS = 40
 """Products of a sum of ``integers``: of 3 x 2 at most each, so that 40 of them stay below 2^8."""

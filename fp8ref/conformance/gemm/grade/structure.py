@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.finding import Counterexample, show
 from fp8ref.conformance.gemm.grade import faults
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.kit.finding import Counterexample, show
 from fp8ref.formats import Format
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 WHOLE = 0.25
 """The part of a tile's results that differ at least: others are right by chance, such as a sum of 0, or

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8ref.conformance.finding import Counterexample, Finding, table
 from fp8ref.conformance.gemm.grade import codes
 from fp8ref.conformance.gemm.grade.row_bits import RowBits
 from fp8ref.conformance.gemm.grade.structure import Cause
+from fp8ref.conformance.kit.finding import Counterexample, Finding, table
 from fp8ref.formats import Format
-from fp8ref.result import Result
+from fp8ref.shared.result import Result
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,7 +6,7 @@ import pytest
 
 from fp8ref.conformance.gemm.grade.accumulators import TF32, Narrow, candidates, fitting
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 def integers(k):

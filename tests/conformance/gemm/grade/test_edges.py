@@ -5,7 +5,7 @@ import pytest
 
 from fp8ref.conformance.gemm import grade_gemm
 from fp8ref.conformance.gemm.grade import edges, grading
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from graded_gemms import PLANTED, correct, narrow, to_bfloat16, values, without
 from fp8ref.conformance.gemm import ScaledGemm, grade_gemm, named, require_gemm
 from fp8ref.conformance.gemm.grade import stimuli
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
-from fp8ref.sim import gemm
+from fp8ref.sim.gemm import gemm
 
 
 @pytest.mark.grid(2)

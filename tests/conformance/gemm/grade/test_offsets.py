@@ -13,10 +13,12 @@ from fp8ref.conformance.gemm import grade_offsets, require_offsets
 from fp8ref.conformance.gemm.grade.offsets import SIZES
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError
 from fp8ref.formats import E4M3FN
-from fp8ref.jax import grouped_operands as jax_operands
-from fp8ref.jax.scaling import Quantized
+from fp8ref.jax.experts import operands as jax_operands
+from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec
-from fp8ref.torch import grouped_gemm, grouped_operands, scaling
+from fp8ref.torch.experts import gemm as grouped_gemm
+from fp8ref.torch.experts import operands as grouped_operands
+from fp8ref.torch.quantize import scaling
 
 
 def spans(offs):

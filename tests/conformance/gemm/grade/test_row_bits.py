@@ -5,7 +5,8 @@ import pytest
 
 from fp8ref.conformance.gemm import grade_gemm
 from fp8ref.conformance.gemm.grade import grading
-from fp8ref.sim import cast, gemm
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast
 
 
 def in_parts(a, b, parts):

@@ -7,7 +7,8 @@ from fp8ref.conformance.gemm import grade_gemm
 from fp8ref.conformance.gemm.grade import grading, scale_ends
 from fp8ref.conformance.gemm.scaled_gemm import hardware_scales, operand
 from fp8ref.formats import E2M1FN, E4M3FN, E8M0FNU
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.quantize import cast, scaling
 
 TINY, HUGE = np.float32(2.0**-127), np.float32(2.0**127)
 

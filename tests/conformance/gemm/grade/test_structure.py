@@ -6,7 +6,7 @@ from graded_gemms import correct
 
 from fp8ref.conformance.gemm import grade_gemm
 from fp8ref.conformance.gemm.grade import structure
-from fp8ref.sim import cast
+from fp8ref.sim.quantize import cast
 
 
 @pytest.mark.parametrize(

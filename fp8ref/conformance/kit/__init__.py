@@ -1,0 +1,1 @@
+"""What every kind of subject shares: arrays, calls, findings, comparisons, explanations."""

@@ -1,0 +1,201 @@
+"""What identification finds: properties with their evidence, counterexamples, and the outcome of all."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8ref.formats import Format
+from fp8ref.shared.result import Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SHOWN = 4
+"""The most other values that are printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterexample:
+    """One input, and two outputs that differ.
+
+    input     in words; bits: of its numbers, in hexadecimal, as ``dtype``.
+    got       what the function gives; expected: what it was compared with gives.
+    clause    of docs/spec, by which the expected output is right.
+    """
+
+    input: str
+    bits: tuple[str, ...]
+    dtype: str
+    got: str
+    expected: str
+    clause: str
+
+    def __str__(self) -> str:
+        bits = f" ({self.dtype} {', '.join(self.bits)})" if self.bits else ""
+        return f"{self.input}{bits}: got {self.got}, expected {self.expected} ({self.clause})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+def bits_of(value: float, dtype: str) -> str:
+    """The bits of a number of a dtype, such as 0x3F800000."""
+    if dtype == "bfloat16":
+        return f"0x{int(np.float32(value).view(np.uint32)) >> 16:04X}"
+    unsigned = {"float16": (np.float16, np.uint16), "float32": (np.float32, np.uint32), "float64": (np.float64, np.uint64)}[dtype]
+    number = np.asarray(value).astype(unsigned[0])
+    return f"0x{int(number.view(unsigned[1])):0{2 * number.itemsize}X}"
+
+
+def show(value: float) -> str:
+    """A number as text, exact: nine digits, or seventeen where nine would be another number."""
+    return f"{float(value):.17g}" if float(f"{float(value):.9g}") != float(value) else f"{float(value):.9g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One property of a function, its value, and the evidence.
+
+    what      the property, such as ``rounding`` or ``fraction_bits``.
+    value     None if it cannot be told; for ``double_rounding``, None if there is none.
+    evidence  which inputs, and what came out.
+    words     the value for a reader, if str(value) does not say it.
+    witness   a simplest input that shows it, compared with the specification.
+    others    values that explain all outputs as well.
+    unasked   what could not be asked for this property, in words.
+    """
+
+    what: str
+    value: Any
+    evidence: str
+    words: str = ""
+    witness: Counterexample | None = None
+    others: tuple = ()
+    unasked: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The value for a reader."""
+        if self.words:
+            return self.words
+        if self.value is None:
+            return "cannot tell" + (f": {' or '.join(map(str, self.others))}" if self.others else "")
+        listed = "; ".join(map(str, self.others[:SHOWN])) + (f"; and {len(self.others) - SHOWN} more" if len(self.others) > SHOWN else "")
+        return f"{self.value}" + (f", or the same by {listed}" if self.others else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """what, value and evidence. Results add ``witness`` or ``others``."""
+        return {"what": self.what, "value": self.value, "evidence": self.evidence}
+
+
+def table(findings: Sequence[Finding], **options: Any) -> "Table":
+    """The findings as a table, a row each; options are those of rich's Table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table("", "found", "by", **options)
+    for finding in findings:
+        made.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))  # Text: not parsed as markup
+    return made
+
+
+def strides_finding(taken: list[str], refused: list[str], found: list[Counterexample]) -> Finding:
+    """The finding on strides: the views taken, those that raise, and the first counterexample."""
+    text = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not tested"
+    evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax arrays have no strides"
+    evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
+    unasked = (f"strides {', '.join(refused)}, for which it raises",) if refused else ()
+    return Finding(what="strides", value=not found, words=text, evidence=str(found[0]) if found else evidence, unasked=unasked)
+
+
+def other_devices(framework: str, device: str) -> list[str]:
+    """What is not asked of a function of one device: the others, as a list; empty for NumPy's arrays, which have none."""
+    return [] if framework == "numpy" else [f"devices other than {device}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Result):
+    """What a cast or a quantizer was identified as.
+
+    found        ``is`` of --json: each property and its value.
+    identified   whether what was found explains every output.
+    named        whether that has a name: a known cast (except for NaN codes), or a policy with the
+                 cast of S-5.
+    summary      in one line.
+    unlike       the simplest inputs that it does not explain.
+    expected     the name that it should have, if any.
+    differences  the simplest inputs on which it differs from that, one of each kind.
+    limits       what was not asked, besides that of the findings.
+    """
+
+    name: str
+    kind: str
+    fmt: Format
+    framework: str
+    found: dict[str, Any]
+    findings: Sequence[Finding]
+    identified: bool
+    summary: str
+    named: bool = True
+    unlike: Sequence[Counterexample] = field(default=())
+    expected: str | None = None
+    differences: Sequence[Counterexample] = field(default=())
+    limits: Sequence[str] = field(default=())
+
+    @property
+    def unasked(self) -> list[str]:
+        """What was not asked, and what the verdict so does not cover, in words."""
+        return list(dict.fromkeys([*(one for finding in self.findings for one in finding.unasked), *self.limits]))
+
+    @property
+    def ok(self) -> bool:
+        """Equal to what was expected; else identified, with a name, and in the format asked for."""
+        if self.expected is not None:
+            return not self.differences and not self.unlike
+        return self.identified and self.named and self.found["format"] == self.fmt.name
+
+    @property
+    def message(self) -> str:
+        """The summary, the counterexamples to what was expected, and what was not asked."""
+        if self.expected is None:
+            lines = [self.summary + ("" if self.named or not self.identified else ". It matches no known name")]
+        elif self.ok:
+            lines = [f"{self.name} is {self.expected!r}: {self.summary}"]
+        else:
+            lines = [f"{self.name} is not {self.expected!r}, but {self.summary}", *(f"  {w}" for w in self.differences or self.unlike)]
+        return "\n".join([*lines, *([f"  not asked: {'; '.join(self.unasked)}"] if self.unasked else [])])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
+        return {
+            "ok": self.ok,
+            "name": self.name,
+            "kind": self.kind,
+            "format": self.fmt.name,
+            "framework": self.framework,
+            "is": self.found,
+            "identified": self.identified,
+            "named": self.named,
+            "summary": self.summary,
+            "findings": [f.to_dict() | {"witness": f.witness and f.witness.to_dict()} for f in self.findings],
+            "unlike": [witness.to_dict() for witness in self.unlike],
+            "expected": self.expected,
+            "differences": [witness.to_dict() for witness in self.differences],
+            "unasked": self.unasked,
+        }
+
+    def render(self, console: "Console") -> None:
+        """Print the findings, then ``unlike`` if no name was expected, then the message."""
+        from rich.text import Text
+
+        title = Text(
+            f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}"
+        )  # Text: brackets in a name are not parsed as markup
+        console.print(table(self.findings, title=title, title_justify="left"))
+        for witness in self.unlike if self.expected is None else ():
+            console.out(f"unlike: {witness}", highlight=False)
+        console.out(self.message, highlight=False)

@@ -1,0 +1,282 @@
+"""The function under test, called with arrays of its framework and checked for side effects.
+
+``kind_of`` tells whether it is a cast, a quantizer or a GEMM.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8ref.conformance.kit import arrays
+from fp8ref.conformance.kit.finding import bits_of
+
+Kind = Literal["cast", "quantizer", "gemm"]
+"""What a function under test is."""
+
+KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")
+"""The values of ``Kind``."""
+
+FRAMEWORKS = ("numpy", "torch", "jax")
+"""The frameworks whose arrays a subject may take, in the order in which they are tried."""
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes that a cast is asked with."""
+
+SHAPE = (256, 384)
+"""The shape [M, K] of the tensors with which a function is classified, and a quantizer is asked."""
+
+Make = Callable[[np.ndarray], Any]
+"""A function that makes a framework's array of a NumPy array."""
+
+VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
+    "transposed": lambda make, x: make(np.ascontiguousarray(x.T)).T,
+    "every second column": lambda make, x: make(np.repeat(x, 2, axis=1) * np.tile(np.array([1, 0.5], np.float32), x.shape[1]))[:, ::2],
+    "behind a row": lambda make, x: make(np.concatenate([x[:1] / 2, x]))[1:],
+}
+"""{name of a view: function that makes it of x [M, K]}.
+
+A view is not contiguous, or starts inside its memory. JAX has no views.
+"""
+
+
+class ConformanceError(ValueError):
+    """Not a valid cast or quantizer: it raises, has wrong outputs or side effects, or does not repeat."""
+
+
+class RefusedError(ConformanceError):
+    """The function raises for this input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The function under test, of one array.
+
+    framework  whose arrays it takes: "numpy", "torch" or "jax".
+    device     of torch's tensors.
+    """
+
+    name: str
+    function: Callable[..., Any] = field(repr=False)
+    framework: str = "numpy"
+    device: str = "cpu"
+
+    def ask(self, x: np.ndarray, dtype: str = "float32", *, view: str = "contiguous") -> Any:
+        """Call it with x, as an array of a dtype and a view, and return what it returns.
+
+        Raises:   RefusedError: it raises. ConformanceError: it changes its input.
+        """
+        given = self.make_array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.make_array(a, dtype), x)
+        # Compare bits, as NaN is not equal to itself.
+        before = arrays.written(given)
+        try:
+            with np.errstate(all="ignore"):  # inputs include NaN and overflow
+                found = self.function(given)
+        except (Exception, SystemExit) as error:  # a function under test may raise anything
+            raise RefusedError(
+                f"{self.name} raised {type(error).__name__} for "
+                f"{describe(x, dtype, self.framework)}: {_first_lines(error)}. Call it on this "
+                "input alone to find the cause."
+            ) from error
+        if arrays.written(given) != before:
+            raise ConformanceError(f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it work on a copy.")
+        return found
+
+    def make_array(self, x: np.ndarray, dtype: str) -> Any:
+        """x as an array of this framework and of a dtype.
+
+        Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy without ml_dtypes.
+        """
+        if self.framework == "jax":
+            import jax
+
+            if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+                raise RefusedError("jax has no float64 here: set JAX_ENABLE_X64=1 to test it.")
+        try:
+            given = x.astype(arrays.numpy_dtype(dtype))
+        except ImportError as error:
+            raise RefusedError(str(error)) from error
+        if self.framework == "numpy":
+            return given
+        return arrays.as_torch(given, self.device) if self.framework == "torch" else arrays.as_jax(given)
+
+
+def check_no_reuse(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
+    """ConformanceError if a later call, with other numbers, overwrites an earlier output."""
+    found = subject.ask(x, dtype)
+    before = [part.copy() for part in read(found)]
+    subject.ask(other, dtype)
+    if any(a.tobytes() != b.tobytes() for a, b in zip(before, read(found), strict=True)):
+        raise ConformanceError(
+            f"{subject.name} overwrites its earlier output for "
+            f"{describe(x, dtype, subject.framework)} when it is called again. Return a new "
+            "array each time."
+        )
+
+
+def wrap(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
+    """A function as a Subject of the framework named, else of the first imported one that it takes.
+
+    Raises:   ValueError: an unknown framework, or a device that is not there; ImportError: the framework
+              is not installed; RefusedError: it takes no arrays.
+    """
+    if not callable(function):
+        raise ValueError(f"what is asked is a function of an array; got {type(function).__name__}.")
+    if framework is not None and framework not in FRAMEWORKS:
+        raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
+    if framework is not None and importlib.util.find_spec(framework) is None:
+        raise ImportError(f"arrays of {framework} need {framework}, which is not installed. Install fp8ref[{framework}].")
+    _check_device(device, framework)
+    if device != "cpu":
+        framework = "torch"
+    if framework is not None:
+        return Subject(name=name, function=function, framework=framework, device=device)
+    # A framework that nothing has imported cannot be the function's own, and is not imported here.
+    refused = []
+    x = np.ones(shape, np.float32)
+    for tried in FRAMEWORKS:
+        if tried != "numpy" and tried not in sys.modules:
+            continue
+        subject = Subject(name=name, function=function, framework=tried)
+        for dtype in ("float32", "bfloat16"):
+            try:
+                found = subject.ask(x, dtype)
+            except RefusedError as error:
+                refused.append(str(error))
+            else:
+                return _in_framework_of_output(subject, found, x, dtype)
+    raise RefusedError("\n".join(dict.fromkeys(refused)))
+
+
+def _in_framework_of_output(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
+    """The subject in the framework of its output, as JAX functions take NumPy arrays too."""
+    inside: list[Any] = list(getattr(found, "__dict__", {}).values())
+    if isinstance(found, tuple | list | dict):
+        inside = list(found.values() if isinstance(found, dict) else found)
+    modules = {type(part).__module__.partition(".")[0] for part in (found, *inside)}
+    for framework, module in (("torch", "torch"), ("jax", "jaxlib"), ("jax", "jax")):
+        if module in modules and framework != subject.framework:
+            other = dataclasses.replace(subject, framework=framework)
+            try:
+                other.ask(x, dtype)
+            except ConformanceError:
+                return subject
+            return other
+    return subject
+
+
+def kind_of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu") -> Kind:
+    """A GEMM takes two operands. In a cast no element changes another's code. Else a quantizer.
+
+    Raises:   ValueError: as wrap.
+    """
+    if _operands(function) == 2:
+        return "gemm"
+    try:
+        subject = wrap(name, function, framework=framework, device=device, shape=SHAPE)
+    except RefusedError as error:
+        try:
+            wrap(name, function, framework=framework, device=device, shape=(16,))  # one that takes vectors alone, or nothing
+        except RefusedError as other:
+            raise RefusedError(f"{error}\n{other}") from other
+        return "cast"
+    x = np.resize(np.array([1, 1.5, -2, 0.5], np.float32), SHAPE)  # numbers of every format
+    changed = x.copy()
+    changed[0, 0] = 2.0**40  # an amax that changes every other code under a shared scale
+    source = first_dtype(subject, SHAPE)
+    try:
+        before, after = (read_array(subject.ask(asked, source)) for asked in (x, changed))
+    except ConformanceError:  # such as an object whose parts alone are arrays
+        return "quantizer"
+    if before is None or after is None or before[0].shape != SHAPE or after[0].shape != SHAPE:
+        return "quantizer"  # identify_quantizer reports it if it is not valid
+    again = read_array(subject.ask(x, source))  # a remembered amax shows a call later
+    assert again is not None
+    others = np.arange(x.size).reshape(SHAPE) > 0
+    alone = all(np.array_equal(before[0][others], other[0][others]) for other in (after, again))
+    return "cast" if alone else "quantizer"
+
+
+def _operands(function: Callable[..., Any]) -> int:
+    """How many arguments have no default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return 1
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, for a report."""
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def first_dtype(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
+    """The dtype of most inputs: float32, else bfloat16. RefusedError if it takes neither."""
+    refused = []
+    for source in ("float32", "bfloat16"):
+        try:
+            subject.ask(np.ones(shape, np.float32), source)
+        except RefusedError as error:
+            refused.append(str(error))
+        else:
+            return source
+    raise RefusedError("\n".join(refused))
+
+
+def read_array(found: Any) -> tuple[np.ndarray, str] | None:
+    """An array of any framework as a NumPy array, and the name of its dtype; None if it is no array.
+
+    float8 and e8m0 become uint8; bfloat16 and float16 become float32.
+    """
+    if not hasattr(found, "dtype") or not hasattr(found, "shape"):
+        return None
+    try:
+        made, name = arrays.named(found)
+    except Exception as error:  # lazy arrays may raise only here
+        raise ConformanceError(f"its output cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
+    return made.astype(np.float32) if name in ("bfloat16", "float16") else made, name
+
+
+def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:
+    """An input as text: framework, dtype and shape, and the numbers if they are few."""
+    shape = f"{framework} {dtype} {list(x.shape)}"
+    if x.size > 4:
+        return f"x {shape}"
+    return f"x {shape} = {x.tolist()} (bits {', '.join(bits_of(v, dtype) for v in x.ravel())})"
+
+
+def _check_device(device: str, framework: str | None) -> None:
+    """ValueError unless torch has the device, or it is the CPU."""
+    if device == "cpu":
+        return
+    if framework not in (None, "torch"):
+        raise ValueError(f"a device applies to torch's arrays; got {device!r} with {framework}. Leave it out. For jax, set JAX_PLATFORMS.")
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # torch raises several types for a missing device
+        raise ValueError(f"device {device!r} is not available: {_first_lines(error)}. Leave it out to test on the CPU.") from error
+
+
+def _first_lines(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return (text[:300] + "...") if len(text) > 300 else text.rstrip(".") or "no message"
+
+
+def smaller_part(x: np.ndarray, fails: Callable[[np.ndarray], bool]) -> np.ndarray:
+    """A part of a flat x that fails, halved as long as one of its halves fails too."""
+    for _ in range(math.ceil(math.log2(max(x.size, 1)))):
+        half = x.size // 2
+        part = next((p for p in (x[:half], x[half:]) if p.size and fails(p)), None)
+        if part is None:
+            return x
+        x = part
+    return x

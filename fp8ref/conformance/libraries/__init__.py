@@ -1,0 +1,1 @@
+"""The libraries whose casts and scales are compared with the simulator."""

@@ -1,0 +1,1 @@
+"""Quantizers of 4-bit formats."""

@@ -1,0 +1,1 @@
+"""Attention of a training step against the simulator: codes, counts, states."""

@@ -1,0 +1,33 @@
+"""How many elements P and dS have in a pass, and how many of them their casts clipped and made 0 (spec A-12, Q-13).
+
+A count is int32 [2], a high part and the low 16 bits, so that it is exact below 2^40: float32 holds both parts.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fp8ref.selection.statistics import COUNTS
+
+
+def add(counts: jax.Array, found: list[jax.Array]) -> jax.Array:
+    """counts [n, 2] with n numbers added, int32, each below 2^31 - 2^16."""
+    low = counts[:, 1] + jnp.stack(found)
+    return jnp.stack([counts[:, 0] + (low >> 16), low & 0xFFFF], axis=1)
+
+
+def numbers(counts: jax.Array) -> jax.Array:
+    """int32 [n] of counts [n, 2], which wraps from 2^31 on."""
+    return (counts[:, 0] << 16) + counts[:, 1]
+
+
+def measurement(amax: jax.Array, count: jax.Array, saturated: jax.Array, lost: jax.Array) -> jax.Array:
+    """A row of statistics float32 [stats.LENGTH] of P or dS, which ``stats.parts`` decodes.
+
+    Shapes:   amax float32 (); each count int32 [2].
+    """
+    none = jnp.zeros_like(count)
+    known = {"count": count, "overflows": saturated, "underflows": lost}
+    limbs = [known.get(name, none).astype(jnp.float32) for name in COUNTS]
+    zero, one = jnp.zeros_like(amax), jnp.ones_like(amax)
+    # No sums of squares: a unit of 1, whose exponent field is 127; and scales that are not recorded.
+    return jnp.concatenate([*limbs, jnp.stack([zero, zero, 127 * one, amax, one, one])])

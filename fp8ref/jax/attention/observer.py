@@ -1,0 +1,86 @@
+"""Show what the passes of attention make to whoever watches, from compiled programs of one device."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref.jax.attention import counts as attention_counts
+from fp8ref.jax.attention.operands.heads import Heads
+from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.spec.attention.products import Phase
+
+_watcher: ContextVar[Callable | None] = ContextVar("fp8ref_jax_attention_watcher", default=None)
+
+
+@contextmanager
+def watching(watcher: Callable) -> Iterator[None]:
+    """In this context, attention that is traced calls watcher(layer, phase, arrays) when it runs.
+
+    arrays  NumPy arrays of what the pass made, by ``<what>/<part>`` of ``attention.products.SHOWN`` and ``PARTS``.
+    """
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def watcher() -> Callable | None:
+    """The watcher of this context."""
+    return _watcher.get()
+
+
+def show(use: Use, phase: Phase, arrays: dict[str, jax.Array]) -> None:
+    """Call the watcher when the program runs."""
+    assert use.watcher is not None
+    jax.debug.callback(functools.partial(use.watcher, use.layer, phase), arrays)
+
+
+def of_forward(given: Inputs, result, use: Use) -> dict[str, jax.Array]:
+    """What a forward pass made, and of what softcap and sinks."""
+    found: dict = {f"{role}/value": x.astype(jnp.float32) for role, x in zip(("q", "k", "v"), given[:3], strict=True)}
+    found |= {
+        "s/value": result.scores,
+        "p/scale": result.scale_p,
+        "p/codes": result.p_codes,
+        "o/value": result.o.astype(given.q.dtype).astype(jnp.float32),
+        "softcap/value": None if use.softcap is None else jnp.float32(use.softcap),
+        "sinks/value": None if given.sinks is None else given.sinks.astype(jnp.float32),
+    }
+    return _present(found) | _quantized(result.tensors) | _counted("p", result.amaxes.get("s"), result.counts, (2, 0, 1))
+
+
+def of_backward(do: jax.Array, found, scale_p: jax.Array) -> dict[str, jax.Array]:
+    """What a backward pass made; scale_p: of its probabilities."""
+    matrices = found.matrices
+    shown = {"do/value": do.astype(jnp.float32), "p/scale": scale_p, "p/codes": matrices.get("p_codes"), "ds/value": matrices.get("ds")}
+    if "ds_codes" in matrices:
+        shown |= {"ds/codes": matrices["ds_codes"], "ds/scale": found.scale_ds.scale}
+    values = {"dq/value": found.dq, "dk/value": found.dk, "dv/value": found.dv}
+    return _present(shown | values) | _quantized(found.tensors) | _counted("ds", found.amaxes.get("ds"), found.counts, (3, 1, 2))
+
+
+def _counted(what: str, amax: jax.Array | None, counts: jax.Array | None, at: tuple[int, ...]) -> dict[str, jax.Array]:
+    """The amax of P or dS, and how many elements it has, were clipped and lost; of a pass that counts."""
+    if counts is None:
+        return {}
+    assert amax is not None
+    return {f"{what}/amax": amax, f"{what}/counts": attention_counts.numbers(counts)[np.array(at)]}
+
+
+def _present(arrays: dict) -> dict[str, jax.Array]:
+    return {key: x for key, x in arrays.items() if x is not None}
+
+
+def _quantized(tensors: dict[str, Heads]) -> dict[str, jax.Array]:
+    found: dict[str, jax.Array] = {}
+    for role, x in tensors.items():
+        if x.codes.dtype.itemsize == 1:
+            found |= {f"{role}/scale": x.scale, f"{role}/codes": lax.bitcast_convert_type(x.codes, jnp.uint8)}
+    return found

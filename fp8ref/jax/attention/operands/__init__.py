@@ -1,0 +1,1 @@
+"""The operands of attention: checked, rotated, scaled, cast, cut among devices."""

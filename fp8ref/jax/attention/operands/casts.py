@@ -1,0 +1,81 @@
+"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec E-9).
+
+o = apply(q, k, v, casts)          # differentiable
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fp8ref.formats import Format
+from fp8ref.jax.attention.operands import heads as head_scaling
+from fp8ref.jax.quantize import scaling
+from fp8ref.jax.transforms import derivatives
+from fp8ref.selection import attention_casts as data
+from fp8ref.selection.attention_casts import Casts
+
+_PRECISE = jax.lax.Precision.HIGHEST
+"""Products of float32 on a GPU as on a CPU, without TF32."""
+
+_NAME = "attention with single casts"
+"""What errors begin with."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def apply(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts) -> jax.Array:
+    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype. ValueError for a second derivative."""
+    return _forward(q, k, v, casts)[0]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
+    """Tensors within are [B, Hkv, G, T, ...]: the query heads of a head of keys are a dim."""
+    heads, like = k.shape[1], (q, k, v)
+    a, b, c = (_cast(x, role, casts) for x, role in ((q, "q"), (k, "k"), (v, "v")))
+    a, b, c = a.reshape(a.shape[0], heads, -1, *a.shape[2:]), b[:, :, None], c[:, :, None]
+    s = _product(a, b.mT) / math.sqrt(q.shape[-1])
+    s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
+    e = jnp.exp(s - s.max(axis=-1, keepdims=True))
+    total = e.sum(axis=-1, keepdims=True)
+    o = _product(_probabilities(e, casts), c) / total
+    return o.reshape(q.shape).astype(q.dtype), (a, b, c, e / total, o, [jnp.zeros((), x.dtype) for x in like])
+
+
+def _saved(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
+    q, k, v = (derivatives.not_again(x, _NAME, "attention") for x in (q, k, v))
+    return _forward(q, k, v, casts)
+
+
+def _backward(casts: Casts, saved, grad: jax.Array):
+    q, k, v, p, o, dtypes = saved
+    grad = derivatives.not_again(grad, _NAME, "attention")
+    do = _cast(grad, "do", casts).reshape(q.shape)
+    dv = _product(_probabilities(p, casts).mT, do).sum(axis=2)
+    d = (do * o).sum(axis=-1, keepdims=True)
+    ds = _cast((_product(do, v.mT) - d) * p / math.sqrt(q.shape[-1]), "ds", casts)
+    dq, dk = _product(ds, k).reshape(grad.shape), _product(ds.mT, q).sum(axis=2)
+    return tuple(x.astype(like.dtype) for x, like in zip((dq, dk, dv), dtypes, strict=True))
+
+
+apply.defvjp(_saved, _backward)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=_PRECISE)
+
+
+def _cast(x: jax.Array, role: str, casts: Casts) -> jax.Array:
+    """A tensor after its cast by its own amax, if it has one, in float32."""
+    x = x.astype(jnp.float32)
+    return _by(scaling.amax(x), x, data.fmt(role, casts), casts) if role in casts.roles else x
+
+
+def _probabilities(p: jax.Array, casts: Casts) -> jax.Array:
+    """Probabilities after the cast by the scale of the amax 1 (A-8), if they have one."""
+    return _by(jnp.ones(()), p, casts.variant.fmt, casts) if "p" in casts.roles else p
+
+
+def _by(amax: jax.Array, x: jax.Array, fmt: Format, casts: Casts) -> jax.Array:
+    scale, _ = head_scaling.scales_from_amax(amax, fmt, head_scaling.implemented(casts.variant.policy))
+    return scaling.dequantize(scaling.quantize_with(x, scale, fmt))

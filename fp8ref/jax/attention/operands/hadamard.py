@@ -1,0 +1,44 @@
+"""A Hadamard rotation with random signs (spec A-13), in the simulator's order of additions."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8ref.jax.quantize import cast, philox
+
+
+def signs(size: int, seed: int) -> jax.Array:
+    """The signs of a rotation, float32 [size] of 1 and -1.
+
+    Raises:   ValueError: a size that is no power of two; a seed outside [0, 2^64).
+    """
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the features with zeros.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
+    key = jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)
+    word = philox.words(jnp.arange(size, dtype=jnp.uint32), 0, key)[0]
+    return jnp.where((word & jnp.uint32(1)) == 1, jnp.float32(-1), jnp.float32(1))
+
+
+def rotate(x: jax.Array, of_signs: jax.Array) -> jax.Array:
+    """x D H / sqrt(n) along the last axis, float32.
+
+    Shapes:   x float32, float16 or bfloat16 [..., n], n a power of two; signs [n].
+    Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without bit h,
+              become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))).
+    Raises:   ValueError: another number of signs than features.
+    """
+    n = x.shape[-1]
+    if of_signs.shape != (n,):
+        raise ValueError(f"a rotation has a sign for each feature; got signs {of_signs.shape} for {n} features. Use signs({n}, seed).")
+    value = cast.to_f32(x) * of_signs
+    h = 1
+    while h < n:
+        pairs = value.reshape(*value.shape[:-1], n // (2 * h), 2, h)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        value = jnp.stack([first + second, first - second], axis=-2).reshape(value.shape)
+        h *= 2
+    return value * np.float32(1 / math.sqrt(n))

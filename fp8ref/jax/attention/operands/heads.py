@@ -1,0 +1,164 @@
+"""Quantize the tensors of attention: which elements share a scale, and the codes (spec A-2).
+
+Tensors are [batch, heads, tokens, features]. Amaxes, scales and casts are those of ``scaling``,
+``scales`` and ``cast``; only the groups are attention's own.
+"""
+
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref import policy as policies
+from fp8ref.formats import BFLOAT16, FLOAT32, Format
+from fp8ref.jax.quantize import cast, division, scales, scaling
+from fp8ref.jax.quantize.scales import Scales
+from fp8ref.policy import ScalePolicy
+from fp8ref.spec.attention.variants import Granularity
+
+MX = 32
+"""Elements of an MX block."""
+
+ROWS = 128
+"""Tokens of a block of ``rows_128``."""
+
+_TE_CURRENT = policies.POLICIES["te_current"]
+_DTYPES = {BFLOAT16.name: jnp.bfloat16, FLOAT32.name: jnp.float32}
+
+
+class Heads(NamedTuple):
+    """A tensor of attention: hp ~ decode(codes) * scale_inv, scales spread over their groups.
+
+    codes             native float8 [B, H, T, D]; in high precision the rounded tensor itself.
+    amax              float32 of ``scale``'s shape: the amaxes of the groups.
+    scale, scale_inv  float32: () for ``tensor`` and in high precision; [B, Hkv, 1, 1] for ``head``;
+                      [B, H, ceil(T / 128), 1] for ``rows_128``; [B, H, T, D / 32], or along the tokens
+                      [B, H, ceil(T / 32), D], for ``mx_1x32``.
+    """
+
+    codes: jax.Array
+    amax: jax.Array
+    scale: jax.Array
+    scale_inv: jax.Array
+
+
+def amax(x: jax.Array, granularity: Granularity | None, *, heads: int, along_tokens: bool = False, over: tuple[str, ...] = ()) -> jax.Array:
+    """The amax of each group of x [B, H, T, D], as ``Heads`` shapes them; NaN if an element is.
+
+    over      mesh axes, inside shard_map, along which the amax of a tensor is taken too.
+
+    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
+    """
+    b, h, t, d = x.shape
+    if granularity in ("tensor", None):
+        return scaling.amax(x, over=over)
+    if granularity == "head":
+        return scaling.amax(x.reshape(b, heads, -1), "rowwise")[..., None]
+    if granularity == "rows_128":
+        return scaling.amax(padded(x, ROWS).reshape(b, h, -1, ROWS * d), "rowwise")
+    if along_tokens:
+        return scaling.amax(padded(x, MX).reshape(b, h, -1, MX, d), "rowwise", axis=3)[:, :, :, 0]
+    if d % MX:
+        raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {d}. Pad them with zeros.")
+    return scaling.amax(x.reshape(b, h, t, d // MX, MX), "rowwise")[..., 0]
+
+
+def spread(scale: jax.Array, shape: tuple[int, ...], granularity: Granularity | None, *, along_tokens: bool = False) -> jax.Array:
+    """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
+    h, t = shape[1:3]
+    if granularity in ("tensor", None):
+        return scale
+    if granularity == "head":
+        return jnp.repeat(scale, h // scale.shape[1], axis=1)
+    if granularity == "rows_128":
+        return jnp.repeat(scale, ROWS, axis=2)[:, :, :t]
+    return jnp.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else jnp.repeat(scale, MX, axis=3)
+
+
+def quantize(
+    x: jax.Array,
+    fmt: Format,
+    granularity: Granularity | None,
+    policy: str,
+    *,
+    heads: int,
+    along_tokens: bool = False,
+    scale: jax.Array | None = None,
+    over: tuple[str, ...] = (),
+) -> Heads:
+    """Codes of x; in high precision x rounded to fmt.
+
+    heads         heads of keys and values, whose groups ``head`` means.
+    along_tokens  MX blocks lie along the tokens.
+    scale         given, of earlier steps; None: made of x's amaxes.
+    over          mesh axes, inside shard_map, that cut a group ``tensor``.
+    Shapes:   x hp [B, H, T, D]; see ``Heads``.
+    Order:    amax; scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest even
+              (S-5).
+    Specials: an infinity or a NaN makes NaN of its group's codes, by the policy (S-3).
+    Raises:   ValueError: a given scale of another shape or dtype; as amax.
+    """
+    found = amax(x, granularity, heads=heads, along_tokens=along_tokens, over=over)
+    if granularity is None:
+        one = jnp.ones((), jnp.float32)
+        return Heads(to_hp(x, fmt), found, one, one)
+    of_policy = implemented(policy)
+    if scale is None:
+        multiplier, inverse = scales_from_amax(found, fmt, of_policy)
+    else:
+        multiplier, inverse = scales.with_inverse(given_scale(scale, found.shape))
+    times = scales.times_e8m0 if of_policy.e8m0 and scale is None else operator.mul
+    codes = cast.to_fp8(times(cast.to_f32(x), spread(multiplier, x.shape, granularity, along_tokens=along_tokens)), fmt)
+    return Heads(codes, found, multiplier, inverse)
+
+
+def implemented(policy: str) -> ScalePolicy:
+    """The policy, if attention takes it here: ``te_current``, or one of ``scales.implemented``. ValueError for any
+    other."""
+    found = policies.by_name(policy)
+    return found if found == _TE_CURRENT else scales.implemented(found)
+
+
+def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+    """scale and scale_inv of a policy (S-9, S-14), float32 of the shape of amax.
+
+    Specials: under ``te_current`` the scale of a zero, infinite or NaN amax is 1, and one above float32's
+              range is its maximum, whose scale_inv XLA flushes to zero.
+    """
+    if policy != _TE_CURRENT:
+        return scales.scales_from_amax(amax, fmt, policy)
+    # By bits, as XLA on a CPU takes a subnormal amax for zero. The quotient by any overflows.
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    normal = (bits >= 1 << 23) & jnp.isfinite(amax)
+    scale = division.divide(fmt.max, jnp.where(normal, amax, jnp.float32(1)))
+    scale = jnp.where(normal, jnp.minimum(scale, jnp.finfo(jnp.float32).max), jnp.float32(1))
+    return scales.with_inverse(jnp.where((bits > 0) & (bits < 1 << 23), jnp.finfo(jnp.float32).max, scale))
+
+
+def given_scale(scale, shape: tuple[int, ...]) -> jax.Array:
+    """A scale of earlier steps. ValueError: another shape or dtype than float32."""
+    found = jnp.shape(scale), getattr(scale, "dtype", type(scale).__name__)
+    if found[0] != shape or found[1] != jnp.float32:
+        raise ValueError(f"a given scale is float32 of the shape of its groups, {shape}; got {found[1]} {found[0]}.")
+    return lax.stop_gradient(jnp.asarray(scale))
+
+
+def to_hp(x: jax.Array, fmt: Format) -> jax.Array:
+    """x rounded to a format of high precision, saturated, in its dtype."""
+    value = cast.to_f32(x)
+    if fmt == FLOAT32:
+        return value
+    # XLA may leave out a conversion to bfloat16 and back; this it keeps.
+    return lax.reduce_precision(jnp.clip(value, -fmt.max, fmt.max), 8, 7).astype(_DTYPES[fmt.name])
+
+
+def values(tensor: Heads, fmt: Format) -> jax.Array:
+    """The numbers of the codes, float32, without their scales."""
+    return cast.decode(tensor.codes, fmt) if fmt.bits == 8 else tensor.codes.astype(jnp.float32)
+
+
+def padded(x: jax.Array, block: int) -> jax.Array:
+    """x with zeros behind its tokens, up to a multiple of block."""
+    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)])

@@ -1,0 +1,149 @@
+"""Attention in real arithmetic, forward and backward (spec A-1, A-14): float64, a block of queries and a tile
+of keys at a time, rounded once at the end.
+
+It is a reference: a GPU multiplies in float64, and the backward pass makes the sums of the forward pass again.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref.jax.attention.gradients.gradients import Gradients
+from fp8ref.jax.attention.operands import heads
+from fp8ref.jax.attention.operands import operands as operands
+from fp8ref.jax.attention.operands.heads import Heads
+from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.operands import Parts
+from fp8ref.jax.quantize.scales import Scales
+
+_NONE = np.float64(-np.inf)
+
+
+def forward(given: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
+    """(o [B, H, Tq, D], log-sum-exp [B, H, Tq]), float32."""
+    with jax.enable_x64(True):
+        parts = _parts(given, use)
+        maximum, total, o = _with_sinks(*_sums(parts, with_values=True), given)
+        o = o / jnp.where(total == 0, np.float64(1), total)[..., None]
+        lse = jnp.where(total == 0, _NONE, maximum + lax.log(jnp.where(total == 0, np.float64(1), total)))
+        return _narrow(parts.ungrouped(o)), _narrow(parts.ungrouped(lse))
+
+
+def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
+    """The gradients, of the steps of A-14: D first, then all else."""
+    do32 = do.astype(jnp.float32)
+    with jax.enable_x64(True):
+        parts = _parts(given, use)
+        do = parts.by_group(_wide(do))
+        maximum, total, _ = _with_sinks(*_sums(parts, with_values=False), given)
+        inverse = jnp.where(total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total))
+        scale = np.float64(use.scale)
+
+        def pair(block, tile):
+            p = _exponentials(parts, maximum, block, tile) * parts.block(inverse, block)[..., None]
+            dp = _dot(parts.block(do, block), parts.tile(parts.v, tile), ((4,), (3,)))
+            return p, dp
+
+        def first(d, block, tile):
+            p, dp = pair(block, tile)
+            return parts.put_block(d, parts.block(d, block) + (p * dp).sum(axis=-1), block)
+
+        (b, n, g, t, features), keys = parts.q.shape, parts.k.shape[2]
+        d = operands.loop(first, parts.zeros(b, n, g, t, dtype=np.float64), parts.grid)
+
+        def second(carry, block, tile):
+            dq, dk, dv, largest = carry
+            p, dp = pair(block, tile)
+            ds = p * (dp - parts.block(d, block)[..., None]) * scale * _slope(parts, block, tile)
+            dq = parts.put_block(dq, parts.block(dq, block) + _dot(ds, parts.tile(parts.k, tile), ((4,), (2,))), block)
+            of_k = jnp.einsum("bngrl,bngrd->bnld", ds, parts.block(parts.q, block), precision="highest")
+            of_v = jnp.einsum("bngrl,bngrd->bnld", p, parts.block(do, block), precision="highest")
+            dk = parts.put_tile(dk, parts.tile(dk, tile) + of_k, tile, axis=2)
+            dv = parts.put_tile(dv, parts.tile(dv, tile) + of_v, tile, axis=2)
+            return dq, dk, dv, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
+
+        zeros = [parts.zeros(*shape, dtype=np.float64) for shape in (parts.q.shape, (b, n, keys, features), (b, n, keys, features), ())]
+        dq, dk, dv, largest = operands.loop(second, tuple(zeros), parts.grid)
+        tk = parts.shape_k[2]
+        found: dict[str, Any] = {"dq": _narrow(parts.ungrouped(dq)), "dk": _narrow(dk[:, :, :tk]), "dv": _narrow(dv[:, :, :tk])}
+        largest = _narrow(largest)
+        dsinks = None
+        if given.sinks is not None:
+            p = lax.exp(_wide(given.sinks).reshape(1, n, g, 1) - maximum) * inverse
+            dsinks = -_narrow((p * d).sum(axis=(0, 3))).reshape(-1)
+    amaxes = {role: heads.amax(x, None, heads=1) for role, x in (("do", do32), *found.items())} | {"ds": largest}
+    one = jnp.ones((), jnp.float32)
+    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=jnp.int32(0), scale_ds=Scales(one, one), dsinks=dsinks)
+
+
+def _parts(given: Inputs, use: Use) -> Parts:
+    one = jnp.ones((), jnp.float32)
+    tensors = {role: Heads(_wide(x), one, one, one) for role, x in (("q", given.q), ("k", given.k), ("v", given.v))}
+    return Parts(given, use, tensors)
+
+
+def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any]:
+    """(maxima, sums of exponentials, their sums with v) of all rows, in float64."""
+    b, n, g, t, d = parts.q.shape
+
+    def body(carry, block, tile):
+        maximum, total, o = carry
+        old, s = parts.block(maximum, block), _scores(parts, block, tile)
+        new = jnp.maximum(old, s.max(axis=-1))
+        finite = jnp.where(new == _NONE, np.float64(0), new)
+        c, p = lax.exp(old - finite), lax.exp(s - finite[..., None])
+        total = parts.put_block(total, parts.block(total, block) * c + p.sum(axis=-1), block)
+        if with_values:
+            of_tile = _dot(p, parts.tile(parts.v, tile), ((4,), (2,)))
+            o = parts.put_block(o, parts.block(o, block) * c[..., None] + of_tile, block)
+        return parts.put_block(maximum, new, block), total, o
+
+    zeros = parts.zeros(b, n, g, t, dtype=np.float64)
+    o = parts.zeros(b, n, g, t, d, dtype=np.float64) if with_values else None
+    return operands.loop(body, (zeros + _NONE, zeros, o), parts.grid)
+
+
+def _scores(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array:
+    s = _dot(parts.block(parts.q, block), parts.tile(parts.k, tile), ((4,), (3,)))
+    s, cap = s * np.float64(parts.use.scale), parts.use.softcap
+    s = s if cap is None else lax.tanh(s / np.float64(cap)) * np.float64(cap)
+    return jnp.where(parts.seen(block, tile), s, _NONE)
+
+
+def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.float64:
+    """What a softcap multiplies dS by (A-22)."""
+    cap = parts.use.softcap
+    if cap is None:
+        return np.float64(1)
+    s = jnp.where(parts.seen(block, tile), _scores(parts, block, tile), np.float64(0)) / np.float64(cap)
+    return np.float64(1) - s * s
+
+
+def _with_sinks(maximum: jax.Array, total: jax.Array, o, given: Inputs) -> tuple[jax.Array, jax.Array, Any]:
+    """Maxima, sums and o of rows after their sinks joined (A-23)."""
+    if given.sinks is None:
+        return maximum, total, o
+    sinks = _wide(given.sinks).reshape(1, *maximum.shape[1:3], 1)
+    new = jnp.maximum(maximum, sinks)
+    c = lax.exp(maximum - new)
+    return new, total * c + lax.exp(sinks - new), None if o is None else o * c[..., None]
+
+
+def _exponentials(parts: Parts, maximum: jax.Array, block: jax.Array, tile: jax.Array) -> jax.Array:
+    m = parts.block(maximum, block)
+    return lax.exp(_scores(parts, block, tile) - jnp.where(m == _NONE, np.float64(0), m)[..., None])
+
+
+def _dot(a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
+    return lax.dot_general(a, b, (axes, ((0, 1), (0, 1))), precision=lax.Precision.HIGHEST)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, np.float64)
+
+
+def _narrow(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, np.float32)

@@ -1,0 +1,91 @@
+"""Quantization statistics of attention's operands, measured on the device (spec Q-13).
+
+A measurement is that of ``stats``: its groups are those of the scales of attention.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from fp8ref.jax.attention import counts
+from fp8ref.jax.attention.gradients import mx as gradients_mx
+from fp8ref.jax.attention.operands import heads
+from fp8ref.jax.attention.operands import operands as operands
+from fp8ref.jax.attention.operands.heads import MX, Heads
+from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.quantize import stats
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.spec.attention.products import OPERANDS, RECORDED, Product, Role, along_tokens, first_use, formats
+from fp8ref.spec.attention.variants import Variant
+
+Measured = dict[tuple[Product, Role], jax.Array]
+"""(product, role) -> measurement float32 [stats.LENGTH]."""
+
+
+def of_forward(given: Inputs, result, use: Use) -> Measured:
+    """Measurements of q, k and v, after a rotation if the variant has one; and the counts of P.
+
+    result    what the forward pass gave, with counts.
+    """
+    tensors: Mapping[str, Heads] = result.tensors
+    found: Measured = {}
+    first: tuple[tuple[Product, Role, jax.Array], ...] = (("scores", "q", given.q), ("scores", "k", given.k), ("values", "v", given.v))
+    for product, role, x in first:
+        if use.variant.rotated and role != "v":
+            x = operands.rotated(x, use)
+        found |= measure(x, tensors[role], product, role, use.variant)
+    saturated, lost, count = result.counts
+    found["values", "p"] = counts.measurement(result.amaxes["s"], count, saturated, lost)
+    return found
+
+
+def of_backward(do: jax.Array, given: Inputs, gradients, use: Use) -> Measured:
+    """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks along the tokens. And the
+    counts of dS.
+
+    gradients  what the backward pass gave, with counts; its quantized do under MX along its features.
+    """
+    _, saturated, lost, count = gradients.counts
+    of_ds: Measured = {("grad_q", "ds"): counts.measurement(gradients.amaxes["ds"], count, saturated, lost)}
+    return _of_do(do, given, gradients.tensors["do"], use) | of_ds
+
+
+def _of_do(do: jax.Array, given: Inputs, tensor: Heads, use: Use) -> Measured:
+    if use.variant.granularity != "mx_1x32":
+        return measure(do, tensor, "grad_v", "do", use.variant)
+    found = measure(do, tensor, "grad_probabilities", "do", use.variant)
+    again: tuple[tuple[Product, Role, jax.Array], ...] = (("grad_v", "do", do), ("grad_q", "k", given.k), ("grad_k", "q", given.q))
+    for product, role, x in again:
+        found |= measure(x, gradients_mx.along_tokens(x, role, given, use), product, role, use.variant)
+    return found
+
+
+def measure(x: jax.Array, tensor: Heads, product: Product, role: Role, variant: Variant) -> Measured:
+    """The measurement of x [B, H, T, D] and its quantized form, in a row of its own.
+
+    product, role  its first use with these codes (``first_use``).
+    Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
+    """
+    assert first_use(product, role, variant) == (product, role)
+    fmt = formats(product, variant)[OPERANDS[product].index(role)]
+    if variant.granularity != "mx_1x32":
+        kind = "tensorwise" if variant.granularity == "tensor" else "rowwise"
+        scale, inverse = (heads.spread(s, x.shape, variant.granularity) for s in (tensor.scale, tensor.scale_inv))
+        if kind == "rowwise":
+            scale, inverse = (jnp.broadcast_to(s, (*x.shape[:3], 1)) for s in (scale, inverse))
+        q = Quantized(codes=tensor.codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=kind, axis=-1)
+        return {(product, role): stats.measure(x, q)}
+    axis = 2 if along_tokens(product, role) else 3
+    behind = -x.shape[axis] % MX
+    widths = [(0, behind if i == axis else 0) for i in range(4)]
+    # Zeros fill the last block up. They are in no count but that of all elements, which is put right.
+    codes = jnp.pad(tensor.codes.view(jnp.uint8), widths).view(tensor.codes.dtype)
+    q = Quantized(codes=codes, scale=tensor.scale, scale_inv=tensor.scale_inv, fmt=fmt, granularity="mx_1x32", axis=axis)
+    found = stats.measure(jnp.pad(x, widths), q)
+    return {(product, role): found.at[:2].set(jnp.array([x.size >> 16, x.size & 0xFFFF], jnp.float32))}
+
+
+def rows(measured: Measured) -> jax.Array:
+    """float32 [len(RECORDED), stats.LENGTH]: the measurements in the order of RECORDED, or zeros."""
+    return jnp.stack([measured.get(row, jnp.zeros(stats.LENGTH, jnp.float32)) for row in RECORDED])

@@ -1,0 +1,300 @@
+"""Linears on a mesh with Explicit axes, which ``jax.make_mesh`` makes by default (spec P-20).
+
+There the types of arrays say how they are cut. ``run`` reads the layout of a linear from them, as
+``lax.dot_general`` reads the sharding of its result, and runs the linear where all axes are Auto:
+as under plain jit with a ``Placement``.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fp8ref.jax.distributed.sharding import FREE, Axes, Cut, Layout, Placement, check_sums
+from fp8ref.jax.transforms import derivatives
+from fp8ref.recipe import ROLES, Role
+
+Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""The dimension numbers of ``lax.dot_general``: (contracted dims, batch dims) of both operands."""
+
+Sharding = NamedSharding | PartitionSpec
+"""What an ``out_sharding`` is."""
+
+
+def run(
+    body: Callable,
+    x: jax.Array,
+    w: jax.Array,
+    constants: Any,
+    carried: Any,
+    numbers: Numbers,
+    *,
+    placement: Placement | None,
+    out_sharding: Sharding | None,
+    turned: bool,
+    name: str,
+) -> tuple[jax.Array, Any]:
+    """body(x, w, constants, carried, layout) -> (y, carried), where y has the shape of
+    lax.dot_general(x, w, numbers).
+
+    Without Explicit axes, and for arrays that are on no mesh, the layout is None. Otherwise body runs where all axes are Auto, y has the
+    sharding that lax.dot_general gives its result, and what is carried is whole on every device.
+
+    placement     says what types leave open: which sums cross devices, and what is gathered.
+    out_sharding  as of lax.dot_general.
+    turned        body multiplies by w as [K, N].
+    Raises:       what lax.dot_general raises for these types, naming the layer; ValueError: a
+                  placement of another type, of other axes than the types', or of scope local; an unreduced type.
+    """
+    if not isinstance(placement, Placement | None):
+        raise ValueError(
+            f"{name}: placement is a sharding.Placement or None; got {type(placement).__name__}. Give the sharding of the output as out_sharding."
+        )
+    mesh = _mesh(x, w)
+    if not mesh.explicit_axes:
+        if out_sharding is not None:
+            _of_dot_general(x, w, numbers, out_sharding, name)  # which refuses Auto axes
+        return body(x, w, constants, carried, None)
+    known, cut = None, _Dims(x, w, numbers)
+    if placement and out_sharding is None and not mesh.manual_axes:
+        of_y = NamedSharding(mesh, PartitionSpec(*cut.of_result(placement)))
+    else:
+        of_y = _of_dot_general(x, w, numbers, out_sharding, name)
+    if of_y.mesh.empty:  # neither x nor w is on the mesh of jax.set_mesh, and the result is not
+        return body(x, w, constants, carried, None)
+    if not mesh.manual_axes:  # inside shard_map over other axes collectives are ours
+        if placement:
+            _check(cut, placement, mesh, name)
+        known = cut.layout(of_y.spec, mesh, placement, turned)
+    x, w = (derivatives.reverse_only(v, name) for v in (x, w))
+    return _on_auto_axes(_Region(body, known, mesh, of_y), x, w, constants, carried)
+
+
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """A linear that runs where the Explicit axes of a mesh are Auto: its function, and the sharding
+    of its result outside."""
+
+    body: Callable
+    layout: Layout | None
+    mesh: Any
+    of_y: NamedSharding
+
+    def enter(self, *args: Any) -> Any:
+        """The arguments, typed by Auto axes; called within ``axes``."""
+        return jax.tree.map(lambda v: jax.sharding.reshard(v, PartitionSpec(*[None] * v.ndim)), args)
+
+    def axes(self):
+        """The context in which all axes are Auto."""
+        return jax.sharding.use_abstract_mesh(self.mesh.update_axis_types(dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)))
+
+    def leave(self, y: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
+        """The results, with the types they have outside."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.sharding.reshard(y, self.of_y), jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _on_auto_axes(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple[jax.Array, Any]:
+    """The linear, whose backward pass saves x and w as they are outside: what other linears save
+    too."""
+    with region.axes():
+        out = region.body(*region.enter(x, w, constants, carried), region.layout)
+    return region.leave(*out)
+
+
+def _forward(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple:
+    with region.axes():
+        of_x, of_w, constants_, carried_ = region.enter(x, w, constants, carried)
+        out, vjp = jax.vjp(lambda x, w, carried: region.body(x, w, constants_, carried, region.layout), of_x, of_w, carried_)
+    leaves, tree = jax.tree.flatten(vjp)
+    places = tuple("x" if leaf is of_x else "w" if leaf is of_w else "" for leaf in leaves)
+    saved = _Saved(
+        given={place: v for place, v in (("x", x), ("w", w)) if place in places},
+        others=[leaf for leaf, place in zip(leaves, places, strict=True) if not place],
+        places=places,
+        tree=tree,
+        of_grads=(jax.typeof(x).sharding, jax.typeof(w).sharding),
+    )
+    return region.leave(*out), saved
+
+
+def _backward(region: _Region, saved: "_Saved", cotangents: tuple) -> tuple:
+    with region.axes():
+        given, (of_y, of_carried) = region.enter(saved.given, cotangents)
+        others = iter(saved.others)
+        vjp = jax.tree.unflatten(saved.tree, [given[place] if place else next(others) for place in saved.places])
+        *grads, carried = vjp((of_y, of_carried))
+    of_x, of_w = (jax.sharding.reshard(v, to) for v, to in zip(grads, saved.of_grads, strict=True))
+    whole = NamedSharding(region.mesh, PartitionSpec())
+    return of_x, of_w, None, jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
+
+
+derivatives.defvjp(_on_auto_axes, _forward, _backward)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["given", "others"], meta_fields=["places", "tree", "of_grads"])
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What a linear saves for its backward pass: the leaves of a vjp function, those that are x or
+    w as they are outside.
+
+    places    for each leaf, ``x``, ``w`` or empty.
+    tree      of the vjp function.
+    of_grads  the shardings of x and w, and so of their gradients.
+    """
+
+    given: dict[str, jax.Array]
+    others: list[jax.Array]
+    places: tuple[str, ...]
+    tree: Any
+    of_grads: tuple[NamedSharding, NamedSharding]
+
+
+def permuted(sharding: Sharding | None, order: Sequence[int]) -> Sharding | None:
+    """The sharding of an array whose dim i is dim order[i] of the array with this one."""
+    if sharding is None:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    entries = (*spec, *[None] * (len(order) - len(spec)))
+    moved = PartitionSpec(*(entries[i] for i in order), unreduced=spec.unreduced, reduced=spec.reduced)
+    return NamedSharding(sharding.mesh, moved) if isinstance(sharding, NamedSharding) else moved
+
+
+def cutting(x: jax.Array) -> Axes:
+    """The Explicit axes that cut an array, as its type says."""
+    return _union(_entries(jax.typeof(x).sharding.spec, x.ndim))
+
+
+class _Dims:
+    """The dims of a contraction by what they are, batch, M, K or N, and the mesh axes that types
+    say cut them."""
+
+    def __init__(self, x: jax.Array, w: jax.Array, numbers: Numbers) -> None:
+        (contract_x, contract_w), (batch_x, batch_w) = numbers
+        of_x, of_w = (_entries(jax.typeof(v).sharding.spec, v.ndim) for v in (x, w))
+        self.batch = [of_x[d] for d in batch_x]
+        self.m = [of_x[d] for d in range(x.ndim) if d not in (*contract_x, *batch_x)]
+        self.n = [of_w[d] for d in range(w.ndim) if d not in (*contract_w, *batch_w)]
+        self.k_of_x, self.k_of_w = [of_x[d] for d in contract_x], [of_w[d] for d in contract_w]
+
+    def of_result(self, placement: Placement) -> list[Axes]:
+        """For each dim of the result, the mesh axes that cut it under a placement."""
+        gathered, scattered = placement.gathered("input"), placement.gathered("grad_output")
+        m = [_without(axes, gathered) for axes in self.m]
+        m[-1:] = [(*axes, *scattered) for axes in m[-1:]]
+        return [*self.batch, *m, *(_without(axes, placement.fsdp) for axes in self.n)]
+
+    def layout(self, of_y: PartitionSpec, mesh, placement: Placement | None, turned: bool) -> Layout:
+        """The layout of the operands, as types and placement say.
+
+        Without a placement an operand is gathered along the axes that cut a dim of a GEMM's result
+        that it lacks, and so cannot cut the operand too.
+        """
+        b, m = len(self.batch), len(self.m)
+        entries = _entries(of_y, b + m + len(self.n))
+        y_rows, y_n = entries[b : b + m], entries[b + m :]
+        gathered: dict[Role, Axes]
+        if placement:
+            gathered = {role: placement.gathered(role) for role in ROLES}
+        else:
+            of_w = _both([*self.n, *self.k_of_w], entries[: b + m])
+            of_x = _both([*self.m, *self.k_of_x], [_without(_union(self.n), of_w), *y_n])
+            of_k = [_without(_union(self.k_of_x), of_x), _without(_union(self.k_of_w), of_w)]
+            gathered = {"input": of_x, "weight": of_w, "grad_output": _both([*y_rows, *y_n], of_k)}
+        batch = [_joined(self.batch)] if self.batch else []
+
+        def cut(role: Role, rows: list[Axes], columns: list[Axes], *, flat: bool) -> Cut:
+            entries = [*batch, *([_joined(rows)] if flat else rows or [()]), _joined(columns)]
+            # A dim that types do not cut may be cut by an Auto axis.
+            rest = tuple(FREE if axes == () and mesh.auto_axes else axes for axes in entries)
+            return Cut(rest=rest, rows=_union(rows), columns=_union(columns), gathered=gathered[role])
+
+        first, last = (self.k_of_w, self.n) if turned else (self.n, self.k_of_w)
+        return Layout(
+            input=cut("input", self.m, self.k_of_x, flat=bool(batch)),
+            weight=cut("weight", first, last, flat=True),
+            grad_output=cut("grad_output", y_rows, y_n, flat=bool(batch)),
+            turned=turned,
+        )
+
+
+def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
+    """ValueError, naming the layer, unless types cut M, N and K along the Explicit axes that
+    placement says."""
+    check_sums(placement, name)
+    if placement.scope == "local":
+        raise ValueError(f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use shard_map, or scope='global'.")
+    if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:
+        raise ValueError(f"{name}: placement names axes of the mesh, {', '.join(mesh.axis_names)}; got {', '.join(unknown)}.")
+    (rows, columns), (of_n, of_k) = placement.at_rest("input"), placement.at_rest("weight")
+    said = {"x's M": rows, "x's K": columns, "w's N": of_n, "w's K": of_k}
+    for (what, expected), found in zip(said.items(), (cut.m, cut.k_of_x, cut.n, cut.k_of_w), strict=True):
+        wanted, got = ({axis for axis in axes if axis in mesh.explicit_axes} for axes in (expected, _union(found)))
+        if wanted != got:
+            raise ValueError(
+                f"{name}: placement says that {what} is cut along {', '.join(sorted(wanted)) or 'no axis'}; its type says "
+                f"{', '.join(sorted(got)) or 'none'}. Reshard the array, or leave the placement out: on Explicit axes types say it."
+            )
+
+
+def _of_dot_general(x: jax.Array, w: jax.Array, numbers: Numbers, out_sharding: Sharding | None, name: str) -> NamedSharding:
+    """The sharding of lax.dot_general's result for these types; what it raises, naming the
+    layer."""
+
+    shardings = []
+
+    def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32, out_sharding=out_sharding)
+        shardings.append(jax.typeof(y).sharding)  # eval_shape's result has none where some axes are Auto
+        return y
+
+    try:
+        jax.eval_shape(dot, x, w)
+    except Exception as error:
+        # Types as lax.dot_general wants them; its errors know no layer.
+        error.args = (f"{name}: {str(error).partition(' This error occurs at source')[0]}",)
+        raise
+    (found,) = shardings
+    if found.spec.unreduced or found.spec.reduced:
+        raise ValueError(
+            f"{name}: a linear rounds its results after the sum over devices (P-7), so none is unreduced; got out_sharding={out_sharding}. "
+            "Leave out unreduced."
+        )
+    return found
+
+
+def _mesh(*arrays: jax.Array):
+    """The mesh of the first array that has one, or else of the context."""
+    meshes = [jax.typeof(v).sharding.mesh for v in arrays]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def _entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
+    """For each dim, the mesh axes that cut it."""
+    whole = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return whole + [()] * (ndim - len(whole))
+
+
+def _joined(dims: list[Axes]) -> Any:
+    """The axes that cut dims that are flattened to one; left open where they do not cut it in
+    order."""
+    return FREE if any(dims[1:]) else dims[0] if dims else ()
+
+
+def _union(dims: Iterable[Axes]) -> Axes:
+    return tuple(dict.fromkeys(axis for axes in dims for axis in axes))
+
+
+def _without(axes: Axes, gone: Axes) -> Axes:
+    return tuple(axis for axis in axes if axis not in gone)
+
+
+def _both(some: list[Axes], others: list[Axes]) -> Axes:
+    """The axes that are among both."""
+    return tuple(axis for axis in _union(some) if axis in _union(others))

@@ -1,0 +1,154 @@
+"""Rows that move between devices with different experts as FP8 codes (spec X-14), inside ``jax.shard_map``.
+
+    cast = expert_codes.cast_of([recipe], "input")            # None: rows move in their own dtype
+    moved, codes = expert_codes.dispatch(x, sizes, "expert", cast)
+    y, _, slot = grouped.apply_codes(moved.rows, w, moved.sizes, recipe=recipe, input_codes=codes, grad_codes=E5M2)
+    y = expert_codes.combine(y, slot, moved, sizes, "expert", cast_of_grad)
+
+One scale of all of an expert's rows serves both GEMMs that take them, so codes alone are enough. The sender casts: under
+dynamic scaling by the amaxes of each expert's rows on all devices. The array that goes through autodiff in place of the rows
+is a constant NaN, which no program computes with. Codes of a gradient are the cotangent of a slot that the grouped linear
+gives out beside its result.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref.jax import delayed
+from fp8ref.jax.attention.operands import inputs as attention_inputs
+from fp8ref.jax.distributed import sharding
+from fp8ref.jax.experts import operands, parallel
+from fp8ref.jax.experts.operands import Codes, Segmented, Slot
+from fp8ref.jax.experts.parallel import Moved
+from fp8ref.jax.quantize import cast
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.recipe import OPERANDS, CastSpec, Role
+from fp8ref.selection.grouped import GroupedRecipe
+
+
+def cast_of(recipes: Sequence[GroupedRecipe], role: Role) -> CastSpec | None:
+    """The one cast of input or grad_output that all GEMMs of these linears take, if its codes may move (X-14); else None: where
+    GEMMs take other casts, or none, and where a scale is not of the whole of a group's rows, or a state's."""
+    used = {
+        of_gemm
+        for recipe in recipes
+        for which, spec in recipe.recipe.gemms.items()
+        for of, of_gemm in zip(OPERANDS[which], (spec.a, spec.b), strict=True)
+        if of == role
+    }
+    if len(used) > 1:
+        return None
+    (one,) = used
+    by_groups = all(recipe.amax == "group" for recipe in recipes)
+    return one if one is not None and one.granularity == "tensorwise" and (one.delayed is not None or by_groups) else None
+
+
+def dispatch(
+    x: jax.Array, group_sizes: jax.Array, axis: str, spec: CastSpec, *, scale: jax.Array | None = None, over: tuple[str, ...] = ()
+) -> tuple[Moved, Codes]:
+    """Send rows x [M, C], in groups of all E experts of these sizes, in FP8 to the devices that have the experts.
+
+    scale     of a delayed state: that of input of every linear that takes the rows. So they have observed the same rows, at the
+              same steps; scales are traced, and none is compared here.
+    over      mesh axes along which devices have the same experts, and share their scales (X-3).
+    Returns:  as ``parallel.dispatch``, with rows that only stand for them; and the rows in FP8.
+    Gradient: as ``parallel.dispatch``, in x's dtype.
+    """
+    q = _quantized(lax.stop_gradient(x), group_sizes, axis, spec, scale, over)
+    places, own, order = parallel.plan(group_sizes, len(x), axis)
+    rows, codes = _sent(x, lax.bitcast_convert_type(q.codes, jnp.uint8), places, order, axis)
+    return Moved(rows, own, order, places), Codes(codes, *_own_scales(q, axis))
+
+
+def combine(
+    y: jax.Array,
+    slot: Slot,
+    moved: Moved,
+    group_sizes: jax.Array,
+    axis: str,
+    spec: CastSpec,
+    *,
+    scale: jax.Array | None = None,
+    over: tuple[str, ...] = (),
+) -> jax.Array:
+    """``parallel.combine`` of what ``grouped.apply_codes`` made, with its slot: the gradient moves to the experts in FP8, and under
+    delayed scaling is observed before.
+
+    group_sizes
+              as they were dispatched: of all E experts' rows on this device.
+    """
+    return _returned(y, slot, group_sizes, moved, scale, (axis, spec, over))
+
+
+def observed(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The observation of rows before they move, of all devices: that of one device with all of them (X-9)."""
+    rows = operands.groups_of(group_sizes, len(x)).only(lax.stop_gradient(x))
+    return delayed.observe(rows, over=tuple(sorted(sharding.varying(x))))
+
+
+def _quantized(
+    x: jax.Array, group_sizes: jax.Array, axis: str, spec: CastSpec, scale: jax.Array | None, over: tuple[str, ...]
+) -> Quantized | Segmented:
+    """x by the scale that the device with the expert would have: scales () or [E, 1], of all experts."""
+    groups = operands.groups_of(group_sizes, len(x))
+    return operands.quantize_rows(groups.only(x), spec, -1, groups, "group", scale, (*over, axis))
+
+
+def _own_scales(q: Quantized | Segmented, axis: str) -> tuple[jax.Array, jax.Array]:
+    """The scales of this device's experts."""
+    if q.scale.ndim == 0:
+        return q.scale, q.scale_inv
+    own = len(q.scale) // lax.axis_size(axis)
+    first = lax.axis_index(axis) * own
+    return lax.dynamic_slice_in_dim(q.scale, first, own), lax.dynamic_slice_in_dim(q.scale_inv, first, own)
+
+
+def _nothing(like: jax.Array, rows: int) -> jax.Array:
+    """[rows, C] of NaN, that varies as another array does."""
+    return attention_inputs.like(jnp.full((rows, like.shape[1]), jnp.nan, like.dtype), like)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _sent(x: jax.Array, codes: jax.Array, places: jax.Array, order: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
+    """(what stands for the rows, their codes) that arrive; the gradient of the first moves back."""
+    return _nothing(x, len(order)), parallel.sent(codes, places, order, axis)
+
+
+def _sent_forward(x: jax.Array, codes: jax.Array, places: jax.Array, order: jax.Array, axis: str):
+    return _sent(x, codes, places, order, axis), (places, order)
+
+
+def _sent_backward(axis: str, residuals, cotangents):
+    (places, order), (g, _) = residuals, cotangents
+    return parallel.combine(g, Moved(g, places, order, places), axis), None, None, None
+
+
+_sent.defvjp(_sent_forward, _sent_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _returned(y: jax.Array, slot: Slot, group_sizes: jax.Array, moved: Moved, scale: jax.Array | None, how: tuple) -> jax.Array:
+    """Results back to the devices that sent rows; the gradient moves to the experts in the slot."""
+    return parallel.combine(y, moved, how[0])
+
+
+def _returned_forward(y: jax.Array, slot: Slot, group_sizes: jax.Array, moved: Moved, scale: jax.Array | None, how: tuple):
+    return _returned(y, slot, group_sizes, moved, scale, how), (group_sizes, moved.order, moved.places, scale)
+
+
+def _returned_backward(how: tuple, residuals, g: jax.Array):
+    (group_sizes, order, places, scale), (axis, spec, over) = residuals, how
+    q = _quantized(g, group_sizes, axis, spec, scale, over)
+    codes = parallel.sent(lax.bitcast_convert_type(q.codes, jnp.uint8), places, order, axis)
+    seen = jnp.zeros(3, jnp.float32) if spec.delayed is None else observed(g, group_sizes)
+    scales = (attention_inputs.like(v, g) for v in _own_scales(q, axis))
+    own = Slot(attention_inputs.like(lax.bitcast_convert_type(codes, cast.DTYPES[spec.fmt.name]), g), *scales, seen)  # type: ignore[call-arg]
+    of_moved = Moved(*(None for _ in Moved._fields))  # type: ignore[arg-type]
+    return _nothing(g, len(order)), own, None, of_moved, None if scale is None else jnp.zeros_like(scale)
+
+
+_returned.defvjp(_returned_forward, _returned_backward)

@@ -1,0 +1,334 @@
+"""Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (spec G).
+
+Order: one XLA dot on float8 arrays with float32 output; the epilogue: scales, rounding; the sum over
+devices, where K is cut (P-8), or before the epilogue if accumulators are summed (P-7). On an NVIDIA
+GPU, unless accumulators are summed, the GEMM writes its output's dtype, and cuBLASLt applies the
+scales of tensorwise operands (G-22). Operands in blocks are dequantized first, because no FP8 dot
+takes scales that vary along K (G-16). Simulated hardware replaces the dot and, unless accumulators
+are summed, the epilogue too (G-19, G-21).
+"""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref.jax.distributed.sharding import Reduction
+from fp8ref.jax.gemm import hardware
+from fp8ref.jax.quantize import scaling
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.recipe import GemmSpec
+from fp8ref.spec import epilogue as epilogues
+from fp8ref.spec.granularity import by_name
+from fp8ref.spec.hardware import Multiply
+
+PRECISION = {"fast": lax.Precision.DEFAULT, "slow": lax.Precision.HIGHEST}
+"""{accumulation: precision of XLA's dot}.
+
+It is explicit on every dot: with None, jax.default_matmul_precision would decide (spec G-7).
+"""
+
+EPILOGUES = ("scale_then_round", "product_then_round", "unit_round_scale_round")
+"""The epilogues that this backend implements."""
+
+
+def matmul(
+    a: Quantized,
+    b: Quantized,
+    *,
+    accumulate: str,
+    epilogue: str = "scale_then_round",
+    out_dtype=jnp.float32,
+    collective: Reduction | None = None,
+    turned: bool = False,
+    multiply: Multiply | None = None,
+    powers_of_two: bool = False,
+    in_steps: bool = False,
+    dequantized: bool = False,
+) -> jax.Array:
+    """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or
+    ``turned`` [..., N, M].
+
+    Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced
+              along its ``axis``, one of its last two, so that [K, M] with axis 0 serves as [M, K].
+              The result is of out_dtype. The scales of both cover all of K, or blocks of K of one
+              length.
+    Order:    dot in float32; the epilogue, G-4, G-5 or G-14; round to out_dtype; the sum over
+              devices, rounded again (P-8). If the collective sums accumulators: dot, sum, epilogue,
+              round (P-7). Operands in blocks are dequantized first (G-16). On an NVIDIA GPU, unless
+              accumulators are summed or ``in_steps``: G-22.
+    Specials: Inf and NaN as in IEEE 754; overflow to infinity.
+    multiply  simulated hardware, for matrices: it does everything (G-19), or only accumulates, if
+              devices sum accumulators (G-21).
+    powers_of_two
+              all scales are powers of two, so that a GPU's GEMM may round before them (G-22).
+    in_steps  also on a GPU a float32 dot, then the epilogue: where XLA cuts K over devices, it sums
+              raw accumulators (P-9).
+    dequantized
+              on a GPU the operands of rows too are written as dequantized ones, by 1, where the GEMM
+              rounds: the same bits. XLA then transposes b's codes where it writes them, and not the
+              tensor that they are made of.
+    Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading
+              dims, unknown names; granularities that do not go together (``epilogue.check_pair``);
+              blocks under unit_round_scale_round.
+    Source:   spec G-1, G-4, G-5, G-7, G-13, G-14, G-16, G-22, P-7, P-8.
+    """
+    axes = _reduced_axes(a, b)
+    if accumulate not in PRECISION:
+        raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
+    epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
+    # Raw accumulators are summed over devices before the epilogue; results, after it.
+    early, late = (collective, None) if collective and collective.parts == "accumulators" else (None, collective)
+    a = _arranged(a, late)
+    if multiply is not None and early is None:
+        out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
+    elif early is None and not in_steps and not dequantizes(a.granularity):
+        out = _multiplied(a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two, dequantized)
+    else:
+        acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
+        out = acc.astype(out_dtype) if dequantizes(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
+    return _total(out, late).astype(out_dtype)
+
+
+def matmul_hp(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    axes: tuple[int, int],
+    out_dtype,
+    collective: Reduction | None = None,
+    turned: bool = False,
+    in_steps: bool = False,
+) -> jax.Array:
+    """A GEMM in high precision: float32 accumulation in XLA's order, one rounding to out_dtype
+    (spec G-9).
+
+    Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective, turned and
+              in_steps as there. On an NVIDIA GPU the GEMM itself writes out_dtype.
+    """
+    if in_steps or (collective and collective.parts == "accumulators"):
+        return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective).astype(out_dtype)
+    out = lax.platform_dependent(
+        a,
+        b,
+        cuda=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective, out_dtype),
+        default=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective).astype(out_dtype),
+    )
+    return _total(out, collective).astype(out_dtype)
+
+
+def output_dtype(spec: GemmSpec, dtype):
+    """The dtype to which a GEMM rounds before its result is cast to dtype (spec G-8)."""
+    return jnp.bfloat16 if spec.rowwise else dtype
+
+
+def dequantizes(granularity: str) -> bool:
+    """True if operands of this granularity are dequantized first: no FP8 dot takes scales that vary
+    along K (G-16)."""
+    return by_name(granularity).reduced is not None
+
+
+def _multiplied(
+    a: Quantized,
+    b: Quantized,
+    axes: tuple[int, int],
+    accumulate: str,
+    epilogue: str,
+    out_dtype,
+    turned: bool,
+    powers_of_two: bool,
+    dequantized: bool,
+) -> jax.Array:
+    """The GEMM of a device's operands and its epilogue, where no accumulators are summed over devices.
+
+    On an NVIDIA GPU the GEMM writes out_dtype, and no kernel rescales a float32 result (G-22):
+    tensorwise operands are written as dequantized ones, a pattern in which XLA finds cuBLASLt's FP8
+    GEMM with both scales. Other scales follow a GEMM that rounds to out_dtype itself, where that is
+    what the epilogue says, or the same.
+    """
+    info = jnp.finfo(out_dtype)
+
+    def in_steps(a: Quantized, b: Quantized) -> jax.Array:
+        acc = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None)
+        return _scaled(acc, a, b, axes, epilogue, out_dtype, None, turned)
+
+    def by_cublaslt(a: Quantized, b: Quantized, scales: tuple[jax.Array, jax.Array]) -> jax.Array:
+        # XLA passes each scale on in float32: it drops the two conversions, as its option
+        # xla_allow_excess_precision, on by default, lets it. ``proof`` looks for scales that it rounded.
+        of_a, of_b = (q.codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for q, scale in zip((a, b), scales, strict=True))
+        with jax.named_scope("dequantized"):  # ``proof`` takes this dot for an FP8 GEMM
+            out = _dot(of_a, of_b, axes, PRECISION[accumulate], turned, None, out_dtype)
+        # Changes nothing, but is no part of what XLA makes a GEMM's epilogue of: it would add a
+        # residual or a bias before the GEMM rounds, and cannot compile a GELU that is in a checkpoint.
+        return lax.reduce_precision(out, info.nexp, info.nmant)
+
+    def scaled_by_cublaslt(a: Quantized, b: Quantized) -> jax.Array:
+        # Past a barrier of its own, no two dots share an operand: XLA would join their weights,
+        # dequantized, and multiply in bfloat16.
+        return by_cublaslt(a, b, lax.optimization_barrier((a.scale_inv, b.scale_inv)))
+
+    def scaled_after_rounding(a: Quantized, b: Quantized) -> jax.Array:
+        if dequantized and out_dtype != jnp.float16:
+            one = lax.optimization_barrier((jnp.float32(1), a.scale_inv, b.scale_inv))[0]  # by its scales, one of its own
+            rounded = by_cublaslt(a, b, (one, one))
+        else:
+            rounded = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None, out_dtype)
+        return _scaled(rounded.astype(jnp.float32), a, b, axes, epilogue, out_dtype, None, turned)
+
+    if {a.granularity, b.granularity} == {"tensorwise"} and epilogue != "unit_round_scale_round" and out_dtype != jnp.float16:
+        on_gpu = scaled_by_cublaslt
+    elif epilogue == "unit_round_scale_round" or (powers_of_two and out_dtype == jnp.bfloat16):
+        on_gpu = scaled_after_rounding
+    else:
+        return in_steps(a, b)
+    return lax.platform_dependent(a, b, cuda=on_gpu, default=in_steps)
+
+
+def _accumulated(
+    a: Quantized,
+    b: Quantized,
+    axes: tuple[int, int],
+    accumulate: str,
+    epilogue: str,
+    collective: Reduction | None,
+    turned: bool,
+    multiply: Multiply | None,
+) -> jax.Array:
+    """float32 [M, N] that devices sum: raw accumulators, scaled later; scaled sums if scales vary
+    along K."""
+    blocks = dequantizes(a.granularity)
+    if multiply is None:
+        if blocks:
+            return _dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned, collective)
+        return _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, collective)
+    a = _arranged(a, collective)
+    if blocks:
+        return _simulated(multiply, a, b, accumulate, epilogue, jnp.float32, turned)
+    return _simulated(multiply, _unscaled(a), _unscaled(b), accumulate, "product_then_round", jnp.float32, turned)
+
+
+def _simulated(by: Multiply, a: Quantized, b: Quantized, accumulate: str, epilogue: str, out_dtype, turned: bool) -> jax.Array:
+    """The GEMM by simulated hardware, [M, N], or [N, M] if turned."""
+    assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
+    out = hardware.matmul(a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
+    return out.T if turned else out
+
+
+def _scaled(
+    acc: jax.Array,
+    a: Quantized,
+    b: Quantized,
+    axes: tuple[int, int],
+    epilogue: str,
+    out_dtype,
+    collective: Reduction | None,
+    turned: bool,
+) -> jax.Array:
+    """The epilogue: accumulators [M, N] times the scales of the rows of a and of b, rounded to
+    out_dtype."""
+    scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
+    scale_a = collective.own_rows(scale_a) if collective else scale_a
+    if turned:
+        scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
+    return finish(acc, scale_a, scale_b, epilogue, out_dtype)
+
+
+def finish(acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype) -> jax.Array:
+    """An accumulator times both scale_inv, which broadcast to it, rounded to out_dtype (G-4, G-5, G-14)."""
+    if epilogue == "scale_then_round":
+        return ((acc * scale_a) * scale_b).astype(out_dtype)
+    if epilogue == "unit_round_scale_round":
+        # A cast to out_dtype and back could be removed by XLA; reduce_precision is not.
+        info = jnp.finfo(out_dtype)
+        acc = lax.reduce_precision(acc, info.nexp, info.nmant)
+    return (acc * (scale_a * scale_b)).astype(out_dtype)
+
+
+def _arranged(a: Quantized, collective: Reduction | None) -> Quantized:
+    """The operand with its rows in the order in which a reduce-scatter hands out their results."""
+    if collective is None:
+        return a
+    lines = a.granularity != "tensorwise" and a.scale_inv.shape[0] == a.codes.shape[0]
+    scale_inv = collective.arranged(a.scale_inv) if lines else a.scale_inv
+    return dataclasses.replace(a, codes=collective.arranged(a.codes), scale_inv=scale_inv)
+
+
+def _unscaled(q: Quantized) -> Quantized:
+    """The codes under scale 1: the true scales are applied after the sum over devices."""
+    one = jnp.ones((), jnp.float32)
+    return dataclasses.replace(q, scale=one, scale_inv=one, granularity="tensorwise")
+
+
+def _total(partial: jax.Array, collective: Reduction | None) -> jax.Array:
+    """The sum over devices, where there is one."""
+    return partial if collective is None else collective.total(partial)
+
+
+def _rows(scale: jax.Array, axis: int) -> jax.Array:
+    """Scales as a column [..., M, 1], or [1, 1] if all rows share one."""
+    if scale.ndim == 0:
+        return scale.reshape(1, 1)
+    return scale if axis == -1 else jnp.swapaxes(scale, -1, -2)
+
+
+def _values(q: Quantized) -> jax.Array:
+    """Dequantized values, in bfloat16 where it is exact: codes times powers of two (S-14); else in
+    float32."""
+    exact = jnp.bfloat16 if q.granularity == "mx_1x32" else jnp.float32
+    return scaling.dequantize(q).astype(exact)
+
+
+def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
+    """The axis, -1 or -2, that each operand is reduced along; ValueError for shapes that do not
+    fit."""
+    shape_a, shape_b = a.codes.shape, b.codes.shape
+    axes = (_from_the_end(a), _from_the_end(b))
+    if (
+        len(shape_a) != len(shape_b)
+        or len(shape_a) < 2
+        or shape_a[:-2] != shape_b[:-2]
+        or not set(axes) <= {-1, -2}
+        or shape_a[axes[0]] != shape_b[axes[1]]
+    ):
+        raise ValueError(
+            f"a GEMM reduces one of the last two axes of a and of b, of one length, and their leading dims are equal; got {shape_a} along "
+            f"{a.axis} and {shape_b} along {b.axis}."
+        )
+    return axes
+
+
+def _from_the_end(q: Quantized) -> int:
+    """The reduced axis of q, counted from the end; ValueError if there are several."""
+    if not isinstance(q.axis, int):
+        raise ValueError(f"a GEMM reduces one axis of an operand; got one quantized along {q.axis}. Flatten it first.")
+    return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
+
+
+def _dot(
+    a: jax.Array,
+    b: jax.Array,
+    axes: tuple[int, int],
+    precision: lax.Precision,
+    turned: bool,
+    collective: Reduction | None,
+    out_dtype=jnp.float32,
+) -> jax.Array:
+    """[..., M, N] = a x b, or [..., N, M] if turned; rows of a in the order in which ``collective``
+    scatters them."""
+    a = collective.arranged(a) if collective else a
+    if turned:
+        # [N, M] = b x a: the same products, and the result needs no transpose.
+        a, b, axes = b, a, (axes[1], axes[0])
+    leading = tuple(range(a.ndim - 2))
+    # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2. ``proof`` reads the
+    # order of the operands from the scope.
+    with jax.named_scope("turned") if turned else contextlib.nullcontext():
+        return lax.dot_general(
+            a,
+            b,
+            (((a.ndim + axes[0],), (b.ndim + axes[1],)), (leading, leading)),
+            precision=precision,
+            preferred_element_type=out_dtype,
+        )

@@ -1,0 +1,142 @@
+"""Simulated hardware for JAX: FP8 GEMMs by a function on the host, in place of XLA's dots
+(spec G-19).
+
+``matmul`` calls a ``fp8ref.spec.hardware.Multiply`` back from the compiled program, with codes and
+scales in host memory.
+"""
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
+from fp8ref.jax.distributed import sharding
+from fp8ref.jax.quantize import cast
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.spec.hardware import Factor, Multiply
+
+SCOPE = "simulated"
+"""The first word in the scope of a simulated GEMM, ``simulated:<plan>:<fast or slow>``."""
+
+THREADS = 4
+"""Threads of XLA's pool for each device of a mesh.
+
+With fewer than two, the devices wait for each other forever (measured, jax 0.10).
+"""
+
+_CODES = {jnp.dtype(dtype): FP8_FORMATS[name] for name, dtype in cast.DTYPES.items() if name in FP8_FORMATS}
+_FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
+    """ValueError, naming the layer, where simulated hardware cannot multiply these operands, or not
+    on these devices."""
+    if w.ndim > 2:
+        raise ValueError(
+            f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch of them, {x.shape} and {w.shape}. "
+            "Leave multiply out of this contraction, or write it as linears."
+        )
+    try:
+        devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
+        check_devices(devices, mapped=mode != "jit", platform=jax.default_backend())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
+    """ValueError if callbacks from this many devices would deadlock, or XLA would gather the
+    operands for them first."""
+    if platform != "cpu":
+        raise ValueError(f"simulated hardware multiplies on the host's CPU; jax runs on {platform}. Use accumulate 'native' there.")
+    if devices == 1:
+        return
+    if not mapped:
+        raise ValueError(
+            "on a mesh, simulated hardware multiplies inside shard_map, each device its own pieces; under plain jit XLA would gather them all "
+            "for one call. Set parallel.through to shard_map."
+        )
+    given, needed = os.environ.get("NPROC", ""), THREADS * devices
+    if not given.isdigit() or int(given) < needed:
+        raise ValueError(
+            f"{devices} devices of a CPU that call back to the host need {needed} threads in "
+            f"XLA's pool, or they deadlock; NPROC is {given or 'not set'}. Set NPROC={needed} "
+            "in the environment before jax starts."
+        )
+
+
+def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogue: str, out_dtype) -> jax.Array:
+    """[M, K] x [N, K] -> [M, N] of out_dtype by a function on the host; an operand of axis 0, or
+    -2, is [K, M].
+
+    Shapes:   matrices of native float8 codes; scale_inv (), one for each row, or of blocks.
+    Order:    that of the function: XLA touches neither sum, scales nor rounding.
+    Threads:  a separate thread calls the function: the threads of XLA's callbacks flush subnormal
+              numbers to zero.
+    """
+    axes = tuple(q.axis % 2 for q in (a, b) if isinstance(q.axis, int))
+    shape = a.codes.shape[1 - axes[0]], b.codes.shape[1 - axes[1]]
+    kinds = tuple((q.fmt, q.granularity) for q in (a, b))
+    out_dtype = jnp.dtype(out_dtype)
+    thread = _thread()
+
+    def multiplied(codes: tuple, scales: tuple) -> np.ndarray:
+        factors = (
+            Factor(np.asarray(c).view(np.uint8), np.asarray(s), *kind)
+            if axis == 1
+            else Factor(np.asarray(c).view(np.uint8).T, np.asarray(s).T, *kind)
+            for c, s, axis, kind in zip(codes, scales, axes, kinds, strict=True)
+        )
+        found = by(*factors, accumulate=accumulate, epilogue=epilogue, out_dtype=_FORMATS[out_dtype.name])  # type: ignore[arg-type]
+        return _narrowed(found, out_dtype)
+
+    def on_host(codes: tuple, scales: tuple) -> np.ndarray:
+        return thread.submit(multiplied, codes, scales).result()
+
+    codes, scales = (a.codes, b.codes), (a.scale_inv, b.scale_inv)
+    with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
+        out = jax.pure_callback(on_host, jax.ShapeDtypeStruct(shape, out_dtype), codes, scales, vmap_method="sequential")
+    varying = frozenset().union(*(sharding.varying(v) for v in (*codes, *scales)))
+    # A callback's result carries no type of its own: mark it as varying wherever its operands vary.
+    return lax.pcast(out, tuple(varying), to="varying") if varying else out
+
+
+def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str) -> jax.Array:
+    """[n, M, K] x [n, N, K] -> float32 [n, M, N] of native float8 codes, each of the n products by a function on the host, as ``matmul``."""
+    one, shape = np.ones((), np.float32), (a.shape[0], a.shape[1], b.shape[1])
+    fmts = [_CODES[x.dtype] for x in (a, b)]
+    thread = _thread()
+
+    def multiplied(a, b) -> np.ndarray:
+        pairs = zip(*(np.asarray(x).view(np.uint8) for x in (a, b)), strict=True)
+        factors = ([Factor(codes, one, fmt, "tensorwise") for codes, fmt in zip(pair, fmts, strict=True)] for pair in pairs)
+        found = [by(*pair, accumulate=accumulate, epilogue="scale_then_round", out_dtype=FLOAT32) for pair in factors]  # type: ignore[arg-type]
+        return np.stack(found)
+
+    def on_host(a, b) -> np.ndarray:
+        return thread.submit(multiplied, a, b).result()
+
+    with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
+        out = jax.pure_callback(on_host, jax.ShapeDtypeStruct(shape, jnp.float32), a, b, vmap_method="sequential")
+    varying = sharding.varying(a) | sharding.varying(b)
+    return lax.pcast(out, tuple(varying), to="varying") if varying else out
+
+
+def _narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float32 values of dtype, in dtype: exact. A bfloat16 is the upper half of its float32."""
+    if dtype == jnp.bfloat16:
+        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(dtype)
+    return values.astype(dtype)
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """One thread, started while a function is traced: a thread inherits its parent's flush-to-zero
+    mode, and XLA's threads flush."""
+    made = ThreadPoolExecutor(1, thread_name_prefix="fp8ref-simulated")
+    made.submit(int).result()
+    return made

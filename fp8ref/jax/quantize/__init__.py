@@ -1,0 +1,1 @@
+"""Amax, scale, codes and back; ``division`` rounds once on GPUs too; ``philox`` draws."""

@@ -1,0 +1,246 @@
+"""Quantize a tensor: amax, scale, codes; and dequantize it (spec S), guarded against XLA's
+rewrites.
+
+Four guards keep XLA to the specification. Operands pass ``reduce_precision`` (cast.to_f32). The
+scale passes an optimization barrier before its reciprocal; otherwise 1 / (448 / amax) is folded
+into amax / 448, an ulp off. Powers of two are taken from bits, because XLA's log2 and exp2 are
+approximations. So is the amax, because XLA's float maximum on a CPU drops NaNs.
+"""
+
+import functools
+import operator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref.formats import Format
+from fp8ref.jax.quantize import cast, scales
+from fp8ref.jax.quantize.scales import scale_from_amax
+from fp8ref.policy import ScalePolicy
+from fp8ref.spec import granularity as granularities
+
+__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_divided", "quantize_with", "scale_from_amax", "spread"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale", "scale_inv"], meta_fields=["fmt", "granularity", "axis"]
+)
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """An FP8 tensor: hp ~ decode(codes) * scale_inv. A pytree, of which fmt, granularity and axis
+    are static.
+
+    codes        native float8, of the hp tensor's shape.
+    scale, scale_inv
+                 float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies
+                 out of it.
+    axis         the reduced one; under rowwise it may be several.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    scale_inv: jax.Array
+    fmt: Format
+    granularity: str
+    axis: int | tuple[int, ...]
+
+
+def amax(
+    x: jax.Array,
+    granularity: str = "tensorwise",
+    *,
+    axis: int | tuple[int, ...] = -1,
+    over: tuple[str, ...] = (),
+    with_producer: bool = False,
+    ragged: bool = False,
+) -> jax.Array:
+    """The largest magnitude of every group that shares a scale (spec S-2).
+
+    ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
+
+    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
+              reduced one, or under rowwise several.
+    Order:    the maximum is of the magnitudes' bits: XLA's maximum of the numbers on a CPU drops NaNs, of large tensors and
+              between devices, and flushes subnormals.
+    Devices:  ``over`` names mesh axes, inside shard_map, along which the maximum is taken too
+              (P-2). Under jit on a sharded array XLA does that.
+    with_producer
+              of rowwise scales on an NVIDIA GPU: the same bits, in a form that XLA takes into the
+              kernel that makes x, if there is one.
+    Specials: NaN if any element is NaN, on any device; else Inf if any is infinite; subnormals
+              count.
+    Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the
+              reduced axis.
+    """
+    cast.check_array(x)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    sizes = [granularities.blocks(granularity, x.shape, each, ragged=ragged) for each in axes]  # refuses empty tensors and absent axes
+    bits = cast.bits(x)
+    if granularity == "tensorwise":
+        bits = _largest(bits, x.dtype)
+    elif granularity == "rowwise":
+        bits = _largest(bits, x.dtype, axis=axes, keepdims=True, with_producer=with_producer)
+    elif len(axes) == 1:
+        bits = _largest_of_blocks(bits, x.dtype, sizes[0])
+    else:
+        raise ValueError(f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten the tensor first.")
+    if over:
+        bits = lax.pmax(bits.astype(jnp.int32), over).astype(bits.dtype)
+    return cast.from_magnitude_bits(bits, x.dtype)
+
+
+def over_devices(amaxes: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """Amaxes, float32 of any shape, of all devices along mesh axes, inside shard_map (P-2, P-9): one all-reduce; none of no axes."""
+    return cast.from_magnitude_bits(lax.pmax(cast.magnitude_bits(amaxes), over), jnp.float32) if over else amaxes
+
+
+def quantize(
+    x: jax.Array,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int | tuple[int, ...] = -1,
+    over: tuple[str, ...] = (),
+    with_producer: bool = False,
+    by: scales.Scales | None = None,
+) -> Quantized:
+    """Scale x into fmt's range and round to nearest even, saturating.
+
+    Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of
+              ``scale_shape``.
+    Units:    x ~ decode(codes) * scale_inv.
+    Order:    amax, along the mesh axes ``over`` too; scale; RN32(f32(x) * scale); clip to
+              +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale), or exactly 2^k under an
+              e8m0 policy.
+    with_producer
+              as in amax.
+    by        the scales of this policy, if they are made already: no amax is taken, and the last
+              block along axis may be shorter.
+    Specials: as the simulator's quantize.
+    Gradient: none through the scale; through the codes that of XLA's conversions. ``linear.apply``
+              defines its own.
+    Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
+    Source:   spec S-5, P-4.
+    """
+    policy = scales.implemented(policy)
+    if granularity == "mx_1x32" and policy.e8m0 is None:
+        raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
+    if by is None:
+        by = scales.scales_from_amax(amax(x, granularity, axis=axis, over=over, with_producer=with_producer), fmt, policy)
+    return _quantized(x, by.scale, by.scale_inv, fmt, granularity, axis, times=scales.times_e8m0 if policy.e8m0 else operator.mul)
+
+
+def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
+    """Quantize by a given scale, such as a delayed state's; scale_inv = RN32(1 / scale), so not for
+    e8m0 policies (S-14).
+
+    Shapes:   x as in quantize; scale float32 of ``scale_shape``.
+    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a
+              fmt that is not FP8.
+    """
+    cast.check_array(x)
+    cast.check_array(scale, "a scale is an array of float32")
+    shape = granularities.scale_shape(granularity, x.shape, axis)
+    if scale.shape != shape:
+        raise ValueError(f"{granularity} scales of x.shape={x.shape} have shape {shape}; got {scale.shape}.")
+    scale, scale_inv = scales.with_inverse(scale)
+    return _quantized(x, scale, scale_inv, fmt, granularity, axis)
+
+
+def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: int = -1) -> Quantized:
+    """quantize by policy ``flax`` (spec S-13), tensorwise: RN32(f32(x) / scale_inv), clip,
+    round. scale_inv is of shape ().
+
+    Raises:   ValueError: x not float32, float16 or bfloat16; a fmt that is not FP8.
+    On a CPU XLA makes the division a product with RN32(1 / scale_inv) under jit, as it does in
+    flax.
+    """
+    cast.check_array(x)
+    cast.check_array(scale_inv, "a scale_inv is an array of float32")
+    codes = cast.to_fp8(cast.to_f32(x) / jnp.broadcast_to(scale_inv, x.shape), fmt)
+    return Quantized(codes=codes, scale=1 / scale_inv, scale_inv=scale_inv, fmt=fmt, granularity="tensorwise", axis=axis)
+
+
+def dequantize(q: Quantized) -> jax.Array:
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8).
+
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv. On a
+              CPU XLA takes a scale_inv of 2^-127 for zero.
+    Raises:   ValueError: q not a Quantized.
+    """
+    if not isinstance(q, Quantized):
+        raise ValueError(f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize.")
+    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
+
+
+def _quantized(
+    x: jax.Array, scale: jax.Array, scale_inv: jax.Array, fmt: Format, granularity: str, axis: int | tuple[int, ...], *, times=operator.mul
+) -> Quantized:
+    codes = cast.to_fp8(times(cast.to_f32(x), spread(scale, x.shape, granularity, axis)), fmt)
+    return Quantized(codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims", "with_producer"))  # traced once for all tensors of a shape
+def _largest(
+    bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False, with_producer: bool = False
+) -> jax.Array:
+    """The maximum of ``cast.magnitude_bits``, of an array's ``cast.bits``: of the integers on an
+    NVIDIA GPU, elsewhere by a float maximum, the only fast one of XLA on a CPU."""
+    return lax.platform_dependent(
+        bits,
+        cuda=functools.partial(_of_absolutes, axis=axis, keepdims=keepdims, dtype=dtype)
+        if with_producer
+        else functools.partial(_of_integers, axis=axis, keepdims=keepdims),
+        default=functools.partial(_of_floats, axis=axis, keepdims=keepdims, dtype=dtype),
+    )
+
+
+def _of_integers(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
+    """XLA would write the magnitudes to memory where two reductions read them, one along memory and
+    one across it. So the one across reads the bits: the largest signed integer is a positive
+    number's, the largest unsigned one a negative number's, if there are such numbers."""
+    largest = functools.partial(jnp.max, axis=axis, keepdims=keepdims)
+    reduced = range(bits.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    if bits.ndim - 1 in (each % bits.ndim for each in reduced):
+        return largest(cast.without_sign(bits))
+    unsigned = largest(lax.bitcast_convert_type(bits, f"u{bits.dtype}"))
+    return jnp.maximum(largest(bits), cast.without_sign(lax.bitcast_convert_type(unsigned, bits.dtype)))
+
+
+def _of_absolutes(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> jax.Array:
+    """One reduction, which XLA takes into the kernel that makes a gradient; of masked bits, or in two
+    reductions, it reads the gradient again. In the PTX for an H200 the absolute is a mask of bits."""
+    magnitudes = jnp.abs(lax.bitcast_convert_type(bits, dtype))
+    return jnp.max(lax.bitcast_convert_type(magnitudes, bits.dtype), axis=axis, keepdims=keepdims)
+
+
+def _of_floats(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> jax.Array:
+    """That maximum drops NaNs and flushes subnormals. So the bits are first mapped, in order, to
+    numbers of dtype that are neither zero, subnormal, infinite nor NaN: t = bits - 2^(n - 2)
+    becomes the number t steps above the least normal number, or below its negative. The result is
+    mapped back."""
+    size = jnp.iinfo(bits.dtype)
+    half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
+    t = cast.without_sign(bits) - half
+    ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
+    found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype)
+    return (((found & size.max) - least) ^ (found >> sign)) + half
+
+
+def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Array:
+    bits = jnp.pad(bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)])  # zeros fill the last block
+    bits = bits.reshape([part for n, size in zip(bits.shape, sizes, strict=True) for part in (n // size, size)])
+    return _largest(bits, dtype, axis=tuple(range(1, bits.ndim, 2)))
+
+
+def spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]) -> jax.Array:
+    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape."""
+    if granularity in ("tensorwise", "rowwise"):
+        return scale
+    assert isinstance(axis, int)
+    for i, size in enumerate(granularities.blocks(granularity, shape, axis, ragged=True)):
+        scale = lax.slice_in_dim(jnp.repeat(scale, size, axis=i), 0, shape[i], axis=i)
+    return scale

@@ -1,0 +1,156 @@
+"""Quantization statistics of a GEMM's operand, measured on the device (spec Q-8, Q-9).
+
+A measurement is float32 [LENGTH]: every count as two numbers below 2^16, which float32 holds
+exactly; the sums of squares in units of a power of two near the operand's amax, so that none leaves
+float32's range; that power's exponent field; amax and extreme scales. ``parts`` decodes it.
+"""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref.formats import Format
+from fp8ref.jax.quantize import cast, scales, scaling
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.recipe import OPERANDS, Gemm, Role
+from fp8ref.selection.statistics import COUNTS
+
+LENGTH = 2 * len(COUNTS) + 6
+"""The numbers of a measurement: two for each of ``COUNTS``, and six more."""
+
+ROWS: tuple[tuple[Gemm, Role], ...] = tuple((gemm, role) for gemm, roles in OPERANDS.items() for role in roles)
+"""The six operands of a linear as (GEMM, role), in the order of ``rows``."""
+
+Measured = dict[tuple[Gemm, Role], jax.Array]
+"""(GEMM, role) -> measurement float32 [LENGTH]."""
+
+
+def measure(x: jax.Array, q: Quantized) -> jax.Array:
+    """The measurement float32 [LENGTH] of x and its quantized form q.
+
+    Shapes:   x float32, float16 or bfloat16, of as many elements as q.codes.
+    Specials: x that are not finite are counted, and enter no sum; scales of which one is NaN have
+              NaN extremes.
+    Order:    errors e = RN32(decode(code) * scale_inv) - x in float32, where XLA may leave out the
+              rounding of that product; squares are summed along the last dim, then over the others
+              (Q-9).
+    Raises:   ValueError: 2^31 elements or more, which int32 does not count.
+    """
+    if x.size >= 2**31:
+        raise ValueError(
+            f"statistics count below 2^31 elements of an operand on a device; got {x.shape}. Cut it over more devices by shard_map, or set "
+            "statistics.every to 0."
+        )
+    x, shape = x.reshape(q.codes.shape), q.codes.shape
+    value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
+    finite = jnp.isfinite(value)
+    kept = jnp.where(finite, value, 0.0)
+    of_groups = scaling.amax(
+        x, q.granularity, axis=q.axis, ragged=True
+    )  # which the quantizer may have taken too: XLA then computes it once
+    amax = scaling.amax(of_groups)
+    field, unit = _unit(amax)
+    error = jnp.where(finite, decoded * scaling.spread(q.scale_inv, shape, q.granularity, q.axis) - kept, 0.0)
+    times = scales.times_e8m0 if q.granularity == "mx_1x32" else operator.mul
+    bound, above = _overflow_bound(q.fmt)
+
+    def rare() -> list[jax.Array]:
+        wide = cast.to_f32(x)  # again: what a branch takes from outside, XLA would write to memory
+        scaled = jnp.abs(times(wide, scaling.spread(q.scale, shape, q.granularity, q.axis)))
+        return [_number(~jnp.isfinite(wide)), _number(scaled > bound if above else scaled >= bound)]
+
+    # The amaxes say whether there is any of either, so that the branch seldom runs.
+    none = jnp.isfinite(amax) & (jnp.max(times(of_groups, q.scale)) < bound)
+    non_finite, overflows = lax.cond(none, lambda: [jnp.zeros_like(amax, jnp.int32)] * 2, rare)
+    counts = {
+        "count": jnp.int32(x.size),
+        "non_finite": non_finite,
+        "underflows": _number((cast.magnitude_bits(x) != 0) & (decoded == 0)),  # by bits: XLA on a CPU takes subnormals for zero
+        "saturated": _number(jnp.abs(decoded) == q.fmt.max),
+        "overflows": overflows,
+    }
+    limbs = [limb.astype(jnp.float32) for name in COUNTS for limb in (counts[name] >> 16, counts[name] & 0xFFFF)]
+    poisoned = jnp.where(jnp.isnan(q.scale).any(), jnp.nan, 0.0)  # XLA's extrema on a CPU may drop NaNs
+    return jnp.stack(
+        [
+            *limbs,
+            _squares(kept * unit),
+            _squares(error * unit),
+            field.astype(jnp.float32),
+            amax,
+            q.scale.min() + poisoned,
+            q.scale.max() + poisoned,
+        ]
+    )
+
+
+def measurement(
+    x: jax.Array, codes: jax.Array, fmt: Format, scale: jax.Array, scale_inv: jax.Array, inside: jax.Array, times=operator.mul
+) -> jax.Array:
+    """``measure`` of the elements that are inside, with scales that broadcast to x's shape; times scales x."""
+    value, decoded = cast.to_f32(x), cast.decode(codes, fmt)
+    finite = jnp.isfinite(value)
+    kept = jnp.where(finite & inside, value, 0.0)
+    amax = scaling.amax(jnp.where(inside, x, jnp.zeros((), x.dtype)))
+    field, unit = _unit(amax)
+    error = jnp.where(finite & inside, decoded * scale_inv - kept, 0.0)
+    bound, above = _overflow_bound(fmt)
+    scaled = jnp.abs(times(value, scale))
+    masks = {
+        "count": inside,
+        "non_finite": ~finite & inside,
+        "underflows": (cast.magnitude_bits(x) != 0) & (decoded == 0) & inside,
+        "saturated": (jnp.abs(decoded) == fmt.max) & inside,
+        "overflows": (scaled > bound if above else scaled >= bound) & inside,
+    }
+    counts = {name: _number(masks[name].reshape(-1, x.shape[-1])) for name in COUNTS}
+    limbs = [limb.astype(jnp.float32) for name in COUNTS for limb in (counts[name] >> 16, counts[name] & 0xFFFF)]
+    extremes = jnp.where(inside, scale, jnp.inf).min(), jnp.where(inside, scale, -jnp.inf).max()
+    poisoned = jnp.where(jnp.isnan(jnp.where(inside, scale, 1.0)).any(), jnp.nan, 0.0)
+    sums = (_squares(v.reshape(-1, x.shape[-1])) for v in (kept * unit, error * unit))
+    return jnp.stack([*limbs, *sums, field.astype(jnp.float32), amax, *(s + poisoned for s in extremes)])
+
+
+def rows(measured: Measured) -> jax.Array:
+    """float32 [6, LENGTH]: the measurements of a linear's operands in the order of ROWS, or
+    zeros."""
+    return jnp.stack([measured.get(row, jnp.zeros(LENGTH, jnp.float32)) for row in ROWS])
+
+
+def parts(measurements: np.ndarray) -> np.ndarray:
+    """Decode measurements float32 [..., LENGTH] to float64 [..., fp8ref.selection.statistics.FIELDS]."""
+    wide = measurements.astype(np.float64)
+    limbs, (signal, noise, field, *others) = wide[..., : 2 * len(COUNTS)], np.moveaxis(wide[..., 2 * len(COUNTS) :], -1, 0)
+    counts = limbs[..., 0::2] * 2**16 + limbs[..., 1::2]
+    squared = np.exp2(2 * (field - 127))
+    return np.concatenate([counts, np.stack([signal * squared, noise * squared, *others], axis=-1)], axis=-1)
+
+
+def _unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The exponent field, of a normal number, of an amax, and 2^-exponent: both that and its
+    reciprocal are normal. One where it is not finite."""
+    field = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
+    field = jnp.where(jnp.isfinite(largest), field, 127)
+    return field, lax.bitcast_convert_type((254 - field) << 23, jnp.float32)
+
+
+def _number(mask: jax.Array) -> jax.Array:
+    """int32: how many are true. Rows in float32, which holds it exactly below 2^24 and which XLA on
+    a CPU sums three times as fast."""
+    return jnp.sum(jnp.sum(mask.astype(jnp.float32), axis=-1).astype(jnp.int32))
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    """The sum of squares. Behind a barrier, or XLA makes one long sum of the two, whose error would
+    grow with the number of elements."""
+    return jnp.sum(lax.optimization_barrier(jnp.sum(x * x, axis=-1)))
+
+
+def _overflow_bound(fmt: Format) -> tuple[float, bool]:
+    """The tie between max and the number that would follow it, and whether only what lies above it
+    rounds beyond max (C-4)."""
+    below = float(np.ldexp(1.0, int(np.frexp(fmt.max)[1]) - 1 - fmt.mantissa_bits))
+    return fmt.max + below / 2, fmt.max_code % 2 == 0

@@ -1,0 +1,354 @@
+"""One moment of AdamW, or the master of a weight, in JAX: what is stored of it, and how it is read
+(spec O-4, O-5, O-7 to O-10, O-15).
+
+XLA would change the bits in three ways, and each line that prevents one is marked:
+
+    fused       a product and a sum become one operation with one rounding; a clip between them that
+                clips nothing prevents it (``product``)
+    rewritten   array / number becomes a product with the reciprocal, also of one number a row, and a /
+                (b / c) becomes (a c) / b; a barrier, a clip or a choice hides the number or the
+                inner quotient
+    shortened   a cast to a narrow format and back is left out; the cast ends in integers or behind a
+                barrier
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
+from fp8ref.jax.quantize import cast, division, philox
+from fp8ref.jax.transforms import array_types
+from fp8ref.spec.states import layouts as states
+from fp8ref.spec.states.layouts import Layout, Moment
+
+_LARGEST = np.finfo(np.float32).max
+_DTYPES = {FLOAT16.name: jnp.float16, BFLOAT16.name: jnp.bfloat16, FLOAT32.name: jnp.float32}
+
+
+class MomentState(NamedTuple):
+    """A stored moment: codes in the format's own dtype and the tensor's shape; the rest float32 of
+    shape () or [blocks], None where the layout has none. Fields as in ``fp8ref.sim.states``."""
+
+    codes: jax.Array
+    scale_inv: jax.Array | None = None
+    amax: jax.Array | None = None
+    exponent: jax.Array | None = None
+    center: jax.Array | None = None
+
+
+class Scalars(NamedTuple):
+    """``fp8ref.spec.states.layouts.Scalars`` as float32 arrays."""
+
+    b1: jax.Array
+    a1: jax.Array
+    b2: jax.Array
+    a2: jax.Array
+    inverse1: jax.Array
+    inverse2: jax.Array
+    bound: jax.Array
+    learning_rate: jax.Array
+    eps: jax.Array
+    weight_decay: jax.Array
+
+
+def zeros(p, layout: Layout, which: int, *, stacked: bool = False) -> MomentState:
+    """The stored moment of a parameter before the first step, 0 for m and 1 for v (O-4); for 2, a
+    master of zeros. Of a stack of tensors along the first dim, scales have that dim too."""
+    moment = layout.kept[which]
+    dtype = cast.DTYPES[moment.fmt.name] if moment.fmt.bits == 8 else _DTYPES[moment.fmt.name]
+    # zeros_like: a state is placed as its parameter is
+    codes = jnp.zeros_like(p, dtype=dtype)
+    if moment.scaling is None:
+        return MomentState(codes)
+    lead = codes.shape[:1] if stacked else ()
+    groups = lead if moment.block is None else (*lead, moment.groups(math.prod(codes.shape[len(lead) :])))
+    amax = None if moment.amax == "exact" else jnp.zeros(groups, jnp.float32)
+    ones = [jnp.ones(groups, jnp.float32) if has else None for has in (True, moment.expansion, moment.expansion)]
+    return MomentState(codes, ones[0], amax, ones[1], ones[2])
+
+
+def master(p, layout: Layout) -> MomentState:
+    """The master of a parameter before the first step (O-14)."""
+    moment, x = layout.master, cast.to_f32(p)
+    if moment.scaling is None:
+        return MomentState(_codes(x, x, moment, None))
+    scale, scale_inv = _scales(_group_max(jnp.abs(x), moment), moment)
+    codes = _codes(product(x, scale), x, moment, None)
+    amax = None if moment.amax == "exact" else product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv)
+    return MomentState(codes, scale_inv, amax)
+
+
+def new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
+    """(the gradient in range, both new moments, and the weight where a master is kept), and the change
+    of the weight (O-2 to O-6)."""
+    g = in_range(cast.to_f32(g))
+    m, v = averages(g, read(stored[0], layout.m, layout), read(stored[1], layout.v, layout), at, layout)
+    of_both = ratio(m, v, at)
+    if layout.bounded:
+        of_both = _clip(of_both, -at.bound, at.bound)
+    if layout.keeps_master:
+        p = read(stored[2], layout.master, layout)
+    taken = change(of_both, p, at)
+    return (g, m, v, p - taken) if layout.keeps_master else (g, m, v), taken
+
+
+def in_range(g):
+    """O-2."""
+    magnitude = jnp.abs(g)
+    kept = jnp.where(magnitude < states.GRADIENT_MIN, jnp.float32(0), g)
+    return jnp.where(magnitude <= states.GRADIENT_MAX, kept, jnp.float32(jnp.nan))
+
+
+def change(ratio, p, at: Scalars):
+    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound (O-15)."""
+    found = product(at.learning_rate, ratio + product(at.weight_decay, p))
+    return jnp.where(jnp.abs(found) < states.STEP_MIN, jnp.float32(0), found)
+
+
+def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
+    """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the amax
+    of a moment is predicted, of the gradient's; and of an expansion the negative of the smallest
+    that is not zero."""
+    if moment.scaling is None or (which == 2 and moment.amax == "predicted"):
+        return []
+    if moment.amax == "predicted":
+        return [_group_max(jnp.abs(g), moment)]
+    magnitude = jnp.abs(division.sqrt(x) if moment.root else x)
+    found = [_group_max(magnitude, moment)]
+    if moment.expansion:
+        found.append(_group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf))
+    return found
+
+
+def averages(g, m, v, at: Scalars, layout: Layout):
+    """The new moments (O-5)."""
+    square = product(g, g)
+    if layout.average == "products":
+        m = product(at.b1, m) + product(at.a1, g)
+        v = product(at.b2, v) + product(at.a2, square)
+    else:
+        m = m + product(at.a1, g - m)
+        v = v + product(at.a2, square - v)
+    return not_tiny(m, layout), not_tiny(v, layout)
+
+
+def ratio(m, v, at: Scalars):
+    """The ratio of corrected moments, before a bound (O-6)."""
+    return division.divide(product(m, at.inverse1), product(division.sqrt(v), at.inverse2) + at.eps)
+
+
+def not_tiny(x, layout: Layout):
+    """x with +0 in place of magnitudes below the layout's smallest (O-5)."""
+    return jnp.where(jnp.abs(x) < layout.smallest_moment, jnp.float32(0), x)
+
+
+def read(stored: MomentState, moment: Moment, layout: Layout):
+    """The moment as a step reads it, float32 (O-4)."""
+    x = _values(stored.codes, moment)
+    if stored.scale_inv is not None:
+        x = product(x, _spread(stored.scale_inv, x, moment))
+    if stored.exponent is not None:
+        magnitude = _root_of_power(jnp.abs(x), _spread(stored.exponent, x, moment))
+        x = _signed(product(magnitude, _spread(stored.center, x, moment)), x)
+    if moment.root:
+        x = product(x, x)
+    return not_tiny(x, layout)
+
+
+def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key) -> MomentState:
+    """The stored moment of x (O-7 to O-10).
+
+    found  of ``extremes``.
+    which  0 for m, 1 for v and 2 for the master.
+    key    of stochastic rounding; None rounds to nearest.
+    """
+    moment = layout.kept[which]
+    if moment.root:
+        x = division.sqrt(x)
+    if moment.scaling is None:
+        return MomentState(_codes(x, x, moment, key))
+    if which == 2 and moment.amax == "predicted":
+        found = [old.amax + change(at.bound, old.amax, at)]
+    own = amax = found[0]
+    if moment.amax == "previous":
+        assert old.amax is not None
+        amax = jnp.where(old.amax == 0, own, old.amax)
+    elif moment.amax == "predicted" and which < 2:
+        kept = product(old.amax, old.amax) if moment.root else old.amax
+        amax = averages(own, kept, kept, at, layout)[which]
+        amax = division.sqrt(amax) if moment.root else amax
+    if moment.expansion:
+        return _store_expanded(x, amax, -found[1], moment, key)
+    scale, scale_inv = _scales(amax, moment)
+    divides = moment.scaling == "divide"
+    scaled = _over(x, _spread(scale_inv, x, moment)) if divides else product(x, _spread(scale, x, moment))
+    codes = _codes(scaled, x, moment, key)
+    if moment.amax != "predicted":
+        return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
+    # Rounding is monotone: the largest code has the largest product.
+    return MomentState(codes, scale_inv, product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv))
+
+
+def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
+    """O-10."""
+    floor = jnp.float32(moment.floor)
+    top = _not_below(amax, floor)
+    bottom = jnp.minimum(jnp.maximum(smallest, floor), top)
+    center = product(division.sqrt(top), division.sqrt(bottom))
+    ratio = division.divide(top, bottom)
+    exponent = jnp.full_like(ratio, states.EXPONENTS[-1])
+    for k in reversed(states.EXPONENTS[:-1]):
+        exponent = jnp.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent)
+    scale_inv = quotient(_power(quotient(top, center), exponent), jnp.float32(moment.fmt.max))
+    scaled = expanded(x, center, exponent, scale_inv, moment)
+    return MomentState(_codes(scaled, x, moment, key), scale_inv, None, exponent, center)
+
+
+def expanded(x, center, exponent, scale_inv, moment: Moment):
+    """The numbers that are rounded to codes under an expansion (O-10)."""
+    of, k, inverse = (_spread(a, x, moment) for a in (center, exponent, scale_inv))
+    return _over(_signed(_power(_clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
+
+
+def _power(x, exponent):
+    square = product(x, x)
+    low = jnp.where(exponent == 1, x, division.sqrt(x))  # jnp.select would write the index of each element to memory
+    return jnp.where(exponent == 4, product(square, square), jnp.where(exponent == 2, square, low))
+
+
+def _root_of_power(y, exponent):
+    root = division.sqrt(y)
+    low = jnp.where(exponent == 1, y, product(y, y))
+    return jnp.where(exponent == 4, division.sqrt(root), jnp.where(exponent == 2, root, low))
+
+
+def _signed(magnitude, sign):
+    return jnp.where(jnp.signbit(sign), -magnitude, magnitude)
+
+
+def _scales(amax, moment: Moment):
+    """(scale, scale_inv) (O-7); scale is None under ``divide``."""
+    amax = _not_below(amax, jnp.float32(moment.floor))
+    top = jnp.float32(moment.fmt.max)
+    if moment.scaling == "divide":
+        return None, quotient(amax, top)
+    scale = division.divide(1, quotient(amax, top)) if moment.scaling == "reciprocal" else division.divide(top, amax)
+    if moment.scaling == "power_of_two":
+        bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
+        scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
+    scale = division.barrier(scale)  # rewritten
+    return scale, division.divide(1, scale)
+
+
+def _codes(scaled, x, moment: Moment, key):
+    """O-8, in the format's dtype."""
+    fmt = moment.fmt
+    if fmt == FLOAT32:
+        return scaled
+    if key is not None:
+        codes = philox.codes(scaled, fmt, key)
+        if moment.keep:
+            codes = jnp.where((x != 0) & (codes & ~jnp.uint32(fmt.sign_bit) == 0), codes | jnp.uint32(1), codes)
+        if fmt.bits == 8:
+            return lax.bitcast_convert_type(codes.astype(jnp.uint8), cast.DTYPES[fmt.name])
+        return lax.bitcast_convert_type(codes.astype(jnp.uint16), _DTYPES[fmt.name])
+    if fmt.bits == 8:
+        codes = cast.encode(scaled, fmt)  # ends in integers: shortened
+        if moment.keep:
+            codes = jnp.where((x != 0) & (codes & 0x7F == 0), codes | jnp.uint8(1), codes)
+        return lax.bitcast_convert_type(codes, cast.DTYPES[fmt.name])
+    codes = _clip(scaled, -fmt.max, fmt.max).astype(_DTYPES[fmt.name])
+    if moment.keep:
+        smallest = jnp.asarray(fmt.smallest_subnormal, codes.dtype)
+        codes = jnp.where((x != 0) & (codes == 0), jnp.where(jnp.signbit(x), -smallest, smallest), codes)
+    return division.barrier(codes)  # shortened
+
+
+def _values(codes, moment: Moment):
+    return cast.decode(codes, moment.fmt) if moment.fmt.bits == 8 else codes.astype(jnp.float32)
+
+
+def again(x, stored: MomentState, moment: Moment):
+    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored moment."""
+    if stored.exponent is not None:
+        x = expanded(x, stored.center, stored.exponent, stored.scale_inv, moment)
+    elif stored.scale_inv is not None:
+        x = _over(x, _spread(stored.scale_inv, x, moment))
+    return _codes(x, x, dataclasses.replace(moment, keep=False), None)
+
+
+def above(x, limit: float, stored: MomentState, moment: Moment):
+    """Whether magnitudes are above RN32(limit * scale_inv) of their group."""
+    return jnp.abs(x) > _spread(product(stored.scale_inv, jnp.float32(limit)), x, moment)
+
+
+def _group_max(x, moment: Moment, empty: float = 0.0):
+    """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last block, and is 0 of
+    magnitudes. Those are compared by bits, as in ``largest``."""
+    if division.inside_kernel() and empty == 0:  # [blocks, block], of magnitudes: by bits, NaN is the largest
+        return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), jnp.float32)
+    if empty == 0:
+        return cast.from_magnitude_bits(_max_of_groups(cast.magnitude_bits(x), moment, 0), x.dtype)
+    return _max_of_groups(x, moment, empty)
+
+
+def largest(x) -> jax.Array:
+    """(): the largest magnitude of all devices. By bits: a collective's maximum of numbers may drop a NaN (P-3)."""
+    return cast.from_magnitude_bits(jnp.max(cast.magnitude_bits(x)), x.dtype)
+
+
+def _max_of_groups(x, moment: Moment, empty: float):
+    if moment.block is None:
+        return jnp.max(x)
+    if x.ndim and x.shape[-1] % moment.block == 0:  # a cut along other axes then needs no collective
+        return array_types.whole(jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1)).reshape(-1)
+    padded = jnp.pad(array_types.whole(x).reshape(-1), (0, -x.size % moment.block), constant_values=empty)
+    return jnp.max(padded.reshape(-1, moment.block), axis=-1)
+
+
+def _spread(of_groups, x, moment: Moment):
+    """The values of the groups, for each element of x."""
+    block, shape = moment.block, x.shape
+    if block is None:
+        return of_groups
+    if shape and shape[-1] % block == 0:
+        lead = (*shape[:-1], shape[-1] // block)
+        return array_types.like(jnp.broadcast_to(of_groups.reshape(*lead, 1), (*lead, block)).reshape(shape), x)
+    return array_types.like(jnp.repeat(of_groups, block)[: int(np.prod(shape))].reshape(shape), x)
+
+
+def product(a, b):
+    """a * b, clipped to float32's range, which changes nothing but what XLA may do with it:
+    fused."""
+    if division.inside_kernel():
+        return jnp.where(jnp.abs(a * b) <= _LARGEST, a * b, jnp.nan)
+    return jnp.clip(a * b, -_LARGEST, _LARGEST)
+
+
+def _clip(x, low, high):
+    """``jnp.clip``. In kernels maxima and minima drop NaN: Pallas makes PTX's ``max.f32`` of them for a GPU."""
+    clipped = jnp.clip(x, low, high)
+    return jnp.where(jnp.isnan(x), x, clipped) if division.inside_kernel() else clipped
+
+
+def _not_below(x, least):
+    """``jnp.maximum``, of x that may be NaN."""
+    return jnp.where(jnp.isnan(x) | (x > least), x, least) if division.inside_kernel() else jnp.maximum(x, least)
+
+
+def _over(x, of_groups):
+    """x / the values of the groups. A choice by x hides that they are few, as a barrier would, and
+    writes nothing to memory: rewritten."""
+    return division.divide(x, jnp.where(jnp.isnan(x), 1.0, of_groups))
+
+
+def quotient(a, b):
+    """a / b of an array and a number. A choice by a, and a barrier, hide that b is one number, for each tensor of a
+    stack too; the other barrier hides that a quotient may divide what follows: rewritten."""
+    return division.barrier(division.divide(a, division.barrier(jnp.where(jnp.isnan(a), 1.0, b))))

@@ -1,0 +1,165 @@
+"""Which linears of a model a recipe converts, and why (spec R-2 to R-4): one rule for both
+backends."""
+
+import fnmatch
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8ref import recipe as recipes
+from fp8ref.recipe import RECIPES, Gemm, Recipe
+from fp8ref.spec import granularity
+
+AUTO_FILTER = "auto_filter_small_kn"
+"""The word of filter_fqns that keeps small linears in high precision (R-4)."""
+
+SMALL: dict[str, tuple[tuple[float, float], ...]] = {
+    "tensorwise": ((1024, 4096),),
+    "rowwise": ((2048, math.inf), (math.inf, 1024), (4096, 2048)),
+    "delayed": ((1024, 4096),),
+}
+"""Recipe -> limits of the weights [N, K] that are small: N and K no more than those of a pair.
+
+These are torchao 0.18's, float8/float8_linear_utils.py, _auto_filter_for_recipe: where FP8 gained
+too little on an H100. It states none for other recipes. Delayed scaling takes tensorwise's: it runs
+the same GEMMs.
+"""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether pattern names this module (spec R-3): a run of whole dotted components, or a shell pattern for all of it.
+
+    >>> matches("layers.1", "model.layers.1.mlp.up_proj"), matches("layers.1", "model.layers.10.mlp.up_proj")
+    (True, False)
+    >>> matches("*.mlp.*", "model.layers.10.mlp.up_proj"), matches("mlp", "model.layers.10.mlp.up_proj")
+    (True, True)
+    """
+    if any(c in pattern for c in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return bool(pattern) and f".{pattern}." in f".{name}."
+
+
+def listed(names: Collection[str], most: int = 16) -> str:
+    """Names of linears for an error: all of a small model; of a large one the first and the last."""
+    names = list(names)
+    if len(names) > most:
+        names = [*names[: most - 2], f"{len(names) - most + 1} more", names[-1]]
+    return ", ".join(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What becomes of one linear, and why: reason is for a person, and names the pattern or the rule."""
+
+    path: str
+    shape: tuple[int, int]  # [N, K]
+    recipe: Recipe  # RECIPES["bf16"] when not converted
+    reason: str
+    experts: int | None = None  # how many weights of this shape it has; None of a linear with one
+
+    @property
+    def size(self) -> int:
+        """The elements of all its weights."""
+        return math.prod(self.shape) * (self.experts or 1)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the linear is converted."""
+        return self.recipe.fp8
+
+
+def select(
+    linears: Mapping[str, tuple[int, int]],
+    recipe: str | Recipe,
+    *,
+    filter_fqns: Sequence[str] = (),
+    fp8_fqns: Sequence[str] = (),
+) -> list[Decision]:
+    """Which linears a recipe converts (spec R-2 to R-4), by one rule for both backends.
+
+    Shapes:   linears maps a module's name to its weight's shape [N, K], whole however it is sharded.
+    Returns:  one Decision a linear, in the order given.
+    Raises:   ValueError: a pattern that names nothing; a linear named in fp8_fqns whose dims are not multiples of 16 or of the recipe's blocks;
+              'auto_filter_small_kn' for a recipe without thresholds; an FP8 recipe that converts nothing.
+    """
+    recipe = recipes.by_name(recipe)
+    for key, patterns in (("filter_fqns", filter_fqns), ("fp8_fqns", fp8_fqns)):
+        if isinstance(patterns, str):
+            raise ValueError(f"{key} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
+        if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"{key} is a list of patterns, each a string; got {patterns!r}. Leave it out, or name linears.")
+        for pattern in patterns:
+            if key == "filter_fqns" and pattern == AUTO_FILTER:
+                continue
+            if not any(matches(pattern, name) for name in linears):
+                raise ValueError(
+                    f"every pattern of {key} names at least one linear (R-3); {pattern!r} names none of: {listed(linears) or 'no linears'}."
+                )
+    small = _small(recipe) if AUTO_FILTER in filter_fqns else ()
+    decisions = [_decide(name, shape, recipe, filter_fqns, fp8_fqns, small) for name, shape in linears.items()]
+    if recipe.fp8 and not any(d.fp8 for d in decisions):
+        shown = [f"{d.path or 'the model itself'}: {d.reason}" for d in decisions[:8]] + [f"and {len(decisions) - 8} more"] * (
+            len(decisions) > 8
+        )
+        reasons = "; ".join(shown) or "the model has no linears"
+        raise ValueError(f"recipe {recipe.name!r} converts no linear ({reasons}). Change filter_fqns or use recipe 'bf16'.")
+    return decisions
+
+
+def check_shape(name: str, shape: tuple[int, int], recipe: Recipe) -> None:
+    """ValueError unless [N, K] are multiples of what a recipe's casts take (L-5, S-6)."""
+    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]  # which reduce N and K
+    if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
+        raise ValueError(
+            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); {name} is {list(shape)}. Leave it out."
+        )
+
+
+def _small(recipe: Recipe) -> Sequence[tuple[float, float]]:
+    """The thresholds of AUTO_FILTER; ValueError for an FP8 recipe that has none."""
+    if not recipe.fp8:
+        return ()
+    if recipe.name not in SMALL or recipe != RECIPES[recipe.name]:
+        raise ValueError(
+            f"{AUTO_FILTER!r} in filter_fqns needs one of fp8ref's recipes with thresholds (R-4): {', '.join(SMALL)}; got {recipe.name!r}, "
+            f"for which there is no data. Name the small linears in filter_fqns instead."
+        )
+    return SMALL[recipe.name]
+
+
+def _decide(
+    name: str,
+    shape: tuple[int, int],
+    recipe: Recipe,
+    filter_fqns: Sequence[str],
+    fp8_fqns: Sequence[str],
+    small: Sequence[tuple[float, float]],
+) -> Decision:
+    def kept(reason: str) -> Decision:
+        return Decision(path=name, shape=shape, recipe=RECIPES["bf16"], reason=reason)
+
+    if not recipe.fp8:
+        return kept(f"recipe {recipe.name!r} has no FP8 GEMM")
+    named = [p for p in fp8_fqns if matches(p, name)]
+    filtered = [p for p in filter_fqns if matches(p, name)]
+    if filtered and not named:
+        return kept(f"named by filter_fqns {filtered[0]!r}")
+    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]  # which reduce N and K
+    if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
+        reason = f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); {name or 'it'} is {list(shape)}"
+        if named:
+            raise ValueError(f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern.")
+        return kept(reason)
+    for most in () if named else small:
+        if all(length <= limit for length, limit in zip(shape, most, strict=True)):
+            limits = " and ".join(f"{axis} <= {limit}" for axis, limit in zip("NK", most, strict=True) if limit < math.inf)
+            return kept(f"{AUTO_FILTER!r} keeps {limits} from recipe {recipe.name!r} (R-4); {name or 'it'} is {list(shape)}")
+    return Decision(
+        path=name, shape=shape, recipe=recipe, reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered"
+    )
+
+
+def _multiple(recipe: Recipe, which: Gemm) -> int:
+    """What the length that a GEMM reduces is a multiple of: of 16 (L-5), and of the blocks of its operands (S-6)."""
+    casts = [cast for cast in (recipe.gemms[which].a, recipe.gemms[which].b) if cast is not None]
+    return math.lcm(16, *(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))

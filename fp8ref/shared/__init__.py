@@ -1,0 +1,1 @@
+"""What every room uses: errors, the console, results, files from outside, lookups by name."""

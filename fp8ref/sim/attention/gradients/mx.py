@@ -1,0 +1,150 @@
+"""The backward pass of attention whose operands have MX blocks (spec A-16).
+
+A block lies along the axis that a product sums over, so that q, k, do and dS have two copies: along the
+features or keys, and along the tokens. v has the forward pass's copy alone.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.formats import Format
+from fp8ref.sim import threads
+from fp8ref.sim.attention import attention, exponentials
+from fp8ref.sim.attention.operands import heads as head_scaling
+from fp8ref.sim.attention.operands import inputs as inputs
+from fp8ref.sim.attention.operands.heads import MX, Heads
+from fp8ref.sim.attention.operands.inputs import Problem
+from fp8ref.sim.attention.operands.operands import Parts
+from fp8ref.sim.gemm import accumulate as sums
+from fp8ref.sim.quantize import cast
+
+P_SCALE = np.float32(256)
+"""What P is multiplied by before its cast."""
+
+
+class Copies(NamedTuple):
+    """Quantized once more, blocks along the tokens: q, k and do; and do along its features."""
+
+    q: Heads
+    k: Heads
+    do: Heads
+    do_features: Heads
+
+
+class Raw(NamedTuple):
+    """Unrounded gradients float32, the largest |dS|, how many elements of P were clipped, D of each row [B, H, Tq], and how
+    many elements of dS were lost."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    largest: np.float32
+    clipped: int
+    d: np.ndarray
+    lost: int
+
+
+def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse: np.ndarray) -> tuple[Raw, Copies]:
+    """The gradients before they are rounded to the output's format.
+
+    Shapes:   do and o [B, H, Tq, D], lse [B, H, Tq], float32; see ``Raw``.
+    Order:    A-16, a head at a time; sums over the heads of a group ascending.
+    """
+    variant, heads = problem.variant, problem.k.shape[1]
+    fmt, policy = variant.gradient_fmt or variant.fmt, variant.policy
+    copies = Copies(
+        q=head_scaling.quantize(problem.q, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
+        k=head_scaling.quantize(problem.k, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
+        do=head_scaling.quantize(do, fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
+        do_features=head_scaling.quantize(do, fmt, "mx_1x32", policy, heads=heads),
+    )
+    v, tensor = parts.tensors["v"], copies.do_features
+    v = v.values * head_scaling.spread(v.scale_inv, problem.v.shape, "mx_1x32", along_tokens=True)
+    of_do = tensor.values * head_scaling.spread(tensor.scale_inv, do.shape, "mx_1x32")
+    (b, h), dq = do.shape[:2], np.zeros(problem.q.shape, np.float32)
+    dk, dv = by_head(problem.k, h), by_head(problem.v, h)
+    largest, of_rows = np.zeros((b, h), np.float32), np.zeros(do.shape[:3], np.float32)
+    clipped, zeros = np.zeros((b, h), np.int64), np.zeros((b, h), np.int64)
+
+    def of_head(i: int, j: int, g: int) -> None:
+        of_rows[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
+        p, of_cap = _probabilities(parts, i, j, lse[i, j])
+        p8, clipped[i, j], _ = attention.round_probabilities(p, P_SCALE, variant.fmt)
+        ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
+        dv[i, j] = blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
+        ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * of_cap * problem.scale
+        largest[i, j] = np.abs(ds).max()
+        along_keys, along_queries = _both(ds, fmt, policy)
+        zeros[i, j] = attention.count_lost(ds, along_keys.values[0, 0], fmt)
+        dq[i, j] = blocks(along_keys.values[0, 0], along_keys.scale_inv[0, 0], copies.k.values[i, g].T, copies.k.scale_inv[i, g].T)
+        queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
+        dk[i, j] = blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
+
+    threads.each(of_head, heads_of(problem))
+    of_keys = over_heads(dk, problem), over_heads(dv, problem)
+    return Raw(dq, *of_keys, largest.max(), int(clipped.sum()), of_rows, int(zeros.sum())), copies
+
+
+def heads_of(problem: Problem) -> list[tuple[int, int, int]]:
+    """(sequence, query head, head of keys), in order."""
+    b, h = problem.q.shape[:2]
+    return [(i, j, j // problem.group) for i in range(b) for j in range(h)]
+
+
+def by_head(x: np.ndarray, heads: int, dtype: type = np.float32) -> np.ndarray:
+    """Zeros [B, H, Tk, D]: what each query head adds to a gradient of the shape of x."""
+    return np.zeros((len(x), heads, *x.shape[2:]), dtype)
+
+
+def over_heads(x: np.ndarray, problem: Problem) -> np.ndarray:
+    """The sum over the query heads of a head of keys, ascending from 0: [B, H, Tk, D] -> [B, Hkv, Tk, D]."""
+    parts = x.reshape(len(x), -1, problem.group, *x.shape[2:])
+    total = np.zeros_like(parts[:, :, 0])
+    for n in range(problem.group):
+        total += parts[:, :, n]
+    return total
+
+
+def blocks(a: np.ndarray, of_a: np.ndarray, b: np.ndarray, of_b: np.ndarray) -> np.ndarray:
+    """Exact sums of blocks of 32 along K, each times both scales, added ascending from +0 (G-13): a [M, K], b [N, K],
+    of_a [M, ceil(K / 32)] and of_b [N, ceil(K / 32)]; float32 [M, N]."""
+    found = np.zeros((len(a), len(b)), np.float32)
+    for n in range(of_a.shape[1]):
+        part = slice(n * MX, (n + 1) * MX)
+        found = found + (sums.exact_sum(a[:, part], b[:, part]) * of_a[:, n, None]) * of_b[:, n]
+    return found
+
+
+def sums_of_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sum of products over the last axis, ascending, each addition rounded: float32 [rows]."""
+    total = np.zeros(len(a), np.float32)
+    for x, y in zip(a.T, b.T, strict=True):
+        total = total + x * y
+    return total
+
+
+def _both(ds: np.ndarray, fmt: Format, policy: str) -> tuple[Heads, Heads]:
+    """dS of a head [Tq, Tk], its blocks along the keys and along the queries."""
+    tk = ds.shape[1]
+    wide = np.pad(ds, ((0, 0), (0, -tk % MX)))[None, None]
+    keys = head_scaling.quantize(wide, fmt, "mx_1x32", policy, heads=1)
+    return keys._replace(values=keys.values[..., :tk]), head_scaling.quantize(
+        ds[None, None], fmt, "mx_1x32", policy, heads=1, along_tokens=True
+    )
+
+
+def slope(s: np.ndarray, parts: Parts) -> np.ndarray:
+    """What a softcap multiplies dS by, of its hyperbolic tangents s (A-22); 1 without one."""
+    one = np.float32(1)
+    return np.asarray(one) if parts.cap is None else one - s * s
+
+
+def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(P of one head again, from the log-sum-exp; the slope of its softcap): float32 [Tq, Tk]."""
+    problem = parts.problem
+    tq, tk = problem.q.shape[2], problem.k.shape[2]
+    s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
+    of_cap, (factors, _) = slope(s, parts), parts.factors(i, j, 0, 0)
+    lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
+    return exponentials.exp(np.where(inputs.allowed(problem, i), s * factors[0] - lse[:, None], np.float32(-np.inf))), of_cap

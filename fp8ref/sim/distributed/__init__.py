@@ -1,0 +1,1 @@
+"""The same over several devices (spec P): layouts, shards, GEMMs, summed gradients."""

@@ -1,0 +1,121 @@
+"""A GEMM whose reduced axis is cut over devices (spec P-7, P-8): what is summed over them, and
+what is rounded before.
+
+Two GEMMs of training are such: grad_weight under data parallelism, which reduces M, and the output
+of a row-parallel linear, which reduces K. ``matmul``'s ``reduce`` says whether devices sum raw
+accumulators, scaled results or rounded outputs.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from fp8ref.formats import FLOAT32, Format
+from fp8ref.sim.gemm import gemm
+from fp8ref.sim.gemm.accumulate import Accumulation
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scaling import Quantized, check_scales
+
+Reduce = Literal["exact", "accumulators", "scaled", "rounded"]
+"""What ranks sum: the products of one exact GEMM, accumulators, scaled results or rounded
+outputs."""
+
+
+def matmul(
+    a: Sequence[Quantized],
+    b: Sequence[Quantized],
+    *,
+    reduce: Reduce = "accumulators",
+    accumulate: str | Accumulation = "exact",
+    out_dtype: Format = FLOAT32,
+) -> np.ndarray:
+    """[M, K_r] x [N, K_r] on each rank r -> [M, N], summed over the ranks.
+
+    ``exact``        one device's exact GEMM: RN32 of the exact sum over all ranks, then the
+                     epilogue.
+    ``accumulators`` each rank's raw float32 accumulator; acc = RN32(acc + acc_r), r ascending; then
+                     the epilogue, once (P-7).
+    ``scaled``       each rank applies its scales first; then sum in float32, r ascending, and round
+                     to out_dtype.
+    ``rounded``      each rank rounds its finished output to out_dtype; then sum and round as
+                     ``scaled`` (P-8): as trainers sum by default.
+
+    Shapes:   a[r].codes [M, K_r], b[r].codes [N, K_r], tensorwise or rowwise along K; a rank with
+              K_r = 0 adds nothing. float32 [M, N].
+    Order:    accumulate within a rank; then as above; the epilogue is G-4.
+    Specials: Inf and NaN as in IEEE 754.
+    Raises:   ValueError: ``exact`` or ``accumulators`` with scales that differ between ranks;
+              operands that gemm.matmul refuses; nothing to sum.
+    Source:   spec P-7, P-8.
+    """
+    _check(a, b, reduce, accumulate, out_dtype)
+    ranks = [(qa, qb) for qa, qb in zip(a, b, strict=True) if qa.codes.shape[-1]]
+    if reduce in ("exact", "accumulators"):
+        _check_scales("a", [qa for qa, _ in ranks])
+        _check_scales("b", [qb for _, qb in ranks])
+        # One scale for all ranks, so that it can be applied after the sum.
+        sa, sb = ranks[0][0].scale_inv, ranks[0][1].scale_inv
+    with np.errstate(invalid="ignore", over="ignore"):  # Inf - Inf, Inf * 0 and overflow are results here
+        if reduce == "exact":
+            # All ranks' codes side by side along K are one device's operand.
+            whole = [_unit(side, np.concatenate([q.codes for q in side], axis=-1)) for side in zip(*ranks, strict=True)]
+            return cast.round_to(gemm.matmul(*whole, accumulate="exact") * sa * sb.T, out_dtype)
+        if reduce == "accumulators":
+            acc = _sum([gemm.matmul(_unit([qa], qa.codes), _unit([qb], qb.codes), accumulate=accumulate) for qa, qb in ranks])
+            return cast.round_to(acc * sa * sb.T, out_dtype)
+        own = FLOAT32 if reduce == "scaled" else out_dtype
+        return cast.round_to(_sum([gemm.matmul(qa, qb, accumulate=accumulate, out_dtype=own) for qa, qb in ranks]), out_dtype)
+
+
+def _sum(parts: list[np.ndarray]) -> np.ndarray:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
+    """Codes under scale 1: their GEMM is the raw accumulator."""
+    one = np.ones((), np.float32)
+    return Quantized(codes, one, one, side[0].fmt, "tensorwise", -1)
+
+
+def _check(a: Sequence[Quantized], b: Sequence[Quantized], reduce: Reduce, accumulate: str | Accumulation, out_dtype: Format) -> None:
+    if len(a) != len(b) or not any(q.codes.size for q in a):
+        raise ValueError(f"a sharded GEMM takes one a and one b for each rank, not all empty; got {len(a)} and {len(b)}.")
+    if reduce not in get_args(Reduce):
+        raise ValueError(f"reduce is one of {', '.join(get_args(Reduce))}; got {reduce!r}.")
+    gemm.check_out_dtype(out_dtype)
+    if reduce == "exact" and accumulate != "exact":
+        raise ValueError(
+            f"reduce 'exact' is one exact sum over all ranks, so accumulate is 'exact'; got {accumulate!r}. Use 'accumulators'."
+        )
+    for name, side in (("a", a), ("b", b)):
+        for q in side:
+            if q.codes.size:
+                check_scales(q, name)
+    for r, (qa, qb) in enumerate(zip(a, b, strict=True)):
+        if qa.codes.shape[-1] != qb.codes.shape[-1]:
+            raise ValueError(f"a and b of a rank have the same K; got {qa.codes.shape} and {qb.codes.shape} on rank {r}.")
+    if len({len(qa.codes) for qa in a}) > 1 or len({len(qb.codes) for qb in b}) > 1:
+        raise ValueError(
+            f"every rank has the same M and N; got {[q.codes.shape for q in a]} and {[q.codes.shape for q in b]}. Only K is cut over ranks."
+        )
+
+
+def _check_scales(name: str, side: list[Quantized]) -> None:
+    """ValueError unless all ranks' scales are equal, and constant along K: only then are
+    accumulators summed."""
+    first = side[0]
+    for q in side:
+        if q.granularity not in ("tensorwise", "rowwise") or (q.granularity == "rowwise" and q.axis not in (-1, 1)):
+            raise ValueError(
+                f"a raw accumulator is summed under scales that do not vary along K; got {name} {q.granularity}, axis={q.axis}. "
+                "Use reduce='scaled'."
+            )
+        if q.fmt != first.fmt or not np.array_equal(q.scale_inv, first.scale_inv, equal_nan=True):
+            raise ValueError(
+                f"raw accumulators are summed only under equal scales and formats (P-7); those of {name} differ between ranks. "
+                "Quantize with a scope that includes the axis the sum is over, or use reduce='scaled'."
+            )

@@ -1,0 +1,1 @@
+"""Chains of tensor-core steps, compiled by numba with LLVM's vectors."""

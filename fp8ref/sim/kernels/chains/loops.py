@@ -1,0 +1,91 @@
+"""The loops of chains over tiles of columns, blocks of steps and blocks of rows, written for LLVM: numba takes a quarter of a second longer
+to compile the same loops of Python.
+
+For each tile of columns, and each block of steps: these steps of b are laid out (``tiles``), and some rows after others take them
+(``steps``). All that a block of rows touches lies in the second cache.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from fp8ref.sim.kernels.chains.results import Results
+from fp8ref.sim.kernels.chains.steps import TO_NEAREST, TOWARD_ZERO, Step, write_rounding
+from fp8ref.sim.kernels.chains.tiles import Tile
+from fp8ref.sim.kernels.chains.vectors import I8, I32, I64, LANES, Vectors
+
+CHAIN_END, SPLIT_END, RESULT = 1, 2, 4
+"""What follows a step: the accumulator joins the part's sum and is cleared; that sum joins the result too, and is cleared; or the
+accumulator, which began from the result, is the result. The last step of all has the second or the third."""
+
+ROWS = 256
+"""Rows that take a block of steps before others do. 64 to 1,024 are at most a tenth slower."""
+
+
+@intrinsic
+def take_chains(typing_context, a, of_a, signs, b, ends, of_b, parts, acc, out, sizes):
+    """Columns of out [M, N] become the chains of a and b, or these are added to them: flat arrays.
+
+    a, of_a, signs  [steps, M, width] and [steps, M], as ``rows.decode`` fills them.
+    b               uint32 [tiles, steps, width / 4, LANES], as ``tiles.lay_out`` takes it.
+    ends            uint8 [steps], at least one: what follows each step.
+    of_b, parts     room for the exponents and parts of a block of steps of a tile of b.
+    acc             float32 [2, M, LANES], zeros; zeros afterwards, but for the accumulators of chains that end with RESULT.
+    sizes           ``Sizes``.
+    """
+    given = (a, of_a, signs, b, ends, of_b, parts, acc, out, sizes)
+    signature = types.void(*given)
+
+    def generate(context, builder, signature, arguments):
+        pointers = (context.make_array(t)(context, builder, value).data for t, value in zip(signature.args, arguments, strict=True))
+        _Chains(builder, parts.dtype == types.float64).write(*pointers)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+class _Chains(Vectors):
+    """Writes ``take_chains``."""
+
+    def write(self, a, of_a, signs, words, ends, of_b, parts, acc, out, sizes) -> None:
+        b, zero = self.b, ir.Constant(I64, 0)
+        steps, most, m = (self.size(sizes, name) for name in ("steps", "most", "m"))
+        last = b.load(b.gep(ends, [b.sub(steps, ir.Constant(I64, 1))]))
+        going_on = b.icmp_unsigned("==", last, ir.Constant(I8, RESULT))
+        columns = self.size(sizes, "begin"), self.size(sizes, "end")
+        with cgutils.for_range_slice(b, *columns, ir.Constant(I64, LANES), intp=I64) as (first, _):
+            results = Results(b, out, acc, sizes, first)
+            with b.if_then(going_on):
+                results.take(zero, m)
+            with cgutils.for_range_slice(b, zero, steps, most, intp=I64) as (start, _):
+                count = self._at_most(most, b.sub(steps, start))
+                with cgutils.for_range(b, count) as loop:
+                    Tile(b, self.double, sizes).write(words, of_b, parts, sizes, first, b.add(start, loop.index), loop.index)
+                with cgutils.for_range_slice(b, zero, m, ir.Constant(I64, ROWS), intp=I64) as (row, _):
+                    rows = self._at_most(ir.Constant(I64, ROWS), b.sub(m, row))
+                    self._rounding(TOWARD_ZERO)
+                    with cgutils.for_range(b, count) as loop:
+                        step = b.add(start, loop.index)
+                        of_step = b.add(b.mul(step, m), row)
+                        Step(b, self.double).write(a, of_a, signs, parts, of_b, acc, sizes, of_step, loop.index, row, rows)
+                        self._end(results, b.load(b.gep(ends, [step])), row, rows)
+                    self._rounding(TO_NEAREST)
+
+    def _end(self, results: Results, what, row, rows) -> None:
+        """What follows a step."""
+        b, nothing = self.b, ir.Constant(I8, 0)
+        with b.if_then(b.icmp_unsigned("!=", what, nothing), likely=False):
+            self._rounding(TO_NEAREST)
+            with b.if_else(b.icmp_unsigned("==", what, ir.Constant(I8, RESULT))) as (then, otherwise):
+                with then:
+                    results.give(row, rows)
+                with otherwise:
+                    results.end(row, rows, b.icmp_unsigned("!=", b.and_(what, ir.Constant(I8, SPLIT_END)), nothing))
+            self._rounding(TOWARD_ZERO)
+
+    def _rounding(self, mode: int) -> None:
+        write_rounding(self.b, ir.Constant(I32, mode))
+
+    def _at_most(self, limit, value):
+        return self.b.select(self.b.icmp_signed("<", value, limit), value, limit)

@@ -1,0 +1,45 @@
+"""Rows of a for steps of a tensor core: codes decoded, written in LLVM's vectors."""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from fp8ref.sim.kernels.chains.codes import Codes
+from fp8ref.sim.kernels.chains.vectors import I8, I16, I32, I64
+
+
+@intrinsic
+def decode(typing_context, codes, numbers, exponents, signs, sizes):
+    """Fill magnitudes and exponents of as many codes of finite numbers, and bits of their signs, the first lowest.
+
+    codes      uint8 [16 n], flat as all of them; numbers float32 or float64; exponents uint32, four times a byte; signs uint16 [n].
+    sizes      ``Sizes``.
+    """
+    signature = types.void(codes, numbers, exponents, signs, sizes)
+
+    def generate(context, builder, signature, arguments):
+        arrays = [context.make_array(t)(context, builder, value) for t, value in zip(signature.args, arguments, strict=True)]
+        codes, *others, sizes = (array.data for array in arrays)
+        _Rows(builder, numbers.dtype == types.float64, sizes).write(codes, *others, arrays[3].nitems)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+class _Rows(Codes):
+    """Writes the loop of ``decode`` over 16 codes."""
+
+    def write(self, codes, numbers, exponents, signs, count) -> None:
+        b, lanes, bytes_ = self.b, ir.VectorType(I32, 16), ir.VectorType(I8, 16)
+        with cgutils.for_range(b, count) as loop:
+            at = b.mul(loop.index, ir.Constant(I64, 16))
+            some = self.load(b.gep(codes, [at]), 0, bytes_)
+            of_some = b.zext(self.exponents(b.bitcast(some, ir.VectorType(I32, 4))), lanes)
+            for places in (8, 16):
+                of_some = b.or_(of_some, b.shl(of_some, self.constant(lanes, places)))
+            b.store(of_some, b.bitcast(b.gep(exponents, [at]), lanes.as_pointer()), align=4)
+            negative = b.bitcast(b.icmp_signed("<", some, self.constant(bytes_, 0)), I16)
+            b.store(negative, b.gep(signs, [loop.index]), align=2)
+            for h, x in enumerate(self.numbers(self.magnitudes(b.zext(some, lanes)))):
+                b.store(x, b.bitcast(b.gep(numbers, [b.add(at, ir.Constant(I64, 8 * h))]), x.type.as_pointer()), align=4)

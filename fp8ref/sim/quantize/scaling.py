@@ -1,0 +1,336 @@
+"""Quantize a tensor to 8 or 4 bits: amax, scale, codes; and dequantize it (spec S).
+
+Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
+``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
+multiplies by scale_inv (S-8). ``amax_plain`` and ``quantize_plain`` are the definitions. Their
+compiled twins are in ``kernels.scaling``, and take any tensor and granularity as a matrix over a coarser
+grid of scales (``scale_grid``).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8ref import formats
+from fp8ref import policy as policies
+from fp8ref.formats import FLOAT32, Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.sim import threads
+from fp8ref.sim.kernels import scaling as kernels
+from fp8ref.sim.kernels.compiled import ELEMENTS, worth
+from fp8ref.sim.quantize import cast, two_level
+from fp8ref.sim.quantize.cast import Rounding
+from fp8ref.sim.quantize.scale_grid import Grid, grid_of
+from fp8ref.sim.quantize.scales import Scales, magnitudes, scales_from_amax
+from fp8ref.sim.quantize.scales import scale_from_amax as scale_from_amax
+from fp8ref.sim.quantize.scales import scale_inv_from_scale as scale_inv_from_scale
+from fp8ref.spec import granularity as granularities
+
+_PIECE = 1 << 18  # elements whose float32 bits are held at a time
+
+
+class Quantized(NamedTuple):
+    """A quantized tensor: hp ~ decode(codes) * scale_inv, the scales spread over their blocks.
+
+    codes        uint8, of the hp tensor's shape; of 4 bits too, one a byte.
+    scale        float32 of shape ``granularity.scale_shape``: multiplied into FP8.
+    scale_inv    float32 of that shape: multiplies out of it.
+    fmt, granularity, axis
+                 how it was quantized; axis is the reduced one.
+    tensor_scale_inv
+                 float32 (), of two levels of scales (S-22): it multiplies out too; None: one level.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    scale_inv: np.ndarray
+    fmt: Format
+    granularity: str
+    axis: int
+    tensor_scale_inv: np.ndarray | None = None
+
+
+def amax(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> np.ndarray:
+    """The largest magnitude of every group that shares a scale (spec S-2).
+
+    ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
+
+    Shapes:   x float32, float16 or bfloat16, any rank; float32 of ``scale_shape(granularity,
+              x.shape, axis)``; axis is the reduced one.
+    Specials: NaN if any element of the group is NaN; else Inf if any is infinite; subnormals count.
+    Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that
+              blocks do not divide; float64, whose amax need not be a float32.
+    """
+    x = tensor(x)
+    granularities.blocks(granularity, x.shape, axis, ragged=ragged)
+    if not worth(_amax_kernel(x.shape, granularity, axis), x.size, ELEMENTS):
+        return amax_plain(x, granularity, axis=axis, ragged=ragged)
+    return _compiled_amax(x, granularity, axis)
+
+
+def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> np.ndarray:
+    """The definition of ``amax``, in NumPy alone. Raises as amax."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN is an input like others
+        value = np.abs(tensor(x).astype(np.float32))
+    value = np.where(np.isnan(value), np.float32(np.nan), value)
+    sizes = granularities.blocks(granularity, value.shape, axis, ragged=ragged)
+    if granularity == "tensorwise":
+        return value.max()[()]
+    missing = [-n % size for n, size in zip(value.shape, sizes, strict=True)]
+    value = np.pad(value, [(0, n) for n in missing])  # a last block that is shorter is filled with zeros (S-6)
+    # [n, m] -> [n / bn, bn, m / bm, bm], reduced over the blocks' own axes
+    split = [k for n, size in zip(value.shape, sizes, strict=True) for k in (n // size, size)]
+    return value.reshape(split).max(axis=tuple(range(1, len(split), 2)))
+
+
+def quantize(
+    x,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    rounding: Rounding = "nearest_even",
+    seed: int | None = None,
+    ragged: bool = False,
+) -> Quantized:
+    """Scale x into fmt's range and round, saturating.
+
+    ragged    as in ``amax``.
+    rounding  as in ``cast.encode``; stochastic, by a seed and the flat index of x.
+    Shapes:   x float32, float16 or bfloat16 [..., K] (axis is the reduced one); codes uint8 of x's
+              shape; scales of ``scale_shape``.
+    Units:    x ~ decode(codes) * scale_inv.
+    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round; scale_inv = RN32(1 /
+              scale). A policy that stores scale_inv divides by it instead (S-13). One of two levels
+              makes scales from the amaxes of a block and of the tensor (S-22).
+    Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its
+              codes NaN; Inf -> scale 0: finite -> +-0, Inf -> NaN. Other policies: S-10. A policy
+              that would keep a previous scale takes 1 (S-11).
+    Raises:   ValueError: as amax, scales_from_amax and cast.encode; a fmt that is neither FP8 nor
+              e2m1fn.
+    Source:   spec S-5; torchao 0.18 float8/float8_training_tensor.py,
+              hp_tensor_and_scale_to_float8.
+    """
+    policy = policies.by_name(policy)
+    check_target(fmt)
+    x = _in_compute_dtype(tensor(x), policy)
+    of_blocks = amax(x, granularity, axis=axis, ragged=ragged)
+    given: dict[str, Any] = {
+        "granularity": granularity,
+        "policy": policy,
+        "axis": axis,
+        "rounding": rounding,
+        "seed": seed,
+    }
+    if policy.two_level is None:
+        return quantize_with(x, scales_from_amax(of_blocks, fmt, policy), fmt, **given)
+    found = two_level.scales_from_amaxes(of_blocks, amax(x), fmt, policy)
+    q = quantize_with(x, Scales(found.scale, found.scale_inv), fmt, **given)
+    return q if policy.two_level.tensor == "none" else q._replace(tensor_scale_inv=found.tensor_scale_inv)
+
+
+def quantize_with(
+    x,
+    scales: Scales,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    rounding: Rounding = "nearest_even",
+    seed: int | None = None,
+) -> Quantized:
+    """Quantize by given scales, such as a delayed state's. Units, order, rounding and specials as
+    quantize; the last block along axis may be shorter.
+
+    Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of the policy only S-13
+              counts: whether tensors are divided by scale_inv, and in which dtype.
+    Raises:   ValueError: x or fmt as in quantize; scales that are not a ``Scales``, of another
+              shape, not float32, or negative.
+    Source:   spec S-5, S-13.
+    """
+    policy = policies.by_name(policy)
+    check_target(fmt)
+    value = _in_compute_dtype(tensor(x), policy)
+    if not isinstance(scales, Scales):
+        raise ValueError(f"scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got {type(scales).__name__}.")
+    for name, given in scales._asdict().items():
+        magnitudes(given, name)
+    shape = granularities.scale_shape(granularity, value.shape, axis, ragged=True)
+    if np.shape(scales.scale) != shape or np.shape(scales.scale_inv) != shape:
+        raise ValueError(
+            f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
+        )
+    if (
+        policy.stored == "scale"
+        and rounding == "nearest_even"
+        and seed is None
+        and worth(_encoder(fmt, value.shape, granularity, axis), value.size, ELEMENTS)
+    ):
+        return Quantized(
+            _compiled_encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis
+        )
+    return quantize_plain(value, scales, fmt, granularity=granularity, policy=policy, axis=axis, rounding=rounding, seed=seed)
+
+
+def quantize_plain(
+    x,
+    scales: Scales,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    rounding: Rounding = "nearest_even",
+    seed: int | None = None,
+) -> Quantized:
+    """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
+    policy = policies.by_name(policy)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # 0 / 0, Inf * 0; the clip takes an overflow
+        value = _in_compute_dtype(tensor(x), policy).astype(np.float32)
+        if policy.stored == "scale":
+            scaled = value * spread(scales.scale, value.shape, granularity, axis)
+        else:
+            scale_inv = _in_compute_dtype(scales.scale_inv, policy)
+            scaled = _in_compute_dtype(value / spread(scale_inv, value.shape, granularity, axis), policy)
+    codes = cast.encode_plain(np.clip(scaled, -fmt.max, fmt.max), fmt, rounding=rounding, seed=seed)
+    return Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
+
+
+def dequantize(q: Quantized) -> np.ndarray:
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8); of two levels, by
+    RN32(tensor_scale_inv * scale_inv) (S-22).
+
+    Shapes:   codes of any shape, scale_inv of ``scale_shape``, spread over its blocks.
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv (S-3);
+              overflow to infinity.
+    Raises:   ValueError: q not a Quantized, or with invalid scales (see ``check_scales``).
+    """
+    check_scales(q)
+    with np.errstate(invalid="ignore", over="ignore"):  # 0 * Inf, under an infinite amax
+        scale_inv = q.scale_inv if q.tensor_scale_inv is None else q.tensor_scale_inv * q.scale_inv
+        return cast.decode(q.codes, q.fmt) * spread(scale_inv, q.codes.shape, q.granularity, q.axis)
+
+
+def check_scales(q: Quantized, name: str = "operand") -> None:
+    """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape,
+    is not negative, and is NaN only over codes that are NaN or zero (S-5, S-14), or of a format without
+    NaN; and the tensor's scale likewise."""
+    cast.check_subnormals()
+    if not isinstance(q, Quantized):
+        raise ValueError(f"{name} is a Quantized; got {type(q).__name__}. Use scaling.quantize.")
+    if not isinstance(q.codes, np.ndarray) or q.codes.dtype != np.uint8:
+        raise ValueError(f"codes are a uint8 array; got {getattr(q.codes, 'dtype', type(q.codes).__name__)} in {name}. Use cast.encode.")
+    formats.check(q.fmt)
+    dtype = getattr(q.scale_inv, "dtype", type(q.scale_inv).__name__)
+    if dtype != np.float32:
+        raise ValueError(f"scales are float32 arrays; got {dtype} in {name}. Convert them with np.float32 or .astype(np.float32).")
+    shape = granularities.scale_shape(q.granularity, q.codes.shape, q.axis, ragged=True)
+    if q.scale_inv.shape != shape:
+        raise ValueError(
+            f"{q.granularity} scales of codes {q.codes.shape} have shape {shape}; got {q.scale_inv.shape} in {name}. Use scaling.quantize."
+        )
+    if np.any(q.scale_inv < 0):
+        raise ValueError(f"scales are not negative; got {np.min(q.scale_inv)} in {name}. Negate the codes' signs instead.")
+    if q.tensor_scale_inv is not None:
+        one = magnitudes(q.tensor_scale_inv, "tensor_scale_inv")
+        if one.shape != ():
+            raise ValueError(f"a tensor has one tensor_scale_inv, of shape (); got {one.shape} in {name}.")
+    nan = np.isnan(q.scale_inv)
+    if nan.any() and q.fmt.has_nan:
+        values = cast.decode(q.codes, q.fmt)
+        if np.any(spread(nan, q.codes.shape, q.granularity, q.axis) & ~np.isnan(values) & (values != 0)):
+            raise ValueError(
+                "a NaN scale applies only to codes that are NaN or zero (S-5, S-14); got "
+                f"other codes under a NaN scale in {name}. Find the source of the NaN."
+            )
+
+
+def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
+    """Repeat scales over their blocks, of which the last may be shorter, so that they broadcast against
+    a tensor of this shape. Raises as ``granularity.blocks``."""
+    if granularity in ("tensorwise", "rowwise"):
+        return scale
+    for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis, ragged=True), strict=True)):
+        scale = np.repeat(scale, size, axis=i).take(range(n), axis=i) if n % size else np.repeat(scale, size, axis=i)
+    return scale
+
+
+def tensor(x) -> np.ndarray:
+    """x as an array; ValueError unless it is of float32 or a narrower floating-point dtype."""
+    cast.check_subnormals()
+    x = cast.array(x)
+    cast.check_dtype(x)
+    if x.dtype == np.float64:
+        raise ValueError(
+            "a tensor is scaled from float32 or a narrower dtype, which hold its amax exactly (S-2); got float64. Round it first."
+        )
+    return x
+
+
+def check_target(fmt: Format) -> None:
+    """ValueError unless tensors are quantized to fmt."""
+    formats.check(fmt)
+    if fmt.bits > 8 or not fmt.signed:
+        raise ValueError(f"tensors are quantized to {', '.join(formats.QUANTIZED_FORMATS)}; got {fmt}. Use cast.round_to or cast.encode.")
+
+
+def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
+    """x rounded to the dtype in which the policy divides (S-13); x itself where that is float32."""
+    return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
+
+
+def _amax_kernel(shape: tuple[int, ...], granularity: str, axis: int) -> Callable:
+    return kernels.amax_of_columns if grid_of(granularity, shape, axis).width == 1 else kernels.amax
+
+
+def _encoder(fmt: Format, shape: tuple[int, ...], granularity: str, axis: int) -> Callable:
+    return kernels.encoder(fmt, grid_of(granularity, shape, axis).width == 1)
+
+
+def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
+    """``amax_plain`` by a kernel, for float32, float16 and bfloat16."""
+    g = grid_of(granularity, x.shape, axis)
+    kernel = _amax_kernel(x.shape, granularity, axis)
+    partial: list[np.ndarray] = []
+
+    def rows(begin: int, end: int) -> None:
+        bits = np.zeros(g.scales, np.uint32)
+        _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, bits))
+        partial.append(bits)
+
+    threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right
+    # maximum.
+    result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis, ragged=True))
+    return np.where(np.isnan(result), np.float32(np.nan), result)[()]
+
+
+def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int) -> np.ndarray:
+    """uint8 codes of RN32(f32(x) * scale), saturated, rounded to nearest even; scale float32 of
+    ``scale_shape``, not checked."""
+    g = grid_of(granularity, x.shape, axis)
+    codes = np.empty(x.shape, np.uint8)
+    matrix, scales, kernel = (
+        codes.reshape(g.rows, g.columns),
+        np.ascontiguousarray(scale).reshape(g.scales),
+        _encoder(fmt, x.shape, granularity, axis),
+    )
+
+    def rows(begin: int, end: int) -> None:
+        _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]))
+
+    threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    return codes
+
+
+def _in_pieces(x: np.ndarray, g: Grid, begin: int, end: int, work: Callable[[int, int, np.ndarray], None]) -> None:
+    """work(first row, row after the last, float32 bits of these rows), over pieces of limited
+    memory."""
+    matrix = x.reshape(g.rows, g.columns)
+    step = max(1, _PIECE // g.columns)
+    for a in range(begin, end, step):
+        b = min(a + step, end)
+        work(a, b, cast.float32_bits(np.ascontiguousarray(matrix[a:b])).reshape(b - a, g.columns))

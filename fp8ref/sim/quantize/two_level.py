@@ -1,0 +1,79 @@
+"""Scales of blocks in an 8-bit format, under one float32 scale of the tensor (spec S-22).
+
+Every product and quotient is rounded once to float32, in the order of the library that a policy is of.
+There is no compiled twin: scales are few.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.formats import E2M1FN, FLOAT32, Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scales import magnitudes
+
+_LARGEST = np.float32(FLOAT32.max)
+
+
+class TwoLevelScales(NamedTuple):
+    """The scales of a tensor and of its blocks (S-22).
+
+    scale             float32 of the blocks' shape: a cast multiplies by it.
+    scale_inv         float32 of that shape, numbers of e4m3fn: the scale of a block.
+    tensor_scale_inv  float32 (): x ~ decode(codes) * scale_inv * tensor_scale_inv.
+    """
+
+    scale: np.ndarray
+    scale_inv: np.ndarray
+    tensor_scale_inv: np.ndarray
+
+
+def scales_from_amaxes(amax, tensor_amax, fmt: Format = E2M1FN, policy: str | ScalePolicy = "te_nvfp4") -> TwoLevelScales:
+    """The scales of blocks from their amaxes and the tensor's.
+
+    Shapes:   amax float32 of the blocks' shape; tensor_amax float32 (); scales as ``TwoLevelScales``.
+    Order:    ``encode``: S = min(RN(2688 / tensor_amax), float32's max), 1 where tensor_amax or S is
+              0; block = RN(amax * RN(S * RN(1/6))); scale = min(RN(1 / RN(block * RN(1/S))),
+              float32's max). ``decode``: T = RN(tensor_amax / 2688); block = RN(RN(amax / 6) / T);
+              scale = RN(RN(1/T) / block). ``none``: T = 1 throughout. block is raised to the
+              policy's smallest, lowered to 448, and rounded to e4m3fn before scale is made.
+    Specials: as IEEE 754 computes these. A NaN amax gives NaN scales, a zero tensor NaN ones under
+              ``decode``, and under ``encode`` blocks of 0 with float32's max as their scale.
+    Raises:   ValueError: a fmt other than e2m1fn, a policy without two_level, amaxes as
+              ``scales.magnitudes``, or a tensor_amax that is not one number.
+    Source:   next to each policy in ``fp8ref/policy.py``.
+
+    >>> scales_from_amaxes(np.float32([6, 3]), np.float32(6)).scale_inv
+    array([448., 224.], dtype=float32)
+    """
+    policy = policies.by_name(policy)
+    rule = policy.two_level
+    if rule is None or fmt != E2M1FN:
+        raise ValueError(
+            f"two-level scales are of {E2M1FN}, by one of {', '.join(policies.FP4_POLICIES)}; got {fmt}, policy {policy.name!r}. "
+            "Use scales.scales_from_amax for other policies."
+        )
+    amax, tensor = magnitudes(amax, "amax"), magnitudes(tensor_amax, "tensor_amax")
+    if tensor.shape != ():
+        raise ValueError(f"a tensor has one amax, of shape (); got {tensor.shape}. Use scaling.amax(x).")
+    one, top = np.float32(1), np.float32(fmt.max)
+    with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
+        if rule.tensor == "encode":
+            bounded = np.minimum(np.float32(rule.block_fmt.max * fmt.max) / tensor, _LARGEST)
+            encode = np.where((tensor == 0) | (bounded == 0), one, bounded)
+            block = _block_scale(amax * (encode * (one / top)), rule)
+            inverse = np.asarray(one / encode)
+            scale = np.minimum(one / (block * inverse), _LARGEST)
+        else:
+            inverse = np.asarray(tensor / np.float32(rule.block_fmt.max * fmt.max) if rule.tensor == "decode" else one)
+            block = _block_scale(amax / top / inverse, rule)
+            scale = one / inverse / block
+    return TwoLevelScales(np.asarray(scale)[()], block, inverse.astype(np.float32)[()])
+
+
+def _block_scale(value: np.ndarray, rule: policies.TwoLevel) -> np.ndarray:
+    """value raised to the rule's smallest, and rounded to its format, saturating; float32."""
+    raised = np.maximum(value, np.float32(rule.smallest))  # a NaN stays
+    return cast.round_to(raised, rule.block_fmt, saturate=True)

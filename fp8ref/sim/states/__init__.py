@@ -1,0 +1,5 @@
+"""AdamW whose moments are stored in FP8 (spec O): ``states`` is the step, ``moments`` one moment."""
+
+from fp8ref.sim.states.states import State, copy, decode, in_range, init, master, step, weight
+
+__all__ = ["State", "copy", "decode", "in_range", "init", "master", "step", "weight"]

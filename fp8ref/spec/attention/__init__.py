@@ -1,0 +1,1 @@
+"""Attention as data: ``variants`` by name, and the decisions that a variant consists of."""

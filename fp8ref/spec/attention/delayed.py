@@ -1,0 +1,47 @@
+"""Delayed scaling of attention as data: which tensors of a variant have a state, and of which format (spec A-12, A-19)."""
+
+from collections.abc import Mapping
+
+from fp8ref.formats import Format
+from fp8ref.spec.attention.variants import Variant
+from fp8ref.spec.delayed import DELAYED, DelayedScaling
+
+Casts = Mapping[str, tuple[Format, DelayedScaling]]
+"""Role -> its format, and how its scale comes from past amaxes."""
+
+
+def roles(variant: Variant) -> dict[str, Format]:
+    """The roles of a variant whose scale is one number, with the formats that their states scale into; {} without any.
+
+    >>> from fp8ref.spec.attention.variants import VARIANTS
+    >>> list(roles(VARIANTS["cudnn"]))
+    ['q', 'k', 'v', 's', 'o', 'do', 'ds', 'dq', 'dk', 'dv']
+    >>> roles(VARIANTS["mxfp8"])
+    {}
+    """
+    if variant.fmt.bits != 8 or variant.granularity != "tensor":
+        return {}
+    found = dict.fromkeys(("q", "k", "v"), variant.fmt)
+    if variant.p_scale == "state":
+        found["s"] = variant.fmt
+    if variant.out.bits == 8:
+        found["o"] = variant.out
+    if variant.backward == "cast":
+        of_gradients = variant.gradient_fmt or variant.fmt
+        found |= {"do": of_gradients} | ({"ds": of_gradients} if variant.p_scale == "state" else {})
+        found |= dict.fromkeys(("dq", "dk", "dv"), variant.out) if variant.out.bits == 8 else {}
+    return found
+
+
+def casts(variant: Variant, config: DelayedScaling = DELAYED["delayed"]) -> dict[str, tuple[Format, DelayedScaling]]:
+    """Every role of ``roles`` under one delayed scaling.
+
+    Raises:   ValueError: a variant without such roles.
+    """
+    found = roles(variant)
+    if not found:
+        raise ValueError(
+            f"delayed scaling keeps one scale of a tensor; variant {variant.name!r} has scales of {variant.granularity or 'no tensor'}. Use 'cudnn', or "
+            "scales of the tensors themselves."
+        )
+    return {role: (fmt, config) for role, fmt in found.items()}

@@ -1,0 +1,203 @@
+"""Attention as data: how a kernel quantizes, accumulates, exponentiates and rescales (spec A).
+
+A ``Variant`` is every decision between q, k, v and the output. VARIANTS has those of FlashAttention-3 and
+FlashAttention-4, of cuDNN's reference, of the FlashAttention-3 paper, bfloat16, and real arithmetic.
+``Mask`` says which keys a query sees. ``sim.attention`` implements all of them; a backend implements them
+or refuses.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32
+from fp8ref.shared import registry
+from fp8ref.spec.attention.variant import ARITHMETIC as ARITHMETIC
+from fp8ref.spec.attention.variant import FULL as FULL
+from fp8ref.spec.attention.variant import GRADIENT_ROLES as GRADIENT_ROLES
+from fp8ref.spec.attention.variant import OPERAND_FORMATS as OPERAND_FORMATS
+from fp8ref.spec.attention.variant import OUT_FORMATS as OUT_FORMATS
+from fp8ref.spec.attention.variant import ROLES as ROLES
+from fp8ref.spec.attention.variant import Arithmetic as Arithmetic
+from fp8ref.spec.attention.variant import Backward as Backward
+from fp8ref.spec.attention.variant import Factor as Factor
+from fp8ref.spec.attention.variant import Granularity as Granularity
+from fp8ref.spec.attention.variant import LogSum as LogSum
+from fp8ref.spec.attention.variant import Mask as Mask
+from fp8ref.spec.attention.variant import Scores as Scores
+from fp8ref.spec.attention.variant import SumOrder as SumOrder
+from fp8ref.spec.attention.variant import Tiles as Tiles
+from fp8ref.spec.attention.variant import Variant as Variant
+
+# FlashAttention (Dao-AILab/flash-attention, commit 0251105): hopper/softmax.h, hopper/tile_size.h,
+# hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp, hopper/flash_fwd_kernel_sm90.h.
+_FA3_TILES = (
+    Tiles(features=64, full=160, causal=160, local=160),
+    Tiles(features=96, full=128, causal=128, local=128),
+    Tiles(features=128, full=224, causal=224, local=224),
+    Tiles(features=192, full=160, causal=160, local=160),
+    Tiles(features=256, full=128, causal=128, local=64),
+)
+_FA3 = Variant(
+    name="fa3",
+    granularity="head",
+    scores="raw",
+    base="2",
+    offset=8,
+    tiles=_FA3_TILES,
+    descending=True,
+    sum_order="quad",
+    plan="hopper_fast",
+    promotion=None,
+    finish="reciprocal",
+    lse="fused",
+    source="Dao-AILab/flash-attention 0251105, hopper/: e4m3, forward alone",
+)
+
+# The same commit: flash_attn/cute/softmax.py (SoftmaxSm100), flash_attn/cute/flash_fwd_sm100.py.
+_FA4 = dataclasses.replace(
+    _FA3,
+    name="fa4",
+    bias="separate",
+    tiles=(Tiles(features=256, full=128, causal=128, local=128),),
+    sum_order="packed",
+    plan="blackwell",
+    lse="log2",
+    source="Dao-AILab/flash-attention 0251105, flash_attn/cute/: e4m3, forward alone",
+)
+
+# NVIDIA/cudnn-frontend (commit 3929da2): include/cudnn_frontend/node/scaled_dot_product_flash_attention.h and
+# sdpa_fp8_bwd.h (the order of factors), test/python/sdpa/fp8_ref.py (the online softmax).
+_CUDNN = Variant(
+    name="cudnn",
+    p_scale="state",
+    out_scales="tile",
+    out=E4M3FN,
+    backward="cast",
+    source="NVIDIA/cudnn-frontend 3929da2: the graph's order of factors, the test reference's online softmax; the kernels are closed",
+)
+
+VARIANTS = {
+    v.name: v
+    for v in (
+        Variant(name="exact", real=True, fmt=FLOAT32, granularity=None, plan="f32", out=FLOAT32, backward="exact", source="spec A-1"),
+        dataclasses.replace(
+            _FA3,
+            name="bf16",
+            fmt=BFLOAT16,
+            granularity=None,
+            offset=0,
+            tiles=(
+                Tiles(features=64, full=192, causal=128, local=128),
+                Tiles(features=96, full=144, causal=144, local=128),
+                Tiles(features=128, full=176, causal=128, local=128),
+                Tiles(features=192, full=112, causal=112, local=96),
+                Tiles(features=256, full=80, causal=80, local=64),
+            ),
+            plan="f32",
+            backward="cast",
+            source="Dao-AILab/flash-attention 0251105, hopper/, with sums in float32 in order (G-3)",
+        ),
+        _FA3,
+        # vllm-project/flash-attention #104, Dao-AILab/flash-attention #2250: an accumulator in float32 beside the chain.
+        dataclasses.replace(_FA3, name="fa3_promoted", promotion=1, source="vllm-project/flash-attention #104: fa3 with two accumulators"),
+        _FA4,
+        # flash_fwd_sm100.py until commit 849f660: rescale_threshold 4 for FP8 (#2577, #2716).
+        dataclasses.replace(_FA4, name="fa4_threshold4", threshold=4.0, source="Dao-AILab/flash-attention b65ae6b, before 2409214"),
+        _CUDNN,
+        dataclasses.replace(
+            _CUDNN,
+            name="mxfp8",
+            granularity="mx_1x32",
+            policy="mx_rceil",
+            factors=("scale",),
+            p_scale=16.0,
+            out=BFLOAT16,
+            source="NVIDIA/cudnn-frontend 3929da2, test/python/sdpa/mxfp8_ref.py, with rescale_threshold=0",
+        ),
+        Variant(
+            name="fa3_paper",
+            granularity="rows_128",
+            rotated=True,
+            factors=("qk", "scale"),
+            base="2",
+            offset=8,
+            descending=True,
+            plan="hopper_fast",
+            out_scales="tile",
+            source="arXiv:2407.08608, section 3.3: blocks and incoherent processing; the order of operations is this specification's",
+        ),
+    )
+}
+"""The variants by name (A-1)."""
+
+
+Layout = Literal["bhtd", "bthd"]
+"""The axes of q, k, v, o and their gradients: batch, heads, tokens and features, or tokens before heads."""
+
+
+def by_name(variant: "str | Variant") -> Variant:
+    """The variant of that name; a Variant is itself; ValueError for anything else."""
+    return registry.lookup("variant is a Variant or", VARIANTS, variant, Variant)
+
+
+def differentiated(variant: "str | Variant", backward: Backward) -> Variant:
+    """The variant with the gradients of a backward pass: its own, or ``bf16``'s (A-25)."""
+    known = by_name(variant)
+    return known if backward == "own" else dataclasses.replace(known, backward=backward)
+
+
+def heads_first(layout: Layout, q: Any, k: Any, v: Any, *others: Any) -> tuple:
+    """The tensors as [B, heads, T, D], with axes 1 and 2 swapped if they are of the layout bthd.
+
+    Raises:   ValueError: an unknown layout; shapes of q, k and v that only the other layout has.
+    """
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout is one of {', '.join(get_args(Layout))}; got {layout!r}.")
+    shapes = [tuple(getattr(x, "shape", ())) for x in (q, k, v)]
+    heads = 1 if layout == "bhtd" else 2
+    if not _fits(shapes, heads) and _fits(shapes, 3 - heads):
+        other = "bthd" if layout == "bhtd" else "bhtd"
+        raise ValueError(
+            f"layout {layout!r} has heads on axis {heads} and tokens on axis {3 - heads}, and the heads of k divide those of q; "
+            f"got q {shapes[0]}, k {shapes[1]}, which are of layout {other!r}. Pass layout={other!r}."
+        )
+    return tuple(in_layout(layout, x) for x in (q, k, v, *others))
+
+
+def in_layout(layout: Layout, x: Any) -> Any:
+    """x [B, heads, T, D] in the layout, or back."""
+    return x.swapaxes(1, 2) if layout == "bthd" and len(getattr(x, "shape", ())) == 4 else x
+
+
+def _fits(shapes: Sequence[tuple[int, ...]], heads: int) -> bool:
+    """Whether q, k and v may have heads on this axis."""
+    of_q, of_k, of_v = shapes
+    if not len(of_q) == len(of_k) == len(of_v) == 4 or 0 in of_k:
+        return False
+    return of_k == of_v and of_k[0] == of_q[0] and of_k[3] == of_q[3] and of_q[heads] % of_k[heads] == 0
+
+
+def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    """ValueError, with the remedy, for shapes [B, heads, T, D] that do not belong together."""
+    if k[:3] == v[:3] and k[3] == q[3] > v[3]:  # as in multi-head latent attention
+        raise ValueError(
+            f"attention takes v with as many features as q and k; got {q[3]} of q and k, {v[3]} of v. Pad v with zeros to {q[3]} features, "
+            f"and cut the output: o[..., :{v[3]}]."
+        )
+    if not _fits((q, k, v), 1):
+        raise ValueError(f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {q}, {k} and {v}.")
+
+
+def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
+    """ValueError for the quantized tensors, by role, of a forward pass of another variant, where the variant's backward pass reads them."""
+    if variant.backward != "cast":
+        return
+    wanted = {"q", "k", "v"} | ({"o"} if variant.out.bits == 8 else set())
+    codes = tensors["q"].codes if "q" in tensors else None  # None, or in their own dtype, in high precision
+    if set(tensors) != wanted or (codes is not None and codes.dtype.itemsize == 1) != (variant.fmt.bits == 8):
+        roles = ", ".join(sorted(tensors, key="qkvo".find)) or "no role"
+        raise ValueError(
+            f"result is what forward gave by the same variant, {variant.name!r}; got another's, with tensors of {roles}. "
+            "Call forward by the variant of the backward pass."
+        )

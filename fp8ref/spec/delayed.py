@@ -1,0 +1,122 @@
+"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (spec
+H).
+
+Each way in which libraries differ is a field. DELAYED holds fp8ref's own choice and those of
+TransformerEngine and Flax. ``sim.delayed`` implements all of them; a backend implements some and
+refuses the others.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.shared import registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling:
+    """Every decision between the amaxes of past steps and a scale.
+
+    history_length  the number of observed amaxes that count, the newest included.
+    amax_compute    ``max`` of the history, or the ``most_recent`` amax.
+    interval        the scale is computed at the first observed update and at every interval-th
+                    after it; the history grows at each.
+    policy          makes the scale of that amax; its margin applies.
+    timing          ``update``: the scale is computed when an amax arrives, for the next step.
+                    ``use``: it is computed at the next step, and stored after that step; what is
+                    stored is one step behind.
+    reuse           several uses of a module in one step: ``max``: one observation, the largest;
+                    ``sum``: every use makes a state, and autodiff adds them up.
+    unused          a module that a step does not use: ``keep`` its state, or ``zero`` all of it.
+    zero            an amax of zero: ``record`` it, or ``skip`` the update.
+    non_finite      an infinite or NaN amax, or a flag that says so: ``skip`` the update, or
+                    ``record`` the amax as it is.
+    nan_in_history  under ``max``: ``propagate`` a NaN, or ``drop`` it, as C's fmaxf does.
+
+    Raises:         ValueError: a length or interval below 1, an unknown word, a policy that makes
+                    e8m0 scales, timing ``use`` with an interval.
+    """
+
+    name: str
+    history_length: int = 16
+    amax_compute: Literal["max", "most_recent"] = "max"
+    interval: int = 1
+    policy: ScalePolicy = POLICIES["te_delayed"]
+    timing: Literal["update", "use"] = "update"
+    reuse: Literal["max", "sum"] = "max"
+    unused: Literal["keep", "zero"] = "keep"
+    zero: Literal["record", "skip"] = "record"
+    non_finite: Literal["skip", "record"] = "skip"
+    nan_in_history: Literal["propagate", "drop"] = "propagate"
+
+    def __post_init__(self) -> None:
+        for key in ("history_length", "interval"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{key} is an integer of at least 1; got {value!r}.")
+        if not isinstance(self.policy, ScalePolicy):
+            raise ValueError(f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}.")
+        for key, allowed in _CHOICES.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key} is one of {', '.join(allowed)}; got {getattr(self, key)!r}.")
+        if self.policy.e8m0 is not None:
+            raise ValueError(
+                f"delayed scaling keeps one float32 scale of a tensor; policy {self.policy.name!r} computes e8m0 scales of blocks."
+            )
+        if self.timing == "use" and self.interval != 1:
+            raise ValueError(f"under timing 'use' a scale is computed at every use; got interval={self.interval}. Use timing 'update'.")
+
+    @property
+    def keeps_histories_as_fp8ref(self) -> bool:
+        """True if only history_length, amax_compute, interval and margin may differ from fp8ref's
+        own rules (H-1 to H-6)."""
+        policy = dataclasses.replace(POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin)
+        free = {key: getattr(self, key) for key in ("name", "history_length", "amax_compute", "interval")}
+        return self == DelayedScaling(policy=policy, **free)
+
+
+_CHOICES = {
+    "amax_compute": ("max", "most_recent"),
+    "timing": ("update", "use"),
+    "reuse": ("max", "sum"),
+    "unused": ("keep", "zero"),
+    "zero": ("record", "skip"),
+    "non_finite": ("skip", "record"),
+    "nan_in_history": ("propagate", "drop"),
+}
+
+DELAYED = {
+    d.name: d
+    for d in (
+        DelayedScaling(name="delayed"),
+        # TransformerEngine, common/recipe/delayed_scaling.cu: kernel_bulk (commit 6b71a0ad);
+        # defaults of common/recipe/__init__.py.
+        DelayedScaling(name="te_delayed", history_length=1024, zero="skip", non_finite="record", nan_in_history="drop"),
+        # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp, whose state is overwritten with its
+        # own cotangent.
+        DelayedScaling(
+            name="flax",
+            history_length=1024,
+            policy=POLICIES["flax"],
+            timing="use",
+            reuse="sum",
+            unused="zero",
+            non_finite="record",
+        ),
+    )
+}
+"""Delayed scaling by name: fp8ref's own, TransformerEngine's and Flax's (H-1, H-7, H-8)."""
+
+
+def unset_scales(name: str, calibrate: str) -> str:
+    """The warning of a layer of this name that casts by scales of no update; calibrate: a call that sets them."""
+    return (
+        f"{name} scales by earlier steps under delayed scaling, and no update has set its scales: they are 1, and its casts may clip or "
+        f"underflow. Call {calibrate} once before an evaluation, or load a checkpoint with the states."
+    )
+
+
+def by_name(config: "str | DelayedScaling") -> DelayedScaling:
+    """The config of that name; a DelayedScaling is itself; ValueError for anything else."""
+    return registry.lookup("delayed scaling is a DelayedScaling or", DELAYED, config, DelayedScaling)

@@ -1,0 +1,123 @@
+"""Granularities as data: which elements of a tensor share a scale, and the shape of its scales
+(spec S-6)."""
+
+import math
+from dataclasses import dataclass
+
+from fp8ref.shared import registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granularity:
+    """A block of ``other`` x ``reduced`` elements shares one scale; ``None`` is the whole axis.
+
+    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along the last of the other
+    axes. Axes before these two are batch dims: no block spans them. Blocks divide the reduced axis;
+    along the other the last block may be shorter, as if the tensor were padded with zeros (spec S-6).
+    """
+
+    name: str
+    other: int | None
+    reduced: int | None
+
+
+GRANULARITIES = {
+    g.name: g
+    for g in (
+        Granularity(name="tensorwise", other=None, reduced=None),
+        Granularity(name="rowwise", other=1, reduced=None),
+        Granularity(name="blockwise_1x128", other=1, reduced=128),
+        Granularity(name="blockwise_128x128", other=128, reduced=128),
+        Granularity(name="mx_1x32", other=1, reduced=32),
+        Granularity(name="mx_32x32", other=32, reduced=32),
+        Granularity(name="nvfp4_1x16", other=1, reduced=16),
+        Granularity(name="nvfp4_16x16", other=16, reduced=16),
+    )
+}
+"""fp8ref's granularities by name (S-6)."""
+
+
+def by_name(name: str) -> Granularity:
+    """The granularity of that name; ValueError for anything else."""
+    return registry.lookup("granularity is", GRANULARITIES, name)
+
+
+def block_of(a: str, b: str) -> int | None:
+    """The length along K that shares a scale, for both operands of a GEMM; None for all of K
+    (spec G-13, L-4).
+
+    >>> block_of("blockwise_1x128", "blockwise_128x128"), block_of("rowwise", "tensorwise")
+    (128, None)
+
+    Raises:   ValueError: lengths that differ, or blocks on one side alone; an unknown granularity.
+    """
+    length, other = by_name(a).reduced, by_name(b).reduced
+    if length != other:
+        raise ValueError(
+            f"the operands' scales cover the same length of K: all of it, or blocks of one size; got {a} and {b}. "
+            "Quantize both alike, or dequantize and use matmul_hp."
+        )
+    return length
+
+
+def normalize_axis(axis: int, ndim: int) -> int:
+    """axis counted from the front; ValueError if a tensor of ndim dims has no such axis."""
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
+        raise ValueError(f"the reduced axis must be in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
+    return axis % ndim
+
+
+def lengths(name: str, ndim: int, axis: int) -> tuple[int | None, ...]:
+    """The length of a block along each axis of a tensor of ndim dims; None: the whole axis.
+
+    >>> lengths("blockwise_128x128", 3, -1), lengths("blockwise_128x128", 3, 1), lengths("tensorwise", 2, -1)
+    ((1, 128, 128), (1, 128, 128), (None, None))
+
+    Raises:   ValueError: an unknown granularity; unless tensorwise, an axis that the tensor lacks.
+    """
+    granularity = by_name(name)
+    if granularity.name == "tensorwise":
+        return (None,) * ndim
+    axis = normalize_axis(axis, ndim)
+    beside = ndim - 2 if axis == ndim - 1 else ndim - 1
+    sizes = {axis: granularity.reduced, beside: granularity.other}
+    return tuple(sizes.get(i, 1) for i in range(ndim))
+
+
+def blocks(name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False) -> tuple[int, ...]:
+    """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for
+    tensorwise.
+
+    ragged    the last block along the reduced axis may be shorter too, as along a linear's rows
+              (L-5).
+
+    Raises:   ValueError: an empty tensor (spec S-7); unless tensorwise, an axis that x lacks
+              or, unless ragged, a block that does not divide K.
+    """
+    sizes = lengths(name, len(shape), axis)
+    if math.prod(shape) == 0:
+        raise ValueError(f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors before quantizing.")
+    result = tuple(n if size is None else size for n, size in zip(shape, sizes, strict=True))
+    if name == "tensorwise":
+        return result
+    axis = normalize_axis(axis, len(shape))
+    if shape[axis] % result[axis] and not ragged:
+        raise ValueError(
+            f"{name} needs K, the reduced axis, divisible by {result[axis]}; got x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."
+        )
+    return result
+
+
+def scale_shape(name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False) -> tuple[int, ...]:
+    """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis.
+    ragged, and raises, as ``blocks``.
+
+    >>> scale_shape("rowwise", (64, 256), -1), scale_shape("rowwise", (64, 256), 0)
+    ((64, 1), (1, 256))
+    >>> scale_shape("blockwise_1x128", (64, 256), -1), scale_shape("tensorwise", (64, 256), -1)
+    ((64, 2), ())
+    >>> scale_shape("blockwise_128x128", (300, 256), -1)
+    (3, 2)
+    """
+    sizes = blocks(name, shape, axis, ragged=ragged)
+    return () if name == "tensorwise" else tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))

@@ -1,0 +1,1 @@
+"""Optimizer states as data: ``layouts`` by name, and what one layout decides."""

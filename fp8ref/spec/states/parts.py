@@ -1,0 +1,47 @@
+"""Layouts of optimizer states of which some parts alone are narrow, by name (spec O-1).
+
+by_name("te/v").v            # as te has it; m is float32
+by_name("msamp_o2/none")     # all in float32, in the order of operations of msamp_o2
+"""
+
+import dataclasses
+from typing import Any
+
+from fp8ref.formats import FLOAT32
+from fp8ref.spec.states import layouts
+from fp8ref.spec.states.layouts import Layout, Moment
+
+PARTS = ("m", "v", "master")
+"""What a layout stores of a parameter."""
+
+NONE = "none"
+"""The name of no part."""
+
+
+def by_name(layout: str) -> Layout:
+    """The layout of a name of ``states``, or of ``NAME/PART+PART``: those parts as layout NAME has them, the others in float32.
+
+    Raises:   ValueError: an unknown layout, or a part that the layout has not narrower than float32.
+    """
+    name, slash, given = layout.partition("/")
+    whole = layouts.by_name(name)
+    if not slash:
+        return whole
+    parts = () if given == NONE else tuple(given.split("+"))
+    if any(part not in narrow(whole) for part in parts) or len(set(parts)) < len(parts):
+        raise ValueError(
+            f"of layout {name!r} the narrow parts are {', '.join(narrow(whole)) or NONE}; got {layout!r}. Name some, joined by +, or {name}/{NONE}."
+        )
+    kept: dict[str, Any] = {part: getattr(whole, part) if part in parts else Moment() for part in PARTS}
+    blocks = kept["m"].block is not None or kept["v"].block is not None
+    return dataclasses.replace(whole, name=layout, ragged=whole.ragged or not blocks, **kept)
+
+
+def narrow(layout: Layout) -> tuple[str, ...]:
+    """The parts that a layout stores in less than float32."""
+    return tuple(part for part in PARTS if getattr(layout, part).fmt != FLOAT32)
+
+
+def named(layout: Layout, parts: tuple[str, ...]) -> str:
+    """The name of those parts of a whole layout."""
+    return f"{layout.name}/{'+'.join(parts) or NONE}"

@@ -1,0 +1,1 @@
+"""Attention in fast arithmetic: scaled products in place of decoded operands."""

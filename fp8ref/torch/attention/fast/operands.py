@@ -1,0 +1,183 @@
+"""The operands of attention in the fast form: batches of matrices for one GEMM a tile (spec A-18).
+
+    q, do    [B x Hkv, Tq x G, D]    the query heads of a head of keys are neighboring rows
+    k, v     [B x Hkv, Tk, D]
+
+On a GPU they are codes, and FP8 GEMMs multiply them. A CPU has none: there they are dequantized float32 numbers, with the
+softmax scale in q, and one batched GEMM takes all sequences and heads. MX blocks are dequantized everywhere.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8ref.spec.attention.variants import Variant
+from fp8ref.torch.attention.observer import multiplying
+from fp8ref.torch.attention.operands import heads
+from fp8ref.torch.attention.operands import operands as operands
+from fp8ref.torch.attention.operands.heads import Heads
+from fp8ref.torch.attention.operands.inputs import Shape, Spec
+from fp8ref.torch.attention.operands.operands import Tile
+from fp8ref.torch.attention.output import Documents
+from fp8ref.torch.gemm import batched as batched_gemm
+from fp8ref.torch.gemm import hardware
+from fp8ref.torch.quantize import cast, float_values
+
+CHUNK = 1 << 18
+"""On a CPU, the scores that are computed at a time: of so many sequences and heads as a core's cache holds."""
+
+
+def takes_codes(codes: Tensor, variant: Variant) -> bool:
+    """Whether GEMMs take these operands as they are: FP8 on a GPU or by simulated hardware, bfloat16 on a GPU."""
+    if variant.granularity == "mx_1x32":
+        return False
+    if variant.fmt.bits == 8:
+        return codes.device.type != "cpu" or hardware.active() is not None
+    return codes.is_cuda
+
+
+class Layout:
+    """q, k and v of a pass as batches of matrices, and what their products are still multiplied by.
+
+    codes     whether they are codes; else dequantized.
+    scale     what scores of dequantized operands have in q: the softmax scale under the variant's base.
+    """
+
+    def __init__(self, tensors: dict[str, Heads], spec: Spec, shape: Shape, step: int = 1) -> None:
+        self.spec, self.variant, self.shape, self.step = spec, spec.variant, shape, step
+        self.tensors, self.codes = tensors, takes_codes(tensors["q"].codes, spec.variant)
+        self.scale = operands.score_scale(spec, shape)
+        self.fast = self.variant.plan == "hopper_fast"
+        q = self.of_queries(tensors["q"])
+        self.q = q if self.codes else q.mul_(self.scale)
+        self.k = operands.along_features(self.values(tensors["k"])).flatten(0, 1)
+        self.v = operands.along_features(self.values(tensors["v"], along_tokens=self.variant.granularity == "mx_1x32")).flatten(0, 1)
+        self._scratch: dict[int, Tensor] = {}
+
+    def values(self, x: Heads, *, along_tokens: bool = False) -> Tensor:
+        """The codes, or dequantized float32 numbers in new memory."""
+        if self.codes:
+            return x.codes
+        numbers = float_values.decode(x.codes)
+        if self.variant.granularity is None:
+            return numbers.clone() if numbers is x.codes else numbers
+        of_elements = heads.spread(x.scale_inv, tuple(numbers.shape), self.variant.granularity, along_tokens=along_tokens)
+        return numbers.mul_(of_elements)
+
+    def of_queries(self, x: Heads) -> Tensor:
+        """q or do, [B x Hkv, Tq x G, D]."""
+        return self.rows(operands.grouped(self.values(x), self.shape, self.step))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[B, Hkv, T, G, ...] as [B x Hkv, T x G, ...]."""
+        return x.flatten(2, 3).flatten(0, 1)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """[B x Hkv, T x G, D] as [B, H, Tq, D]."""
+        shape = self.shape
+        return operands.by_head(x.view(shape.batch, shape.key_heads, -1, shape.group, x.shape[-1]), shape)
+
+    def at(self, tile: Tile) -> slice:
+        """The rows of a tile."""
+        return slice(tile.first * self.shape.group, tile.last * self.shape.group)
+
+    def parts(self, tile: Tile) -> Iterator[slice]:
+        """The sequences and heads whose scores are computed at a time: all, but on a CPU."""
+        n, each = len(self.q), (tile.last - tile.first) * self.shape.group * tile.width
+        count = n if self.q.device.type != "cpu" or torch.compiler.is_compiling() else max(1, CHUNK // each)
+        return (slice(begin, min(begin + count, n)) for begin in range(0, n, count))
+
+    def scratch(self, which: int, part: slice, tile: Tile) -> Tensor | None:
+        """Memory for scores of a part, used again from tile to tile; None where a product makes its own."""
+        if self.codes or torch.compiler.is_compiling() or self.q.device.type != "cpu":
+            return None
+        size = part.stop - part.start, (tile.last - tile.first) * self.shape.group, tile.width
+        elements = size[0] * size[1] * size[2]
+        if which not in self._scratch or self._scratch[which].numel() < elements:
+            self._scratch[which] = torch.empty(elements, device=self.q.device, dtype=torch.float32)
+        return self._scratch[which][:elements].view(size)
+
+    def of_heads(self, scale: Tensor) -> Tensor:
+        """A scale of a tensor or of heads, () or [B x Hkv]."""
+        return scale.flatten() if scale.ndim else scale
+
+    def scores(self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]) -> Tensor:
+        """Scores of a part under the variant's base [n, rows, keys], -infinity of keys that are not seen."""
+        s = self._products(part, tile)
+        return self._hide(s if self.spec.softcap is None else s.tanh_().mul_(self.spec.cap), part, seen)
+
+    def scores_and_slope(self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor | None]:
+        """``scores``, and what a softcap multiplies dS by; None without one."""
+        if self.spec.softcap is None:
+            return self.scores(part, tile, seen), None
+        s = self._products(part, tile).tanh_()
+        slope = 1.0 - s * s
+        return self._hide(s.mul_(self.spec.cap), part, seen), slope
+
+    def _products(self, part: slice, tile: Tile) -> Tensor:
+        a, b = self.q[part, self.at(tile)], self.k[part, tile.keys]
+        with multiplying("scores"):
+            s = batched_gemm.products(a, b, fast=self.fast, factor=self._factor(part), out=self.scratch(0, part, tile))
+        if self.codes and self.variant.granularity == "rows_128":
+            of_q = operands.query_scale(self.tensors["q"].scale_inv, tile, self.variant, self.shape)
+            of_k = operands.key_scale(self.tensors["k"].scale_inv, tile, self.variant)
+            s = s.mul_(self.rows(of_q * (of_k * self.scale))[part])
+        elif self.codes and self.variant.granularity is None:
+            s = s.mul_(self.scale)
+        return s
+
+    def _hide(self, s: Tensor, part: slice, seen: list[tuple[slice, Tensor]]) -> Tensor:
+        for rows, hidden in seen:
+            of_rows = s[:, rows].unflatten(1, (-1, self.shape.group))
+            of_rows.masked_fill_(hidden if len(hidden) == 1 else hidden[part], -torch.inf)
+        return s
+
+    def _factor(self, part: slice) -> Tensor | None:
+        """scale_inv of the GEMM of scores, of codes by tensors or heads."""
+        if not self.codes or self.variant.granularity not in ("tensor", "head"):
+            return None
+        factor = self.of_heads(self.tensors["q"].scale_inv * self.tensors["k"].scale_inv * self.scale)
+        return factor[part] if factor.ndim else factor
+
+    def hidden(self, tile: Tile, documents: Documents) -> list[tuple[slice, Tensor]]:
+        """Which keys of a tile which rows do not see: rows among those of the tile, and bool [1 or B x Hkv, queries, 1, keys]."""
+        spec, shape, device = self.spec, self.shape, self.q.device
+        if documents.q is not None:
+            seen = operands.seen(tile, spec, shape, documents, device)
+            assert seen is not None
+            of_heads = (~seen).expand(shape.batch, shape.key_heads, *seen.shape[2:]).flatten(0, 1)
+            return [(slice(0, (tile.last - tile.first) * shape.group), of_heads)]
+        found = []
+        for first, last in _partial(tile, spec, shape):
+            part = tile._replace(first=first, last=last, inside=False)
+            seen = operands.seen(part, spec, shape, documents, device)
+            assert seen is not None
+            found.append((slice((first - tile.first) * shape.group, (last - tile.first) * shape.group), ~seen[:, 0]))
+        return found
+
+    def narrow(self, x: Tensor, fmt, part: slice, tile: Tile, *, inside: bool = False) -> Tensor:
+        """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their numbers.
+
+        inside    no number of x is above the format's range.
+        """
+        if fmt.bits != 8:
+            short = heads.rounded(x, fmt)
+            return short if self.codes else x.copy_(short)
+        return cast.to_fp8(x, fmt) if self.codes else float_values.round_(x, fmt, self.scratch(2, part, tile), inside=inside)
+
+
+def _partial(tile: Tile, spec: Spec, shape: Shape) -> list[tuple[int, int]]:
+    """The ranges of a tile's rows that do not see all of its keys."""
+    offset = spec.offset(shape)
+    left, right = spec.mask.window or (None, None)
+    if spec.mask.causal:
+        right = 0 if right is None else min(right, 0)
+    if tile.width != tile.end - tile.begin:
+        return [(tile.first, tile.last)]
+    # Row i sees keys from i + offset - left to i + offset + right.
+    whole = tile.first if right is None else max(tile.first, tile.end - 1 - offset - right)
+    behind = min(tile.last, shape.queries, tile.last if left is None else tile.begin - offset + left + 1)
+    if whole >= behind:
+        return [(tile.first, tile.last)]
+    return [(first, last) for first, last in ((tile.first, whole), (behind, tile.last)) if first < last]

@@ -1,0 +1,1 @@
+"""The backward pass of attention: fast, stated, of MX blocks, in bfloat16."""

@@ -1,0 +1,169 @@
+"""Quantize q, k and v of attention: which elements share a scale (spec A-2).
+
+Tensors are [batch, heads, tokens, features]. The groups are attention's own; casts are those of ``cast``, scales
+those of ``scales``, and Transformer Engine's current scaling, which linears of this backend do not have.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fp8ref import policy as policies
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.spec.attention.variants import Granularity
+from fp8ref.torch.quantize import cast
+from fp8ref.torch.quantize.scales import Scales, scales_from_amax
+
+MX = 32
+"""Elements of an MX block."""
+
+ROWS = 128
+"""Tokens of a block of ``rows_128``."""
+
+DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
+"""{name of a format above 8 bits: torch's dtype}."""
+
+_CURRENT = policies.by_name("te_current")
+
+
+class Heads(NamedTuple):
+    """A tensor of attention: hp ~ codes * scale_inv, scales spread over their groups.
+
+    codes        native float8 [B, H, T, D]; in high precision the rounded tensor.
+    amax         float32 of ``scale``'s shape: the amaxes of the groups.
+    scale        float32: () for ``tensor``; [B, Hkv, 1, 1] for ``head``; [B, H, ceil(T / 128), 1] for
+                 ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D], for
+                 ``mx_1x32``.
+    scale_inv    float32 of that shape.
+    """
+
+    codes: Tensor
+    amax: Tensor
+    scale: Tensor
+    scale_inv: Tensor
+
+
+def amax(x: Tensor, granularity: Granularity | None, *, heads: int, along_tokens: bool = False) -> Tensor:
+    """The amax of each group of x [B, H, T, D], float32 as ``Heads`` shapes them; NaN where there is one.
+
+    heads         heads of keys and values, whose groups ``head`` means.
+    along_tokens  MX blocks lie along the tokens.
+    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
+    """
+    magnitude = x.detach().abs()
+    b, h, t, d = x.shape
+    if granularity in ("tensor", None):
+        return magnitude.amax().float()
+    if granularity == "head":
+        return magnitude.reshape(b, heads, -1).amax(-1).float()[:, :, None, None]
+    if granularity == "rows_128":
+        return pad(magnitude, 2, ROWS).reshape(b, h, -1, ROWS * d).amax(-1).float()[..., None]
+    if along_tokens:
+        return pad(magnitude, 2, MX).reshape(b, h, -1, MX, d).amax(3).float()
+    if d % MX:
+        raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {d}. Pad them with zeros.")
+    return magnitude.reshape(b, h, t, d // MX, MX).amax(-1).float()
+
+
+def spread(scale: Tensor, shape: tuple[int, ...], granularity: Granularity, *, along_tokens: bool = False) -> Tensor:
+    """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
+    h, t = shape[1:3]
+    if granularity == "tensor":
+        return scale
+    if granularity == "head":
+        return scale.repeat_interleave(h // scale.shape[1], dim=1)
+    if granularity == "rows_128":
+        return scale.repeat_interleave(ROWS, dim=2)[:, :, :t]
+    return scale.repeat_interleave(MX, dim=2)[:, :, :t] if along_tokens else scale.repeat_interleave(MX, dim=3)
+
+
+def scales_of(amax: Tensor, fmt: Format, policy: str | ScalePolicy) -> Scales:
+    """The scales of amaxes, finite ones (S-9); scale_inv is NaN where an amax is not, so that nothing computed
+    with it is finite.
+
+    Raises:   ValueError: a policy that ``scales.implemented`` refuses, unless it is te_current.
+    """
+    policy = policies.by_name(policy)
+    if policy == _CURRENT:
+        # Of tensors, in float64: rounded once (``exponentials``), and not a product with a reciprocal.
+        wide = torch.full_like(amax, fmt.max).double() / amax.double()
+        quotient = wide.clamp(max=torch.finfo(torch.float32).max).float()
+        scale = torch.where((amax > 0) & amax.isfinite(), quotient, 1.0)
+        scale_inv = inverse(scale)
+    else:
+        scale, scale_inv = scales_from_amax(amax, fmt, policy)
+    return Scales(scale, torch.where(amax.isfinite(), scale_inv, torch.nan))
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """RN32(1 / scale)."""
+    return scale.double().reciprocal().float()
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity | None,
+    policy: str | ScalePolicy,
+    *,
+    amax_of_groups: Tensor,
+    along_tokens: bool = False,
+    scale: Tensor | None = None,
+) -> Heads:
+    """Codes of x; in high precision x rounded to fmt.
+
+    amax_of_groups
+                  of ``amax``, of all ranks that share scales.
+    along_tokens  MX blocks lie along the tokens.
+    scale         given, of earlier steps; None: made of the amaxes.
+    Shapes:   x hp [B, H, T, D]; see ``Heads``.
+    Order:    scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest even (S-5).
+    Specials: a NaN or an infinity makes scale_inv of its group NaN. Under a given scale NaN stays, and an
+              infinity saturates.
+    Raises:   ValueError: as ``scales_of``.
+    """
+    if granularity is None:
+        one = torch.ones((), device=x.device, dtype=torch.float32)
+        return Heads(rounded(x, fmt), amax_of_groups, one, one)
+    multiplier, scale_inv = scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
+    scaled = x.detach().to(torch.float32, copy=True).mul_(spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens))
+    return Heads(scaled.clamp_(-fmt.max, fmt.max).to(cast.native(fmt)), amax_of_groups, multiplier, scale_inv)
+
+
+def rounded(x: Tensor, fmt: Format) -> Tensor:
+    """x in the dtype of a format above 8 bits.
+
+    inductor leaves out a cast to 16 bits that a cast back follows, but not one that ends in integers.
+    """
+    found = x.to(DTYPES[fmt.name])
+    if found.dtype.itemsize != 2 or not torch.compiler.is_compiling():
+        return found
+    bits = found.view(torch.int16)
+    return ((bits & 0x7FFF) | (bits & ~0x7FFF)).view(found.dtype)
+
+
+def dequantize(x: Heads, *, along_tokens: bool = False) -> Tensor:
+    """RN32(codes * scale_inv) of MX blocks, exact unless it leaves float32's range (S-8)."""
+    return x.codes.float() * spread(x.scale_inv, tuple(x.codes.shape), "mx_1x32", along_tokens=along_tokens)
+
+
+def above_range(magnitude: Tensor, fmt: Format) -> Tensor:
+    """Whether magnitudes round to more than the format's largest number: those above the midpoint between it and
+    the number that would follow, and the midpoint too if the largest code is odd."""
+    step = 2.0 ** ((fmt.max_code >> fmt.mantissa_bits) - fmt.bias - fmt.mantissa_bits)
+    middle = fmt.max + step / 2
+    return magnitude >= middle if fmt.max_code % 2 else magnitude > middle
+
+
+def pad(x: Tensor, dim: int, multiple: int) -> Tensor:
+    """x with zeros behind one of its dims, up to a multiple; float8 too."""
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    zeros = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
+    if x.dtype.itemsize > 1:
+        return functional.pad(x, zeros)
+    return functional.pad(x.view(torch.uint8), zeros).view(x.dtype)  # code 0 is zero

@@ -1,0 +1,225 @@
+"""Notice optimizer steps without ``delayed.update`` (spec H-12).
+
+An optimizer step is seen by a hook on all optimizers, so that microbatches and recomputed forward
+passes, after which no optimizer steps, count for nothing. Nothing here waits for a device.
+"""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8ref.torch.delayed import rank_checks, unset_scales
+from fp8ref.torch.tensors import linear_input
+
+MOST = 10
+"""The optimizer steps without an update after which the next forward pass is refused."""
+
+_CALL = "Call fp8ref.torch.delayed.update(model) after each optimizer.step()"
+
+
+class State(rank_checks.State, unset_scales.State, Protocol):
+    """A ``delayed.RoleState``, which imports this module."""
+
+    missed: int
+    idle: int
+    version: int | None
+    used: bool
+    updated: bool
+
+
+class Linear(Protocol):
+    """A ``linear.Linear``, ``experts.layer.GroupedLinear`` or ``experts.Experts``, which import this module."""
+
+    fqn: str
+    training: bool
+    _parameters: dict[str, nn.Parameter | None]
+    _modules: dict[str, nn.Module | None]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[N, K]; experts have other names."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its Parameters."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+_linears: weakref.WeakSet[Linear] = weakref.WeakSet()
+_evaluated: weakref.WeakSet[Linear] = weakref.WeakSet()
+"""The linears whose last forward pass with gradients was in eval mode, and observed nothing."""
+_untraced = False
+"""Whether dynamo traced an optimizer step whole, which the hook after it does not count."""
+
+
+def watch(linear: Linear) -> None:
+    """Count the optimizer steps of a linear's weight that no update follows, if it keeps states."""
+    if any(True for _ in _states(linear)):
+        _linears.add(linear)
+        _count_steps()
+
+
+def unwatch(model: nn.Module) -> None:
+    """Count no optimizer steps of a model's linears: other models train the same weights too."""
+    _linears.difference_update(_linears & set(model.modules()))
+
+
+@functools.cache
+def _count_steps() -> None:
+    register_optimizer_step_post_hook(_hook())
+
+
+def _hook() -> Callable[[torch.optim.Optimizer, tuple, dict], None]:
+    """What runs after a step of any optimizer.
+
+    In a compiled step of torch's own optimizers dynamo comes to it with an empty graph, since torch
+    breaks graphs around their arithmetic, and leaves it to Python. A step that dynamo traces whole
+    stays whole: ``check`` then compares the versions of weights.
+    """
+    # Wrapped here, since that imports dynamo.
+    count, traced_alone = torch.compiler.disable(_count_step), torch.compiler.assume_constant_result(_traced_alone)
+
+    def stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if not torch.compiler.is_compiling() or traced_alone():
+            count(optimizer)
+
+    return stepped
+
+
+def _traced_alone() -> bool:
+    """Called by dynamo while it traces the hook: whether a break here splits no arithmetic."""
+    global _untraced
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tx = InstructionTranslator.current_tx()
+    alone = not tx.one_graph and not tx.output.count_calls()
+    _untraced |= not alone
+    return alone
+
+
+def _count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Count a step for the linears whose weights an optimizer has."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    evaluated: Linear | None = None
+    for linear in list(_linears):
+        weights = _weights(linear)
+        if not any(p.requires_grad for p in weights):
+            # Whose step it is, nothing says. A frozen linear that was updated once may be another
+            # model's, which this step does not train.
+            for state in _states(linear):
+                state.idle += state.used and not state.updated
+            continue
+        if not any(id(p) in held for p in weights):
+            continue
+        stepped = any(p.grad is not None for p in weights)
+        if linear.training and stepped:
+            _judge(linear)  # a compiled forward pass does not check
+        elif linear in _evaluated and stepped:
+            evaluated = evaluated or linear
+        states = list(_states(linear))
+        rank_checks.sample(linear, weights[0], states)
+        version = sum(p._version for p in weights)
+        for state in states:
+            # Of a gradient that no eager pass computed: a compiled one observed.
+            state.used |= linear.training and stepped and state.version is None
+            # An optimizer of several parts passes by those without gradients, as where they train in turns.
+            if stepped or state.version not in (None, version):
+                state.missed += 1
+                state.version = None
+    if evaluated is not None:
+        warnings.warn(
+            f"delayed scaling observes amaxes in training mode; an optimizer step took gradients of {linear_input.named(evaluated.fqn)} that eval mode "
+            "computed, and its scales do not change. Call model.train() before the forward passes of training.",
+            stacklevel=2,
+        )
+
+
+def _weights(linear: Linear) -> list[torch.Tensor]:
+    """What an optimizer trains of a linear's weight: the weight, or what pruning or a parametrization computes it of."""
+    own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+    return [p for p in linear.parameters() if p is not bias] or [linear.weight] if own is None else [own]
+
+
+def check_pass(linear: Linear, states: nn.ModuleDict | None, x: torch.Tensor, observes: bool) -> None:
+    """``check`` in a forward pass of x with gradients, and ``unset_scales.check`` in one that observes nothing."""
+    if not states:
+        return
+    if torch.compiler.is_compiling():
+        if not observes:
+            unset_scales.check_traced(states)
+        return
+    if torch.is_grad_enabled():
+        check(linear)
+    if torch.is_tensor(x) and not x.numel():  # nothing is cast, nor observed
+        return
+    if not observes:
+        unset_scales.check(states, linear_input.named(linear.fqn))
+        return
+    for role, state in states.items():
+        # grad_output is observed in the backward pass, which a calibration has not
+        if not state.used and (role in unset_scales.FORWARD or torch.is_grad_enabled()):
+            state.used = True  # type: ignore[assignment]
+
+
+def check(linear: Linear) -> None:
+    """Warn of an optimizer step that no update followed; called in a forward pass with gradients.
+
+    Raises:   ValueError: there were MOST of them.
+    """
+    if not linear.training:
+        _evaluated.add(linear)
+        return
+    _evaluated.discard(linear)
+    weights = _weights(linear)
+    version = sum(p._version for p in weights) if any(p.requires_grad for p in weights) else None
+    for state in _states(linear):
+        # Every step that changes a weight in place raises its version, a compiled step too.
+        state.missed += _untraced and state.version is not None and state.version != version
+        if state.version != version:
+            state.version = version
+    _judge(linear)
+
+
+def _judge(linear: Linear) -> None:
+    """Warn or raise by what a linear's states have missed."""
+    frozen, missed = not any(p.requires_grad for p in _weights(linear)), 0
+    for state in _states(linear):
+        missed = max(missed, state.missed, state.idle if frozen and not state.updated else 0)
+    if missed >= MOST:
+        raise ValueError(
+            f"delayed scaling computes scales in delayed.update; {linear_input.named(linear.fqn)} had {missed} optimizer steps without one, and its "
+            f"scales have not changed. {_CALL}, or delayed.forget after a step that is not taken."
+        )
+    if missed:
+        warnings.warn(
+            f"delayed scaling computes scales in delayed.update, and an optimizer step was taken without one. {_CALL}; after {MOST} steps "
+            "without it a forward pass raises an error.",
+            stacklevel=2,
+        )
+
+
+def wrong_values(state: Mapping[str, torch.Tensor]) -> str:
+    """What is wrong with values of a state that is loaded: "KEY is ..., got ..."; "" if nothing is."""
+    for key, required in (("scale", "positive"), ("amax_history", "at least 0"), ("step", "at least 0")):
+        x = state.get(key)
+        if x is None or x.is_meta or type(x) not in (torch.Tensor, nn.Parameter):
+            continue
+        wrong = ~(x.isfinite() & (x > 0 if key == "scale" else x >= 0))
+        if wrong.any():
+            return f"{key} is finite and {required}; got {x[wrong].flatten()[0].item()}."
+    return ""
+
+
+def _states(linear: Linear) -> Iterable[State]:
+    """Its states by role; of experts those of all weights."""
+    own, grouped = linear._modules.get("states"), linear._modules.get("grouped_states")
+    each = [own] if own is not None else [] if grouped is None else grouped.children()
+    return [state for states in each for state in states.children()]  # type: ignore[misc]

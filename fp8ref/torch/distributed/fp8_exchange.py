@@ -1,0 +1,123 @@
+"""Codes of gradients that ranks exchange, and their sums (spec P-21): what ``gradient_reduction`` is made of."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.spec import gradient_reduction
+from fp8ref.spec.gradient_reduction import PreScale, Result
+from fp8ref.torch.quantize import cast, scales, scaling
+
+_c10d = torch.ops._c10d_functional
+
+
+def sums(
+    pieces: Sequence[torch.Tensor],
+    narrow: Sequence[bool],
+    group: ProcessGroup,
+    fmt: Format,
+    policy: str | ScalePolicy,
+    prescale: PreScale,
+    divisor: float,
+    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Sums over ranks of tensors [ranks, n], divided, float32 [n] each: those that are narrow in FP8,
+    the others in float32, all by one all-to-all. factors: as of ``FP8ReduceScatter``."""
+    wide = [p.float() for p, is_narrow in zip(pieces, narrow, strict=True) if not is_narrow]
+    inverses, codes = [], []
+    if any(narrow):
+        held = [p for p, is_narrow in zip(pieces, narrow, strict=True) if is_narrow]
+        amax = scaling.merge_amax(torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name)
+        factor = float(gradient_reduction.factor(prescale, group.size()))
+        scale = shared_scale(amax, fmt, policy, factor if factors is None else factor * factors[0])
+        inverses = list((scale.reciprocal() * float(gradient_reduction.share_of(divisor))).unbind())
+        scaled_up = [p.float() * s for p, s in zip(held, scale.unbind(), strict=True)]
+        if factors is not None:
+            factors[1].add_(torch.stack([_saturated(p, fmt) for p in scaled_up]))
+        codes = [cast.to_fp8(p, fmt).view(torch.uint8) for p in scaled_up]
+    received = _exchanged(torch.cat([*codes, *(p.view(torch.uint8) for p in wide)], dim=1), group)
+    split = received.split([sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1)
+    sums = iter(_added(split[0], fmt).split([c.shape[1] for c in codes]) if codes else ())
+    others = iter(_in_order(split[1].contiguous().view(torch.float32)).split([p.shape[1] for p in wide]) if wide else ())
+    scaled = iter(inverses)
+    return [next(sums) * next(scaled) if is_narrow else next(others) / divisor for is_narrow in narrow]
+
+
+def of_one(
+    padded: torch.Tensor, g: torch.Tensor, group: ProcessGroup, fmt: Format, policy, prescale: PreScale, mu, result: Result, count: bool
+):
+    """This rank's piece of the sum [n] in the units of codes, its codes under result ``codes``,
+    scale_inv, and the saturated elements of all ranks."""
+    gradient_reduction.check_result(result)
+    pre = gradient_reduction.factor(prescale, group.size())
+    factor = float(pre) * mu if isinstance(mu, torch.Tensor) else float(pre * gradient_reduction.constant_mu(mu))
+    scale = shared_scale(scaling.merge_amax(scaling.amax(g), group.group_name), fmt, policy, factor)
+    scaled = cast.to_f32(padded).reshape(group.size(), -1) * scale
+    saturated = _saturated(scaled, fmt) if count else None
+    total, codes = _added(_exchanged(cast.to_fp8(scaled, fmt).view(torch.uint8), group), fmt), None
+    if result == "codes":
+        saturated = None if saturated is None else saturated + _saturated(total, fmt)
+        codes = cast.to_fp8(total, fmt).view(torch.uint8)
+        total = cast.decode(codes, fmt)
+    if saturated is not None:
+        distributed.all_reduce(saturated, group=group)
+    return total, codes, scale.reciprocal(), saturated
+
+
+def shared_scale(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy, factor) -> torch.Tensor:
+    """``sim.gradient_reduction.shared_scales`` of merged amaxes; the policy's eps is its floor (``scales``)."""
+    gradient_reduction.check_format(fmt)
+    gradient_reduction.check_policy(policy)
+    amax = torch.where(amax <= gradient_reduction.LARGEST, amax, math.nan)
+    return scales.scale_from_amax(amax, fmt, policy) * factor
+
+
+def _saturated(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return (scaled.abs() > gradient_reduction.saturates_above(fmt)).sum()
+
+
+def _exchanged(pieces: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """uint8 [ranks, n], a piece for each rank -> this rank's piece of every rank."""
+    received = torch.empty_like(pieces)
+    distributed.all_to_all_single(received, pieces.contiguous(), group=group)
+    return received
+
+
+def _added(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """uint8 codes [ranks, n] -> their float32 sum, in rank order."""
+    first, *others = codes.contiguous().view(cast.native(fmt)).unbind()
+    total = first.float()
+    for part in others:
+        total += part.float()
+    return total
+
+
+def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    """float32 [ranks, n] -> the sum in rank order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
+    """What a sum of codes is multiplied by: scale_inv, for the mean divided by the ranks."""
+    return scale_inv * float(gradient_reduction.share_of(group.size())) if mean else scale_inv
+
+
+def group_of(group: ProcessGroup | None) -> ProcessGroup:
+    """The group, by default that of all ranks. ValueError if there is none."""
+    group = group or distributed.group.WORLD
+    if group is None:
+        raise ValueError("gradients are summed over a process group; there is none. Call torch.distributed.init_process_group first.")
+    return group
+
+
+def gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """x [n] of all ranks, one after the other."""
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))

@@ -1,0 +1,171 @@
+"""The FP8 all-gather of one weight: FSDP2's hooks on its shard (spec P-6, P-11).
+
+FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a shard that has them. FP8Gather
+sets them: every rank casts its shard by the scale of the whole weight, and codes are gathered.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+from fp8ref.recipe import CastSpec
+from fp8ref.torch.linear.linear import Linear
+from fp8ref.torch.quantize import cast, scales, scaling
+
+
+class FP8Gather:
+    """Gathers one linear's weight as codes: each rank casts its shard by the whole weight's scale.
+
+    scale       float32 (), of the whole weight at ``version``. Gathers of one pass, forward and
+                backward, share it; outside of a pass each gather computes it.
+    version     torch's count of the operations that changed the sharded weight, when ``scale`` was
+                computed. Ranks count alike: writes to a local shard, or through .data, do not count.
+    in_pass     whether the forward pass that ``scale`` was computed for still runs.
+    moved       the dtype in which FSDP2 last gathered the weight; None before.
+    shard       this rank's rows [n, K] of the master, also while the whole weight is gathered; n
+                may be 0.
+    keeps_codes whether codes are made with the scale, by ``copies`` after each step, and kept.
+    made        these codes of the shard, by ``scale``; None: each gather casts the shard.
+    master      the sharded weight, also while the whole weight is gathered.
+    """
+
+    def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
+        self.name, self.linear, self.spec, self.dtype, self.precomputed = name, linear, spec, dtype, precomputed
+        self.state = linear.state("weight") if isinstance(linear, Linear) else None
+        self.scale: torch.Tensor | None = None
+        self.version, self.in_pass, self.keeps_codes = -1, False, False
+        self.moved: torch.dtype | None = None
+        self.master = self.shard = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.made: torch.Tensor | None = None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups whose ranks hold shards of the weight."""
+        assert isinstance(self.master, DTensor)
+        mesh = self.master.device_mesh
+        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(self.master.placements) if not placement.is_replicate())
+
+    def attach(self) -> None:
+        """Set FSDP2's hooks on the shard.
+
+        Loading with assign=True replaces the shard, so every forward pass calls this.
+        """
+        weight = self.linear.weight
+        assert isinstance(weight, DTensor)
+        if weight is not self.master:
+            self.version = -1
+        self.master, self.shard = weight, weight._local_tensor
+        self.shard.fsdp_pre_all_gather = self.before  # type: ignore[attr-defined]
+        self.shard.fsdp_post_all_gather = self.after  # type: ignore[attr-defined]
+
+    def before(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, int]]:
+        """FSDP2's fsdp_pre_all_gather: the tensors to gather, and the metadata for ``after``.
+
+        Codes [ceil(N / ranks), K] are gathered, as uint8: gloo has no float8, and FSDP2 moves mixed
+        dtypes as bytes anyway. Rows are padded as FSDP2 pads, so shards of unequal length gather
+        too.
+        Raises:   ValueError: mixed precision of another dtype than ``dtype``; a weight cut along
+                  another dim than its first.
+        """
+        master, compute = self.shard.dtype, mp_policy.param_dtype or self.shard.dtype
+        if self.dtype not in (master, compute):
+            raise ValueError(
+                f"shards are cast to FP8 from the compute dtype, {compute}, or from the "
+                f"masters', {master}; got {self.dtype} for {self.name}. Give gather_in_fp8 the "
+                "param_dtype of the mixed precision."
+            )
+        if self.shard.shape[1:] != outer_size[1:]:
+            raise ValueError(
+                f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut along another dim."
+            )
+        in_pass = self.in_pass or torch._C._current_graph_task_id() != -1
+        if not (self.fresh and (self.keeps_codes or (self.precomputed and in_pass))):
+            compute_scales([self])
+        codes = self.cast() if self.made is None else self.made
+        assert self.scale is not None
+        rows = -(-outer_size[0] // mesh.size())
+        if len(codes) < rows:
+            codes = functional.pad(codes, (0, 0, 0, rows - len(codes)))
+        return (codes,), (self.scale, outer_size[0])
+
+    @property
+    def counted(self) -> int:
+        """The sharded weight's own count of the operations that changed it."""
+        return 0 if self.master.is_inference() else self.master._version  # inference tensors count nothing
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no operation has changed the sharded weight since ``scale`` was computed."""
+        return self.version == self.counted
+
+    def cast(self) -> torch.Tensor:
+        """The codes of the shard by ``scale``, uint8 [n, K]."""
+        assert self.scale is not None
+        shard = self.shard.to(self.dtype)
+        return scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8) if shard.numel() else shard.to(torch.uint8)
+
+    def after(
+        self,
+        gathered: tuple[torch.Tensor],
+        metadata: tuple[torch.Tensor, int],
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[Float8TrainingTensor, tuple] | None:
+        """FSDP2's fsdp_post_all_gather: the whole weight [N, K] as torchao's FP8 tensor.
+
+        out       the tensor of an earlier gather. FSDP2 has filled its codes again; only its scale
+                  is set.
+        """
+        (codes,), (scale, rows) = gathered, metadata
+        self.moved = codes.dtype
+        if out is not None:
+            whole = out._local_tensor if isinstance(out, DTensor) else out
+            whole._scale = scale  # type: ignore[attr-defined]
+            return None
+        # torchao's multiplication asks the tensor for it
+        config = getattr(self.linear, "linear_mm_config", None)
+        return Float8TrainingTensor(
+            codes.view(cast.DTYPES[self.spec.fmt.name])[:rows], scale, param_dtype, config, GemmInputRole.WEIGHT
+        ), ()
+
+
+@torch.no_grad()
+def compute_scales(gathers: Sequence[FP8Gather]) -> None:
+    """Set the scale of each whole weight as it is now, and the codes of one that keeps them (P-3).
+
+    A delayed scale is read from the state. Others need amaxes of all ranks: one all-reduce for all
+    weights that shard alike.
+    """
+    alike: dict[tuple, list[FP8Gather]] = {}
+    for g in gathers:
+        g.version = g.counted
+        if g.state is not None:
+            g.scale = g.state.scale.clone()
+        else:
+            alike.setdefault((g.groups, g.dtype, g.spec, g.shard.device), []).append(g)
+    for (groups, dtype, spec, device), members in alike.items():
+        held = [g.shard for g in members if g.shard.numel()]
+        norms = iter(torch._foreach_norm(held, math.inf) if held else ())
+        nothing = torch.zeros((), dtype=members[0].shard.dtype, device=device) if len(held) < len(members) else None
+        # not by assignment to a list of indices, which would be copied to the device
+        amax = torch.stack([next(norms) if g.shard.numel() else nothing for g in members]).float()  # type: ignore[misc]
+        for group in groups:
+            amax = scaling.merge_amax(amax, group)
+        # Rounding is monotonic: the amax of a shard rounded to dtype is the rounded amax of the
+        # shard.
+        scale = scales.scale_from_amax(amax.to(dtype).float(), spec.fmt, spec.policy)
+        for g, of_one in zip(members, scale.unbind(), strict=True):
+            g.scale = of_one
+    for g in gathers:
+        g.made = g.cast() if g.keeps_codes else None

@@ -1,0 +1,1 @@
+"""A linear for each group of rows (spec X), for experts of a model, and rows that move."""

@@ -1,0 +1,245 @@
+"""Grouped GEMMs of FP8 operands (spec X-2, X-10): by torch's grouped kernels, or one GEMM for each group.
+
+``kernel`` chooses. ``deepgemm`` is DeepGEMM's. On GPUs from compute capability 9.0 on, torch._scaled_grouped_mm takes e4m3fn with
+scales of all of K, and torch._grouped_mm blocks whose scales are powers of two, dequantized to
+bfloat16, which is exact. Both write bfloat16, and never wait for the device. The other path reads the
+groups' sizes on the host, and multiplies each group by ``gemm.matmul``: as one operator, so that a
+compiled graph does not look into it.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from fp8ref.formats import FORMATS
+from fp8ref.recipe import Gemm, GemmSpec, Recipe
+from fp8ref.spec.granularity import by_name
+from fp8ref.torch.experts import deepgemm
+from fp8ref.torch.experts.operands import Groups, exact_values, padded_rows, parts_of
+from fp8ref.torch.gemm import blocks as block_gemm
+from fp8ref.torch.gemm import gemm, hardware
+from fp8ref.torch.quantize.scaling import Quantized
+
+Kernel = Literal["scaled_grouped_mm", "grouped_mm", "deep_gemm", "each_group"]
+"""What multiplies: torch's grouped kernels, on codes or on bfloat16, DeepGEMM's, or a GEMM for each group."""
+
+NAMES: dict[Kernel, str] = {
+    "scaled_grouped_mm": "torch._scaled_grouped_mm",
+    "grouped_mm": "torch._grouped_mm on dequantized codes",
+    "deep_gemm": "DeepGEMM's grouped kernel",
+    "each_group": "one GEMM for each group",
+}
+"""Kernels, as reports name them."""
+
+ALIGNMENT = 16
+"""What a group's rows are padded to a multiple of, where they are reduced: a line of codes is of 16 bytes."""
+
+
+def kernel(spec: GemmSpec, device: torch.device) -> Kernel:
+    """What multiplies the operands of one grouped GEMM on a device."""
+    if spec.a is None or spec.b is None:
+        return "each_group"
+    if hardware.active() or spec.epilogue != "scale_then_round" or not _has_kernel(device):
+        return "each_group"  # simulated hardware multiplies one group at a time (G-19)
+    casts = (spec.a, spec.b)
+    if all(by_name(c.granularity).reduced is None for c in casts):
+        return "scaled_grouped_mm" if all(c.fmt.name == "e4m3fn" for c in casts) else "each_group"
+    if all(c.policy.e8m0 is not None for c in casts):
+        return "grouped_mm"
+    return "deep_gemm" if deepgemm.takes(spec, device) else "each_group"
+
+
+def kernels(recipe: Recipe, device: torch.device) -> str:
+    """The kernels of a recipe's FP8 GEMMs, for reports."""
+    found = [kernel(spec, device) for spec in recipe.gemms.values() if spec.fp8]
+    return " and ".join(name for key, name in NAMES.items() if key in found)
+
+
+def multiply(which: Gemm, a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec, out_dtype: torch.dtype) -> torch.Tensor:
+    """One grouped GEMM: output [M, N], grad_input [M, K] or grad_weight [E, N, K], of out_dtype.
+
+    Zeros where no group writes (X-4, X-5).
+    """
+    assert spec.accumulate is not None
+    chosen = kernel(spec, a.codes.device)
+    if chosen == "scaled_grouped_mm":
+        run = _rows_by_rows if which == "grad_weight" else _rows_by_weights
+        return run(a, b, groups, spec.accumulate).to(out_dtype)
+    if chosen == "grouped_mm":
+        return _of_values(which, exact_values(a, groups), exact_values(b, groups), groups).to(out_dtype)
+    if chosen == "deep_gemm" and max(a.codes.numel(), b.codes.numel()) < block_gemm.OFFSETS:
+        return deepgemm.rows_by_weights(a, b, groups).to(out_dtype)
+    formats, lines = (f"{a.fmt.name} {b.fmt.name}", f"{a.granularity} {b.granularity}")
+    given = a.codes, a.scale_inv, b.codes, b.scale_inv, groups.ends, formats, lines, spec.accumulate, spec.epilogue, out_dtype
+    return each_group(which, *given)
+
+
+def multiply_hp(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """One grouped GEMM in high precision (G-9), of the dtype of its operands."""
+    return each_group_hp(which, a, b, groups.ends)
+
+
+@torch.library.custom_op("fp8ref::grouped_gemm", mutates_args=())
+def each_group(
+    which: str,
+    codes_a: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    codes_b: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    ends: torch.Tensor,
+    formats: str,
+    lines: str,
+    accumulate: str,
+    epilogue: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """One GEMM for each group that has rows, by ``gemm.matmul``.
+
+    Shapes:   codes and scale_inv as those of an operand; formats and lines: the formats and
+              granularities of a and b.
+    """
+    (fmt_a, fmt_b), (line_a, line_b) = (FORMATS[name] for name in formats.split()), lines.split()
+    out = _empty(which, codes_a, codes_b, len(ends), out_dtype).zero_()
+    axes = {"output": (-1, -1), "grad_input": (-1, -2), "grad_weight": (-2, -2)}[which]
+    a, b = (
+        Quantized(codes, scale, scale, fmt, line, axis)
+        for codes, scale, fmt, line, axis in zip(
+            (codes_a, codes_b), (scale_inv_a, scale_inv_b), (fmt_a, fmt_b), (line_a, line_b), axes, strict=True
+        )
+    )
+    host = ends.tolist()
+    for (e, begin, end, of_a), (*_, of_b) in zip(parts_of(a, host), parts_of(b, host), strict=True):
+        product = gemm.matmul(of_a, of_b, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
+        if which == "grad_weight":  # [N, M_e] x [K, M_e]
+            out[e] = product
+        else:  # [M_e, C] x [D, C]
+            out[begin:end] = product
+    return out
+
+
+@each_group.register_fake
+def _(which, codes_a, scale_inv_a, codes_b, scale_inv_b, ends, formats, lines, accumulate, epilogue, out_dtype):
+    return _empty(which, codes_a, codes_b, len(ends), out_dtype)
+
+
+@torch.library.custom_op("fp8ref::grouped_gemm_hp", mutates_args=())
+def each_group_hp(which: str, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """One GEMM in high precision for each group that has rows."""
+    out = _empty(which, a, b, len(ends), a.dtype).zero_()
+    for e, begin, end in _host_groups(ends):
+        if which == "grad_weight":
+            out[e] = a[begin:end].t() @ b[begin:end]  # [N, M_e] @ [M_e, K]
+        else:
+            out[begin:end] = a[begin:end] @ (b[e].t() if which == "output" else b[e])
+    return out
+
+
+@each_group_hp.register_fake
+def _(which, a, b, ends):
+    return _empty(which, a, b, len(ends), a.dtype)
+
+
+@torch.library.custom_op("fp8ref::scaled_grouped_mm", mutates_args=())
+def by_torch(
+    codes_a: torch.Tensor,
+    scale_a: torch.Tensor,
+    codes_b: torch.Tensor,
+    scale_b: torch.Tensor,
+    ends: torch.Tensor,
+    lines: str,
+    accumulate: str,
+) -> torch.Tensor:
+    """bfloat16, by ``torch._scaled_grouped_mm``, as one operator, which names to a proof what the scales are of (B-8).
+
+    Shapes:   codes_a [M, C] x codes_b [E, D, C] -> [M, D], groups of rows; or [N, M] x [K, M] -> [E, N, K], groups of the
+              reduced columns; scales float32 as torch takes them, a line each; lines: the granularities of a and b.
+    """
+    return torch._scaled_grouped_mm(
+        codes_a, codes_b.mT, scale_a, scale_b, ends, out_dtype=torch.bfloat16, use_fast_accum=accumulate == "fast"
+    )
+
+
+@by_torch.register_fake
+def _(codes_a, scale_a, codes_b, scale_b, ends, lines, accumulate):
+    experts = () if codes_b.ndim == 3 else (len(ends),)
+    return codes_a.new_empty((*experts, codes_a.shape[0], codes_b.shape[-2]), dtype=torch.bfloat16)
+
+
+OPERATORS = (
+    torch.ops.fp8ref.grouped_gemm.default,
+    torch.ops.fp8ref.grouped_gemm_hp.default,
+    torch.ops.fp8ref.scaled_grouped_mm.default,
+    deepgemm.OPERATOR,
+)
+"""The operators, as a dispatch mode sees them."""
+
+
+def _empty(which: str, a: torch.Tensor, b: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:
+    if which == "grad_weight":
+        shape: tuple = (experts, a.shape[1], b.shape[1])
+    else:
+        shape = (a.shape[0], b.shape[1] if which == "output" else b.shape[2])
+    return a.new_empty(shape, dtype=dtype)
+
+
+def _host_groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(e, begin, end) of each group that has rows."""
+    found = ends.tolist()
+    return ((e, begin, end) for e, (begin, end) in enumerate(zip([0, *found], found, strict=False)) if begin < end)
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    """Whether torch._scaled_grouped_mm runs on a device."""
+    return device.type == "cuda" and hasattr(torch, "_scaled_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -> torch.Tensor:
+    """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced, by torch's grouped kernel."""
+    experts = len(groups.sizes)
+    codes = b.codes if b.axis == -1 else b.codes.transpose(-2, -1).contiguous()  # [E, D, C]
+    columns = codes.shape[1]
+    scale_a = a.scale_inv
+    if a.granularity == "tensorwise":
+        e = groups.group.clamp(max=experts - 1)
+        scale_a = scale_a.expand(len(a.codes)) if scale_a.ndim == 0 else scale_a[e]
+    of_experts = b.scale_inv if b.scale_inv.ndim == 0 else b.scale_inv.reshape(experts, -1)
+    of_a, of_b = scale_a.reshape(-1).contiguous(), of_experts.expand(experts, columns).contiguous()
+    lines = f"{a.granularity} {b.granularity}"
+    return groups.only(by_torch(a.codes.contiguous(), of_a, codes.contiguous(), of_b, groups.ends, lines, accumulate))
+
+
+def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -> torch.Tensor:
+    """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped kernel."""
+    experts, rows = len(groups.sizes), len(a.codes)
+    to, ends, total = padded_rows(groups, rows, ALIGNMENT)
+    codes_a, codes_b = (_laid(q.codes.view(torch.uint8), to, total) for q in (a, b))
+    scale_a, scale_b = (
+        q.scale_inv.reshape(-1, 1).expand(experts, q.codes.shape[1]) if q.granularity == "tensorwise" else q.scale_inv.expand(experts, -1)
+        for q in (a, b)
+    )
+    columns_a, columns_b = codes_a.t().contiguous().view(a.codes.dtype), codes_b.t().contiguous().view(b.codes.dtype)
+    of_a, of_b = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
+    out = by_torch(columns_a, of_a, columns_b, of_b, ends, f"{a.granularity} {b.granularity}", accumulate)
+    return _of_groups_with_rows(out, groups)
+
+
+def _of_values(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """One grouped GEMM of bfloat16 operands by torch's grouped kernel, in bfloat16."""
+    if which != "grad_weight":
+        return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
+    to, ends, total = padded_rows(groups, len(a), ALIGNMENT)
+    of_a, of_b = (_laid(x, to, total) for x in (a, b))
+    return _of_groups_with_rows(torch._grouped_mm(of_a.t().contiguous(), of_b, offs=ends), groups)  # [N, M] @ [M, K]
+
+
+def _of_groups_with_rows(out: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """grad_weight [E, N, K] with zeros of groups without rows (X-4)."""
+    return torch.where((groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device))
+
+
+def _laid(x: torch.Tensor, to: torch.Tensor, total: int) -> torch.Tensor:
+    """The rows of x where ``padded_rows`` puts them, with zeros between: [total, C]. Those of no group share a row past the end."""
+    return torch.zeros(total + 1, x.shape[1], dtype=x.dtype, device=x.device).index_copy(0, to, x)[:total]

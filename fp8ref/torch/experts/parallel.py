@@ -1,0 +1,139 @@
+"""Rows that move between ranks that hold different experts (spec X-13).
+
+    moved = expert_parallel.dispatch(x, ends, group)      # x [M, K]: this rank's rows, in groups of all experts
+    y = grouped.apply(moved.rows, w, moved.ends, recipe="rowwise")  # w: the rank's own experts
+    y = expert_parallel.combine(y, moved, group)          # [M, N], in the order of x
+
+Rank r of a group of R has the experts from r E / R on. Each sends its rows of an expert to the rank
+that has it, by one all-to-all whose sizes the host reads. ``dispatch_quantized`` sends codes and
+scales. ``cut`` leaves each rank its own experts of a model's grouped linears.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import distributed, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fp8ref.spec.granularity import by_name
+from fp8ref.torch.experts import layer
+from fp8ref.torch.quantize.scaling import Quantized
+
+
+class Moved(NamedTuple):
+    """Rows of this rank's own experts, from all ranks.
+
+    rows     [M', C], in groups by expert, and in a group by sending rank, then as they were sent.
+    ends     int32 [E / R]: where each group ends.
+    order    int64 [M']: where each row is in what was received.
+    given, taken
+             how many rows this rank sent to each rank, and received from it.
+    held     M: how many rows it has, those of no group included.
+    """
+
+    rows: torch.Tensor
+    ends: torch.Tensor
+    order: torch.Tensor
+    given: list[int]
+    taken: list[int]
+    held: int
+
+
+def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup) -> Moved:
+    """Send rows x [M, C], in groups of all E experts that end at ends, to the ranks that have the experts.
+
+    Order:    bits are moved, none is computed. The groups are those that one process with all rows would
+              have, if the ranks' rows are its own in the order of the ranks.
+    Gradient: of rows; each comes back to the rank that sent it.
+    Raises:   ValueError: E that the number of ranks does not divide.
+    """
+    given, taken, order, own = plan(ends, group)
+    received = _AllToAll.apply(x[: sum(given)], taken, given, group)
+    return Moved(received[order], own, order, given, taken, len(x))
+
+
+def dispatch_quantized(q: Quantized, ends: torch.Tensor, group: ProcessGroup) -> tuple[Quantized, Moved]:
+    """``dispatch`` of rows that are cast already along their columns: codes, a byte an element, and scales
+    [M, 1] or [M, blocks] move (X-12). The rows of Moved are the codes.
+
+    Raises:   ValueError: as dispatch; scales that cover several rows.
+    """
+    if q.axis not in (-1, 1) or by_name(q.granularity).other != 1:
+        raise ValueError(
+            f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along axis {q.axis}. Move the tensor, and cast it then."
+        )
+    given, taken, order, own = plan(ends, group)
+    count = sum(given)
+    codes, scale, scale_inv = (
+        all_to_all(v[:count].contiguous(), taken, given, group)[order] for v in (q.codes.view(torch.uint8), q.scale, q.scale_inv)
+    )
+    codes = codes.view(q.codes.dtype)
+    return q._replace(codes=codes, scale=scale, scale_inv=scale_inv), Moved(codes, own, order, given, taken, len(q.codes))
+
+
+def combine(y: torch.Tensor, moved: Moved, group: ProcessGroup) -> torch.Tensor:
+    """Send results [M', N] of moved rows back: [M, N], in the order in which their rows were dispatched; zeros in rows of no group."""
+    received = torch.empty_like(moved.order).index_copy(0, moved.order, torch.arange(len(moved.order), device=y.device))
+    returned = _AllToAll.apply(y[received], moved.given, moved.taken, group)
+    return torch.cat([returned, returned.new_zeros(moved.held - len(returned), returned.shape[1])])
+
+
+def check(model: nn.Module, mesh: DeviceMesh) -> None:
+    """ValueError for a model that ``cut`` cannot cut: no grouped linear; a number of experts that the ranks do not divide."""
+    linears = layer.found(model)
+    if not linears:
+        raise ValueError("expert parallelism cuts grouped linears, of which the model has none. Leave out the mesh's dim expert.")
+    for name, linear in linears.items():
+        if len(linear.weight) % mesh.size():
+            raise ValueError(f"experts are divisible by the {mesh.size()} ranks that share them; got {len(linear.weight)} of {name}.")
+
+
+def cut(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Leave each rank of a mesh of one dim its own experts of every ``GroupedLinear``, as a DTensor cut along the first dim.
+
+    Returns:  the modules that hold grouped linears: what ``fully_shard`` shards apart, over the ranks that have the same
+              experts.
+    Raises:   ValueError: as ``check``, before anything is changed.
+    """
+    check(model, mesh)
+    linears = layer.found(model)
+    for linear in linears.values():
+        own = len(linear.weight) // mesh.size()
+        piece = linear.weight.detach()[mesh.get_local_rank() * own :][:own].clone()
+        linear.weight = nn.Parameter(DTensor.from_local(piece, mesh, [Shard(0)], run_check=False), linear.weight.requires_grad)
+    return list(dict.fromkeys(model.get_submodule(name.rpartition(".")[0]) for name in linears))
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to other ranks; the gradient moves back."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup) -> torch.Tensor:
+        ctx.taken, ctx.given, ctx.group = taken, given, group
+        return all_to_all(x.contiguous(), taken, given, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return all_to_all(grad.contiguous(), ctx.given, ctx.taken, ctx.group), None, None, None
+
+
+def all_to_all(x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup) -> torch.Tensor:
+    """[sum(taken), C] of x [sum(given), C]."""
+    out = x.new_empty(sum(taken), *x.shape[1:])
+    distributed.all_to_all_single(out, x, taken, given, group=group)
+    return out
+
+
+def plan(ends: torch.Tensor, group: ProcessGroup) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
+    """(given, taken, order, ends of the rank's own groups) of ``Moved``. ValueError as dispatch."""
+    ranks, experts = group.size(), len(ends)
+    if experts % ranks:
+        raise ValueError(f"experts are divisible by the {ranks} ranks that share them; got {experts}.")
+    sizes = torch.diff(ends.long(), prepend=ends.new_zeros(1).long()).reshape(ranks, -1)
+    received = torch.empty_like(sizes)  # [R, E / R], of each sender
+    distributed.all_to_all_single(received, sizes, group=group)
+    own = torch.arange(sizes.shape[1], device=ends.device).repeat(ranks)
+    order = torch.argsort(own.repeat_interleave(received.reshape(-1)), stable=True)
+    return sizes.sum(1).tolist(), received.sum(1).tolist(), order, received.sum(0).cumsum(0).to(torch.int32)

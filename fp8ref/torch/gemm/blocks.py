@@ -1,0 +1,192 @@
+"""GEMMs of operands with block scales, by DeepGEMM's or torchao's kernels (spec G-16, G-17).
+
+The kernels (``deep_gemm``; torchao.prototype.blockwise_fp8_training) take codes and scale_inv; their
+own casts are not used. torch's ``scaled_mm`` of block scales is not used either: it runs on compute
+capability 9.0 only, and cuBLASLt states no order of operations.
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from fp8ref.formats import Format
+from fp8ref.spec.granularity import by_name
+from fp8ref.torch.quantize.scaling import Quantized
+
+_logger = logging.getLogger(__name__)
+
+Kernel = Literal["deep_gemm", "torchao_triton", "dequantized"]
+"""What multiplies: DeepGEMM's kernels on codes, torchao's Triton kernels on codes, or float32 on
+dequantized operands."""
+
+NAMES: dict[Kernel, str] = {
+    "deep_gemm": "DeepGEMM's kernels",
+    "torchao_triton": "torchao's Triton kernels",
+    "dequantized": "float32 on dequantized codes",
+}
+"""Kernels, as reports name them."""
+
+BLOCK = 128
+"""The length of a block along K that the kernels take."""
+
+TILE = 256
+"""Rows or columns of the largest tile that torchao's kernels are tuned over.
+
+They load the scales of a whole tile, unmasked.
+"""
+
+OFFSETS = 2**31
+"""The number of elements that a matrix stays below: the kernels address elements by int32."""
+
+
+DEEP_GEMM_COLUMNS = 8
+"""What N is a multiple of for DeepGEMM: its kernel checks it, and its copies take 16 bytes of bfloat16."""
+
+
+def kernel(a: Quantized, b: Quantized) -> Kernel:
+    """Choose DeepGEMM's kernels or torchao's on codes, or a float32 GEMM on dequantized operands."""
+    m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
+    if max(m * k, n * k, m * n) >= OFFSETS:
+        return "dequantized"
+    return takes(a.fmt, b.fmt, a.granularity, b.granularity, a.codes.device, columns=n)
+
+
+def takes(fmt_a: Format, fmt_b: Format, granularity_a: str, granularity_b: str, device: torch.device, *, columns: int) -> Kernel:
+    """What multiplies such operands on a device, with N columns, up to OFFSETS."""
+    if (
+        (fmt_a.name, fmt_b.name) != ("e4m3fn", "e4m3fn")
+        or (granularity_a, granularity_b) not in (("blockwise_1x128", "blockwise_1x128"), ("blockwise_1x128", "blockwise_128x128"))
+        or not _has_tensor_cores(device)
+    ):
+        return "dequantized"
+    if _is_hopper(device) and columns % DEEP_GEMM_COLUMNS == 0 and deep_gemm() is not None:
+        return "deep_gemm"
+    return "torchao_triton" if kernels() is not None else "dequantized"
+
+
+@functools.cache
+def deep_gemm() -> ModuleType | None:
+    """The module ``deep_gemm``, or None. That it is installed and cannot be imported is logged."""
+    if importlib.util.find_spec("deep_gemm") is None:
+        return None
+    try:
+        found = importlib.import_module("deep_gemm")
+    except Exception as error:  # it asserts a CUDA toolkit, and loads a library
+        _logger.warning("deep_gemm is installed and cannot be imported (%s: %s): torchao's kernels multiply.", type(error).__name__, error)
+        return None
+    if not hasattr(found, "fp8_gemm_nt"):
+        _logger.warning("deep_gemm %s has no fp8_gemm_nt: torchao's kernels multiply.", getattr(found, "__version__", ""))
+        return None
+    return found
+
+
+@functools.cache
+def kernels() -> tuple[Callable, Callable] | None:
+    """torchao's GEMMs for b in blocks of 1x128 and of 128x128; None without Triton or them."""
+    try:
+        from torchao.prototype.blockwise_fp8_training.kernels import triton_fp8_gemm_1x128_128x1, triton_fp8_gemm_1x128_128x128
+    except ImportError:
+        return None
+    return triton_fp8_gemm_1x128_128x1, triton_fp8_gemm_1x128_128x128
+
+
+@torch.library.custom_op("fp8ref::block_gemm", mutates_args=())
+def multiply(
+    codes_a: torch.Tensor, codes_b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, out_dtype: torch.dtype, by: str
+) -> torch.Tensor:
+    """[M, K] x [N, K] -> [M, N] of out_dtype, by the Kernel deep_gemm or torchao_triton, as one operator.
+
+    Shapes:   scale_inv_a [M, K/128]; scale_inv_b [N, K/128] or [ceil(N/128), K/128], float32; any
+              strides.
+    Order:    spec G-17.
+    """
+    run = _by_deep_gemm if by == "deep_gemm" else _by_torchao
+    return run(codes_a.contiguous(), codes_b.contiguous(), scale_inv_a, scale_inv_b, out_dtype)
+
+
+@multiply.register_fake
+def _(codes_a, codes_b, scale_inv_a, scale_inv_b, out_dtype, by):
+    return codes_a.new_empty((codes_a.shape[0], codes_b.shape[0]), dtype=out_dtype)
+
+
+def _by_torchao(
+    codes_a: torch.Tensor, codes_b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Layout: codes row-major [M, K] and column-major [K, N]; scales of a column-major, of b
+    column-major in blocks of 128x128 and row-major in those of 1x128, each with room for whole
+    tiles.
+    """
+    found = kernels()
+    assert found is not None
+    of_lines, of_squares = found
+    a_s = _roomy(scale_inv_a.t(), columns=TILE).t()  # [M + room, K/128], column-major
+    if granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128":
+        # [K/128, N/128 + room], column-major
+        run, b_s = of_squares, _roomy(scale_inv_b, rows=TILE // BLOCK).t()
+    else:
+        run, b_s = of_lines, _roomy(scale_inv_b.t(), columns=TILE)  # [K/128, N + room], row-major
+    return run(a=codes_a, b=codes_b.t(), a_s=a_s, b_s=b_s, block_size=BLOCK, out_dtype=out_dtype)
+
+
+def _by_deep_gemm(
+    codes_a: torch.Tensor, codes_b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``fp8_gemm_nt`` writes d = c + a @ b.T (DeepGEMM 54e2261, csrc/apis/gemm.hpp, of 9.0).
+
+    Layout:   codes row-major; scales of 1x128 in any layout, which it turns by itself; those of
+              128x128 contiguous. Of squares it writes bfloat16, without c. Of lines it adds to
+              float32, which has to be there as c: the same tensor, of zeros. Results of squares in
+              another dtype are of lines with the squares' scales.
+    """
+    found = deep_gemm()
+    assert found is not None
+    m, n = len(codes_a), len(codes_b)
+    squares = granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128"
+    if squares and out_dtype == torch.bfloat16:
+        out = codes_a.new_empty(m, n, dtype=out_dtype)
+        found.fp8_gemm_nt((codes_a, scale_inv_a), (codes_b, scale_inv_b.contiguous()), out, recipe=(1, BLOCK, BLOCK))
+        return out
+    lines = scale_inv_b.repeat_interleave(BLOCK, dim=0)[:n] if squares else scale_inv_b
+    out = codes_a.new_zeros(m, n, dtype=torch.float32)
+    found.fp8_gemm_nt((codes_a, scale_inv_a), (codes_b, lines), out, c=out, recipe=(1, 1, BLOCK))
+    return out.to(out_dtype)
+
+
+OPERATOR = torch.ops.fp8ref.block_gemm.default
+"""The operator that ``multiply`` is in graphs and in dispatch."""
+
+
+def granularity_of_b(codes_b: torch.Tensor, scale_inv_b: torch.Tensor) -> str:
+    """The granularity of b [N, K], from the shape of its scales. For N = 1 both are the same."""
+    name = "blockwise_1x128" if scale_inv_b.shape[0] == codes_b.shape[0] else "blockwise_128x128"
+    assert by_name(name).reduced == BLOCK
+    return name
+
+
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Whether it is an NVIDIA GPU that torchao's prototype takes.
+
+    Triton refuses e4m3fn before 8.9.
+    """
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Whether it has compute capability 9.0: on others DeepGEMM takes scales that are powers of two."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _roomy(scales: torch.Tensor, *, rows: int = 1, columns: int = 1) -> torch.Tensor:
+    """Scales padded with zeros to multiples of rows and columns, in a new row-major matrix."""
+    # Not pad and contiguous: of a dim of length 1 they keep any stride, and the kernels need stride
+    # 1.
+    n, m = scales.shape
+    made = scales.new_zeros(n + -n % rows, m + -m % columns)
+    made[:n, :m] = scales
+    return made

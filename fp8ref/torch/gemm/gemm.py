@@ -1,0 +1,199 @@
+"""FP8 GEMMs (spec G): by torch._scaled_mm, block kernels, or on dequantized operands."""
+
+import functools
+import warnings
+
+import torch
+from torch.nn import functional
+
+from fp8ref.recipe import GemmSpec, Recipe
+from fp8ref.spec import epilogue as epilogues
+from fp8ref.spec.granularity import by_name
+from fp8ref.torch.gemm import blocks, hardware
+from fp8ref.torch.quantize import scaling
+from fp8ref.torch.quantize.scaling import Quantized
+
+EPILOGUES = ("scale_then_round", "unit_round_scale_round")
+"""The epilogues that this backend implements."""
+
+SCALED_MM = "torch._scaled_mm"
+"""The kernel of scales over all of K, by its name in reports."""
+
+
+def matmul(
+    a: Quantized, b: Quantized, *, accumulate: str, epilogue: str = "scale_then_round", out_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Multiply a and b along their reduced axes: [M, K] x [N, K] -> [M, N].
+
+    With reduced axis 0, [K, M] serves as [M, K].
+
+    Shapes:   codes of matrices; scale_inv of both over all of K, or of both in blocks of K of one
+              length; out [M, N] of out_dtype. Under rowwise scales a device's kernel may support
+              bfloat16 only (``output_dtype``).
+    Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales,
+              rounded, times the product of both, rounded (G-5). Block operands go to DeepGEMM's or
+              torchao's kernel if there is one (G-17, ``blocks.kernel``). Else they are dequantized first,
+              and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which
+              changes no bit. Within ``hardware.simulating``, simulated hardware computes all of it,
+              blocks too (G-19).
+    Specials: Inf and NaN as in IEEE 754; overflow to infinity.
+    Raises:   ValueError: operands that are not 2-d; reduced lengths that differ; unknown names;
+              granularities that do not go together (``epilogue.check_pair``); blocks under
+              unit_round_scale_round.
+    Source:   spec G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
+    """
+    if accumulate not in ("fast", "slow"):
+        raise ValueError(f"accumulate is 'fast' or 'slow'; got {accumulate!r}.")
+    shapes = tuple(a.codes.shape), tuple(b.codes.shape)
+    if any(len(shape) != 2 for shape in shapes) or shapes[0][a.axis] != shapes[1][b.axis]:
+        raise ValueError(
+            f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along {a.axis} and {shapes[1]} along {b.axis}."
+        )
+    block = epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
+    if by := hardware.active():
+        codes, scales = [_lines(q.codes, q.axis) for q in (a, b)], [_lines(q.scale_inv, q.axis) for q in (a, b)]
+        return hardware.multiply(*codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name)
+    if block is not None:
+        if (chosen := blocks.kernel(a, b)) != "dequantized":
+            codes_a, codes_b = (_padded(_lines(q.codes, q.axis), blocks.BLOCK) for q in (a, b))
+            scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
+            return blocks.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, chosen)
+        hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in (a, b))
+        return torch.mm(hp_a, hp_b.t()).to(out_dtype)  # [M, K] @ [K, N] -> [M, N]
+    # Hopper multiplies FP8 only if both operands are contiguous along K.
+    codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
+    scale_a, scale_b = _scales(a, b)
+    unit = epilogue == "unit_round_scale_round"
+    given = (_unit(codes_a),) * 2 if unit else (scale_a, scale_b)
+    out = torch._scaled_mm(  # [M, K] @ [K, N] -> [M, N]
+        codes_a,
+        codes_b.t(),
+        scale_a=given[0],
+        scale_b=given[1],
+        out_dtype=out_dtype,
+        use_fast_accum=accumulate == "fast",
+    )
+    # Into another tensor: selective checkpointing keeps the GEMM's result, and refuses one that was written.
+    return torch.mul(out, scale_a * scale_b, out=torch.empty_like(out)) if unit else out
+
+
+def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:
+    """A GEMM in high precision (G-9), along axes: [M, K] x [N, K] -> [M, N] of one dtype."""
+    return torch.mm(_lines(a, axes[0]), _lines(b, axes[1]).t())
+
+
+def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a GEMM rounds to before its result is cast to dtype (spec G-8)."""
+    return torch.bfloat16 if spec.rowwise else dtype
+
+
+def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
+    """What multiplies the codes of a recipe on a device, for reports; shape is the weight's, [N, K]."""
+    if by := hardware.active():
+        return by.name
+    specs = {which: spec for which, spec in recipe.gemms.items() if spec.a and spec.b}
+    if not any(in_blocks(spec.a.granularity) for spec in specs.values() if spec.a):
+        return SCALED_MM
+    found = []
+    for which, spec in specs.items():
+        assert spec.a
+        assert spec.b
+        columns = shape[0] if which == "output" else shape[1]
+        found.append(blocks.takes(spec.a.fmt, spec.b.fmt, spec.a.granularity, spec.b.granularity, device, columns=columns))
+    return " and ".join(name for key, name in blocks.NAMES.items() if key in found)
+
+
+def in_blocks(granularity: str) -> bool:
+    """Whether scales vary along K, so that torch._scaled_mm cannot multiply the operands."""
+    return by_name(granularity).reduced is not None
+
+
+def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """The matrix with its reduced axis last."""
+    return x if axis % 2 == 1 or x.ndim == 0 else x.t()
+
+
+def _unit(like: torch.Tensor) -> torch.Tensor:
+    """1 on a tensor's device. A kept one, so that no GEMM launches it, unless a compiler traces."""
+    return _kept_unit(like.device) if type(like) is torch.Tensor else torch.ones((), dtype=torch.float32, device=like.device)
+
+
+@functools.cache
+def _kept_unit(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), dtype=torch.float32, device=device)
+
+
+def is_kept_unit(scale: torch.Tensor) -> bool:
+    """Whether a scale is the 1 of GEMMs under unit scales (G-5), for proofs."""
+    return scale is _kept_unit(scale.device)
+
+
+def _padded(codes: torch.Tensor, multiple: int = 16) -> torch.Tensor:
+    """Codes [M, K] with K padded to a multiple, which the kernels require."""
+    k = codes.shape[1]
+    if k % multiple == 0:
+        return codes
+    return functional.pad(codes.view(torch.uint8), (0, -k % multiple)).view(codes.dtype)  # code 0 is zero
+
+
+def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """scale_inv of both, () or [M, 1] and [1, N]; a tensorwise one is repeated by row (L-4)."""
+    if a.granularity == b.granularity == "tensorwise":
+        return a.scale_inv, b.scale_inv
+    rows, columns = (q.scale_inv.expand(q.codes.shape[1 - q.axis % 2]) if q.scale_inv.ndim == 0 else q.scale_inv for q in (a, b))
+    return rows.reshape(-1, 1).contiguous(), columns.reshape(1, -1).contiguous()
+
+
+@functools.cache
+def use_native_scaled_mm() -> None:
+    """Make ``torch._scaled_mm`` on a CPU run without oneDNN, for the rest of the process.
+
+    Idempotent.
+
+    For tensorwise e4m3 on processors without FP8 instructions, oneDNN's kernel is a plain loop: 4.6
+    s for 2048 x 128 x 384. torch's own kernel takes 2 ms (torch 2.13). Both satisfy spec B-1.
+    """
+    if not hasattr(torch.library, "get_kernel"):  # before torch 2.9: slow, but correct
+        return
+    kernel = torch.library.get_kernel("aten::_scaled_mm", "CPU")
+
+    def without_onednn(keyset, *args, **kwargs):
+        enabled = torch.backends.mkldnn.enabled
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        try:
+            return kernel.call_boxed(keyset, *args, **kwargs)
+        finally:
+            torch.backends.mkldnn.enabled = enabled
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+        _library().impl("_scaled_mm", without_onednn, "CPU", with_keyset=True)
+
+
+def check_cpu(recipe: Recipe) -> None:
+    """ValueError for a recipe that torch cannot multiply on a CPU: rowwise, before 2.13."""
+    if any(spec.rowwise and spec.epilogue == "scale_then_round" for spec in recipe.gemms.values()) and not _cpu_multiplies_rows():
+        raise ValueError(
+            f"recipe {recipe.name!r} scales by rows, which torch {torch.__version__} "
+            "multiplies only on a GPU. Move the model there first, install torch 2.13, or use "
+            "recipe 'tensorwise'."
+        )
+
+
+@functools.cache
+def _cpu_multiplies_rows() -> bool:
+    """Whether _scaled_mm takes rowwise scales on this CPU."""
+    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+    scale = torch.ones(16, 1, dtype=torch.float32, device="cpu")
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """The library of the registration, cached because the registration ends with it."""
+    return torch.library.Library("aten", "IMPL", "CPU")

@@ -1,0 +1,350 @@
+"""fp8ref's own linear layer: three GEMMs by any recipe (spec L).
+
+``convert`` puts it in a model where ranks share amaxes (the trainer's default), and for recipes that
+torchao's Float8Linear cannot express: delayed scaling, block scales. Otherwise it takes torchao's,
+whose three GEMMs are in torchao.float8.float8_linear.
+
+Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], each cast to FP8 as the recipe
+says:
+
+    output      = x @ w.T    [M, K] @ [K, N] -> [M, N]
+    grad_input  = g @ w      [M, N] @ [N, K] -> [M, K]
+    grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]
+
+``_forward`` and ``_backward`` compute them, from operands that ``_operand`` casts. Results have x's
+dtype. FSDP2 averages grad_weight over ranks afterwards (``parallel``'s
+reduce_dtype says in which dtype).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from fp8ref import recipe as recipes
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.delayed import state_checks as delayed_checks
+from fp8ref.torch.gemm import gemm
+from fp8ref.torch.linear.cut import Cut, check_part, writable
+from fp8ref.torch.quantize import scales, scaling
+from fp8ref.torch.quantize.scaling import Groups, Quantized
+from fp8ref.torch.tensors import linear_input
+
+Operand = torch.Tensor | Quantized
+"""An operand of a GEMM: in high precision, or quantized."""
+
+observers: list[Callable[[Gemm, Quantized, Quantized, torch.Tensor], None]] = []
+"""Functions that are called with (which, a, b, out) of every FP8 GEMM that runs eagerly.
+
+``observe.gemms`` adds and removes them.
+"""
+
+
+class Linear(nn.Linear):
+    """An nn.Linear whose GEMMs follow a recipe, delayed scaling and block scales included.
+
+    Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. The weight has
+              x's dtype; under torch.autocast both are cast to its dtype, and amaxes are observed in
+              it (L-7).
+    Order:    leading dims flatten to M; spec L-2, L-3, L-6; the bias is added to the rounded
+              output (G-15, round_then_bias).
+    State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by
+              ``delayed.update``. Amaxes are observed only if gradients are enabled and the module
+              is in training mode. An optimizer step without ``delayed.update`` is warned of in the
+              next such pass, and refused after delayed_checks.MOST (H-12).
+    Gradient: once; a backward pass with create_graph=True is refused (L-8).
+    Empty:    no tokens give no outputs, and gradients of zeros; nothing is observed (L-9).
+    group     name of the process group whose ranks hold parts of one input and one grad_output, and
+              share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
+              rank alone.
+    cut       how tensor-parallel ranks share the linear (``tensor_parallel``); None if they do not.
+    fqn       its name in the model that was converted, for errors.
+    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
+              NaN of every output that its scale reaches.
+    Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass an input of
+              another K, dtype or device than the weight's.
+    """
+
+    fqn: str = ""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        recipe: str | Recipe,
+        *,
+        bias: bool = True,
+        group: str | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.recipe, self.group = check_recipe(recipe), group
+        self.cut: Cut | None = None
+        self.groups = Groups(batch=group, every=group)
+        self._bind()
+        self.states = delayed.RoleStates(
+            {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
+        )
+        delayed_checks.watch(self)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
+        """A Linear of this recipe with the Parameters of an existing nn.Linear.
+
+        ValueError as ``check_recipe``.
+        """
+        made = cls(linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        for state in made.states.values():
+            state.to_empty(device=linear.weight.device)
+        return made.train(linear.training)
+
+    @linear_input.weight_once
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """output [..., N] of input [..., K]. ValueError as in linear_input."""
+        x = linear_input.taken(input if self.cut is None else self.cut.enter(input), self)
+        w = linear_input.weight(self, x)
+        observes = x.numel() > 0 and delayed.observes(self)
+        states = [self.state(role) for role in ROLES]
+        delayed_checks.check_pass(self, self.states, x, observes)
+        if observes:
+            for state, tensor in zip(states[:2], (x, w), strict=True):
+                # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
+                # already.
+                if state and not isinstance(tensor, Float8TrainingTensor):
+                    state.observe(tensor)
+        delayed_scales = [state.scale if state else None for state in states]
+        seen = states[-1].seen if observes and states[-1] else None
+        function = self._function if w.dtype == self.weight.dtype else self._function_under_autocast
+        if delayed.calibrating():
+            y = linear_input.calibrated(x, w, self.fqn)
+        elif x.numel() == 0:
+            y = self._of_no_tokens(function, x, w, delayed_scales)
+        else:
+            y = function.apply(x, w, seen, *delayed_scales)
+        bias: torch.Tensor | None = self.bias
+        if self.cut is not None:
+            y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def _of_no_tokens(
+        self, function: type[torch.autograd.Function], x: torch.Tensor, w: torch.Tensor, scales: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """The output of an x without rows (L-9). Rows of zeros stand for them where other ranks wait for this one's amaxes."""
+        if self.groups.every is None:
+            return linear_input.in_high_precision(x, w)
+        rows = torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
+        return writable(function.apply(rows, w, None, *scales)[:0].reshape(*x.shape[:-1], len(w)))
+
+    def share(self, cut: Cut, every: str | None) -> None:
+        """Have tensor-parallel ranks share this linear, whose parameters are DTensors.
+
+        every     name of the process group of these ranks and those of ``group``; None if there is no
+                  ``group``.
+        """
+        self.cut = cut
+        self.groups = Groups(batch=self.group, tensor=cut.group, every=every or cut.group, style=cut.style)
+        for role in ROLES:
+            if state := self.state(role):
+                state.group = self.groups.every
+        self._bind()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module's. ValueError: parallelize_module cuts the linear, which then would not share amaxes (P-4)."""
+        if param is not None:
+            check_part(self, name, param)
+        super().register_parameter(name, param)
+
+    def __getstate__(self) -> dict:
+        # Without the classes of _bind, which pickle cannot find.
+        return {key: value for key, value in vars(self).items() if key not in ("_function", "_function_under_autocast")}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._bind()
+        delayed_checks.watch(self)
+
+    def _bind(self) -> None:
+        self._function = _bind(_Spec(self.recipe, self.groups))
+        self._function_under_autocast = _bind(_Spec(self.recipe, self.groups, autocast=True))
+
+    def state(self, role: Role) -> delayed.RoleState | None:
+        """The state of a role with delayed scaling; None of any other."""
+        if role not in self.states:
+            return None
+        return self.states[role]  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        """What nn.Linear prints, and the recipe's name."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """The constants of a linear: its recipe, and the process groups that share amaxes.
+
+    autocast  the weight was cast to torch.autocast's dtype for this pass, and nothing else keeps it.
+    """
+
+    recipe: Recipe
+    groups: Groups
+    autocast: bool = False
+
+    @functools.cached_property
+    def cast_once(self) -> dict[Role, CastSpec | None]:
+        """The cast of each role whose two GEMMs take the same codes (L-3); None of any other."""
+        first = {"input": self.recipe.output.a, "weight": self.recipe.output.b, "grad_output": self.recipe.grad_input.a}
+        return {role: first[role] if self.recipe.serves_both(role) else None for role in ROLES}
+
+
+@functools.lru_cache(maxsize=256)
+def _bind(spec: _Spec) -> type[torch.autograd.Function]:
+    """x [..., K], w [N, K] -> [..., N] by a spec, as an autograd.Function.
+
+    A class for each spec: a compiled graph calls it with tensors only. Were the spec an argument,
+    dynamo would rebuild it from proxies of its fields, which the checks in Recipe and CastSpec
+    cannot read (torch 2.13).
+    """
+
+    # AOTAutograd traces into it. Dynamo would refuse that its backward pass writes into seen.
+    @torch._dynamo.allow_in_graph
+    class LinearFunction(torch.autograd.Function):
+        @staticmethod
+        @linear_input.without_autocast
+        def forward(ctx, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, *delayed_scales: torch.Tensor | None) -> torch.Tensor:
+            return _forward(ctx, spec, x, w, seen, delayed_scales)
+
+        @staticmethod
+        @linear_input.without_autocast
+        def backward(ctx, grad_output: torch.Tensor):
+            return _backward(ctx, spec, grad_output)
+
+    return LinearFunction
+
+
+def _forward(
+    ctx, spec: _Spec, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, delayed_scales: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """output [..., N] of x [..., K] and w [N, K].
+
+    seen            float32 [3], into which the backward pass merges the amax observation of
+                    grad_output; or None.
+    delayed_scales  of each of ROLES, the scale that its state holds; None of a role that scales by
+                    its own amax.
+    """
+    rows = x.reshape(-1, x.shape[-1])  # [M, K]
+    a = _operand(spec, "output", "input", rows, delayed_scales)
+    b = _operand(spec, "output", "weight", _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w, delayed_scales)
+    saved_a, saved_b = _tensors(a) if spec.cast_once["input"] else (rows,), _tensors(b) if spec.cast_once["weight"] else (w,)
+    # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
+    # the backward pass. Others would be memory of their own: the weight is kept, which a model or
+    # FSDP2 has anyway, and cast again by the same scale.
+    ctx.recasts = spec.cast_once["weight"] is not None and not spec.autocast and not isinstance(w, Float8TrainingTensor)
+    if ctx.recasts:
+        saved_b = (w, *saved_b[1:])
+    ctx.save_for_backward(*saved_a, *saved_b, *delayed_scales)
+    # An attribute, not a saved tensor: other uses of the layer may write it before the backward
+    # pass, which autograd would refuse.
+    ctx.seen = seen
+    output = _gemm(spec, "output", a, b, x.dtype)  # [M, K] @ [K, N] -> [M, N]
+    # A reshape is a view, and autograd refuses to change a Function's view in place.
+    return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], len(w)))
+
+
+def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """grad_input [..., K] and grad_weight [N, K] of grad_output [..., N]; None where not needed."""
+    if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
+        raise ValueError(
+            "gradients of a linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the linears "
+            "of the model in high precision by filter_fqns."
+        )
+    saved = iter(ctx.saved_tensors)
+    x, w = (
+        Quantized(next(saved), next(saved), next(saved), cast.fmt, cast.granularity, -1) if cast else next(saved)
+        for cast in (spec.cast_once["input"], spec.cast_once["weight"])
+    )
+    if ctx.recasts and ctx.needs_input_grad[0]:
+        assert isinstance(w, Quantized)
+        w = scaling.requantize(w.codes, w)
+    delayed_scales = list(saved)
+    rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
+    if ctx.seen is not None:
+        delayed.merge_(ctx.seen, rows)
+    g: Operand = _operand(spec, "grad_input", "grad_output", rows, delayed_scales) if spec.cast_once["grad_output"] else rows
+    grad_input = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        a = _operand(spec, "grad_input", "grad_output", g, delayed_scales)
+        b = _operand(spec, "grad_input", "weight", w, delayed_scales)
+        grad_input = _gemm(spec, "grad_input", a, b, rows.dtype)  # [M, N] @ [N, K] -> [M, K]
+        grad_input = grad_input.reshape(*grad_output.shape[:-1], grad_input.shape[-1])
+    if ctx.needs_input_grad[1]:
+        a = _operand(spec, "grad_weight", "grad_output", g, delayed_scales)
+        b = _operand(spec, "grad_weight", "input", x, delayed_scales)
+        grad_weight = _gemm(spec, "grad_weight", a, b, rows.dtype)  # [N, M] @ [M, K] -> [N, K]
+    return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def _operand(spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: Sequence[torch.Tensor | None]) -> Operand:
+    """A role's tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
+
+    Codes that were cast once for both GEMMs only change their reduced axis: one scale serves
+    either.
+    """
+    at = OPERANDS[which].index(role)
+    axis, cast = REDUCED_AXES[which][at] - 2, (spec.recipe.gemms[which].a, spec.recipe.gemms[which].b)[at]
+    if isinstance(x, Quantized):
+        return x._replace(axis=axis)
+    if cast is None:
+        return x
+    scale = delayed_scales[ROLES.index(role)]
+    if scale is not None:
+        return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)
+    group = spec.groups.sharing(role, cast.granularity, axis)
+    ragged = which == "grad_weight"  # the last block of rows may be shorter (L-5)
+    return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, group=group, ragged=ragged)
+
+
+def _gemm(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply a and b along the axes that a GEMM reduces; the result is in dtype."""
+    gemm_spec = spec.recipe.gemms[which]
+    if isinstance(a, Quantized) and isinstance(b, Quantized):
+        assert gemm_spec.accumulate is not None
+        out_dtype = gemm.output_dtype(gemm_spec, dtype)
+        out = gemm.matmul(a, b, accumulate=gemm_spec.accumulate, epilogue=gemm_spec.epilogue, out_dtype=out_dtype).to(dtype)
+        for observer in observers:
+            observer(which, a, b, out)
+        return out
+    # One operand beside another in high precision: its numbers, in that one's dtype (L-4).
+    a, b = (scaling.dequantize(v).to(dtype) if isinstance(v, Quantized) else v for v in (a, b))
+    first, second = (axis - 2 for axis in REDUCED_AXES[which])
+    return gemm.matmul_hp(a, b, axes=(first, second))
+
+
+def _gathered(w: Float8TrainingTensor, spec: _Spec) -> Quantized:
+    """A weight [N, K] that FSDP2 gathered as codes and one scale."""
+    cast = spec.cast_once["weight"]
+    assert cast is not None
+    return Quantized(w._data, w._scale, w._scale.reciprocal(), cast.fmt, cast.granularity, -1)
+
+
+def _tensors(q: Operand) -> tuple[torch.Tensor, ...]:
+    """The tensors of a Quantized, in the order in which ``_backward`` reads them."""
+    assert isinstance(q, Quantized)
+    return q.codes, q.scale, q.scale_inv
+
+
+def check_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe, if ``Linear`` runs it.
+
+    Raises:   ValueError: operands of a GEMM whose scales cover different lengths of K; an epilogue,
+              policy or delayed scaling that this backend does not implement.
+    """
+    recipe = recipes.by_name(recipe)
+    delayed.casts(recipe)
+    recipes.check_gemms(recipe, gemm.EPILOGUES, scales.implemented)
+    return recipe

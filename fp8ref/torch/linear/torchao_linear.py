@@ -1,0 +1,172 @@
+"""torchao's Float8Linear: a recipe as its config, and checks that fp8ref adds."""
+
+import math
+
+import torch
+from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, float8_linear
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
+
+from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.quantize import cast, scales
+from fp8ref.torch.tensors import linear_input
+
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+"""The dispatch key under which autograd records views."""
+
+GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
+"""{granularity: torchao's scaling granularity}."""
+
+KERNELS_TAKE_ANY_M = ("cpu",)
+"""Kinds of device whose torch._scaled_mm reduces any length; others take multiples of 16."""
+
+
+class Float8Linear(float8_linear.Float8Linear):
+    """torchao's Float8Linear, bit for bit (R-1), with checks of its input.
+
+    ``convert.convert`` makes it and sets its recipe.
+
+    Shapes:   x [..., K] in any layout; output [..., N] of x's dtype, or of autocast's (L-7).
+    fqn       its name in the model that was converted, for errors.
+    Padding:  on devices other than a CPU, whose kernels take multiples of 16, grad_weight reduces
+              codes that torchao pads with zeros (pad_inner_dim), if M is no multiple (L-5).
+    Specials: no tokens give no outputs, and gradients of zeros (L-9).
+    Raises:   ValueError: under torch.export; as ``linear_input.taken``.
+    """
+
+    recipe: Recipe
+    fqn: str = ""
+
+    @linear_input.weight_once
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """output [..., N] of input [..., K]."""
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                f"torch.export does not trace torchao's FP8 tensors, in which {linear_input.named(self.fqn)} multiplies by recipe "
+                f"{self.recipe.name!r}. Export the deconverted model, or compile this one by torch.compile."
+            )
+        config = self.config
+        rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
+        x = linear_input.taken(input, self)
+        if x.numel() == 0 or delayed.calibrating():
+            w = self.weight.to(x.dtype)
+            output = linear_input.in_high_precision(x, w) if x.numel() == 0 else linear_input.calibrated(x, w, self.fqn)
+            return output if self.bias is None else output + self.bias.to(output.dtype)
+        if rowwise and x.ndim > 2 and not x.is_contiguous():
+            # torchao flattens the codes, but cannot copy codes with rowwise scales
+            x = x.contiguous()
+        if (
+            (rowwise or isinstance(self.weight, Float8TrainingTensor))
+            and not torch.compiler.is_compiling()
+            and torch.is_inference_mode_enabled()
+        ):
+            # In inference mode, torchao can neither reshape codes with rowwise scales nor view
+            # gathered ones.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._multiplied(x)
+        return self._multiplied(x)
+
+    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
+        """As torchao's forward, of an x in the autocast dtype."""
+        config = self.linear_mm_config
+        # codes that tensor parallelism made bring that config, and both operands have one
+        if pads(x) and not isinstance(x, Float8TrainingTensor):
+            config = LinearMMConfig(config.output, config.grad_input, config.grad_weight._replace(pad_inner_dim=True))
+        output = _Product.apply(x, self.weight.t(), config, self.config)
+        if torch.compiler.is_compiling():  # a compiled graph records the view again
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+@torch._dynamo.allow_in_graph
+class _Product(float8_linear.matmul_with_hp_or_float8_args):
+    """torchao's three GEMMs, by the same operators. Its reshaped output is a view, and autograd refuses to change a Function's view
+    in place: here no view is recorded."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, w: torch.Tensor, *configs) -> torch.Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+            return float8_linear.matmul_with_hp_or_float8_args.forward(ctx, x, w, *configs)
+
+
+def pads(x: torch.Tensor) -> bool:
+    """Whether a device's kernels need M of an input [..., K] padded."""
+    return x.device.type not in KERNELS_TAKE_ANY_M and math.prod(x.shape[:-1]) % 16 != 0
+
+
+def expresses(recipe: Recipe) -> bool:
+    """Whether torchao_config takes the recipe."""
+    try:
+        torchao_config(recipe)
+    except ValueError:
+        return False
+    return True
+
+
+def torchao_config(recipe: Recipe) -> Float8LinearConfig:
+    """The Float8LinearConfig of a recipe, of fresh parts: torchao mutates those that it is given.
+
+    Raises:   ValueError: what torchao cannot express, by name: delayed scaling, an eps, a power of
+              two or an epilogue of its own choosing, a role in two formats, scales not tensorwise or
+              rowwise.
+    """
+
+    def refuse(what: str) -> ValueError:
+        return ValueError(f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of fp8ref.recipe.SHARED_RECIPES.")
+
+    casts = {
+        (gemm, role): cast_spec
+        for gemm, spec in recipe.gemms.items()
+        for role, cast_spec in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
+    }
+    present = [c for c in casts.values() if c is not None]
+    powers = {c.policy.power_of_two for c in present}
+    if len(powers) > 1 or "mask" in powers:
+        raise refuse(f"power_of_two is None or 'exp2_log2', the same for every cast; got {sorted(map(str, powers))}")
+    for c in present:
+        if c.delayed is not None:
+            raise refuse("it scales dynamically, and this recipe is delayed")
+        if c.policy.unscaled:
+            raise refuse(f"it scales every cast, and policy {c.policy.name!r} none")
+        if c.granularity not in GRANULARITIES:
+            raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
+        try:
+            scales.implemented(c.policy)
+        except ValueError as error:
+            raise refuse(str(error).rstrip(".")) from None
+    for role in ROLES:
+        formats = {c.fmt.name for (_, r), c in casts.items() if r == role and c is not None}
+        if len(formats) > 1:
+            raise refuse(f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}")
+    for gemm, spec in recipe.gemms.items():
+        if spec.one_sided:
+            raise refuse(f"{gemm} casts one operand alone (L-4)")
+        meant = "unit_round_scale_round" if spec.rowwise and spec.accumulate == "slow" else "scale_then_round"
+        if spec.fp8 and spec.epilogue != meant:
+            raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")
+
+    def cast_config(gemm: Gemm, role: Role) -> CastConfig:
+        spec: CastSpec | None = casts[gemm, role]
+        other = next((c for (_, r), c in casts.items() if r == role and c is not None), None)
+        if spec is None:
+            # unused, but torchao wants one a role
+            dtype = cast.DTYPES[other.fmt.name] if other else torch.float8_e4m3fn
+            return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
+        return CastConfig(scaling_granularity=GRANULARITIES[spec.granularity], target_dtype=cast.DTYPES[spec.fmt.name])
+
+    def gemm_config(gemm: Gemm) -> Float8GemmConfig:
+        return Float8GemmConfig(use_fast_accum=recipe.gemms[gemm].accumulate == "fast")
+
+    return Float8LinearConfig(
+        cast_config_input=cast_config("output", "input"),
+        cast_config_weight=cast_config("output", "weight"),
+        cast_config_grad_output=cast_config("grad_input", "grad_output"),
+        cast_config_input_for_grad_weight=cast_config("grad_weight", "input"),
+        cast_config_weight_for_grad_input=cast_config("grad_input", "weight"),
+        cast_config_grad_output_for_grad_weight=cast_config("grad_weight", "grad_output"),
+        gemm_config_output=gemm_config("output"),
+        gemm_config_grad_input=gemm_config("grad_input"),
+        gemm_config_grad_weight=gemm_config("grad_weight"),
+        round_scales_to_power_of_2="exp2_log2" in powers,
+    )

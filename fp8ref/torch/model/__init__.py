@@ -1,0 +1,1 @@
+"""A whole model: convert it and back, cut and shard it, report on it, switch its recipe."""

@@ -1,0 +1,138 @@
+"""Activation checkpointing of a block, chosen by operation (spec T-8).
+
+The backward pass of a checkpointed block runs its forward pass again, except the operators whose
+results were kept. torch sees operators, so that torchao's Float8Linear, fp8ref's own linear and
+nn.Linear are treated alike. By hand, with torch's own functions:
+
+    context_fn = functools.partial(create_selective_checkpoint_contexts, checkpointing.policy())
+    y = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed._functional_collectives  # defines the operators of _c10d_functional
+from torch._higher_order_ops import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fp8ref.torch.experts import gemm as grouped_gemm
+from fp8ref.torch.gemm import blocks as block_gemm
+from fp8ref.torch.gemm import hardware
+
+Checkpointing = Literal["none", "selective", "full"]
+"""What a block keeps for the backward pass.
+
+none       everything
+selective  its inputs, and the results of operations that are named
+full       its inputs
+"""
+
+Operation = Literal["linears", "attention"]
+"""Operations whose results selective checkpointing may keep, the same in both trainers."""
+
+EVERY: tuple[Operation, ...] = get_args(Operation)
+"""All of them: what selective checkpointing keeps unless it is told."""
+
+
+def _found(*names: str) -> frozenset:
+    """torch's operators of these names: its versions have not the same ones."""
+    return frozenset(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
+
+
+OPERATORS: dict[Operation, frozenset] = {
+    "linears": frozenset(
+        {
+            *_found("mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"),
+            block_gemm.OPERATOR,
+            *grouped_gemm.OPERATORS,
+            hardware.OPERATOR,
+            torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        }
+    ),
+    "attention": frozenset(
+        {
+            *_found(
+                "_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_flash_attention_for_cpu",
+                "_scaled_dot_product_cudnn_attention",
+                "_scaled_dot_product_fused_attention_overrideable",
+            ),
+            flex_attention,
+        }
+    ),
+}
+"""The operators of each operation.
+
+linears    products with weights, in high precision or FP8, of experts too; and what tensor
+           parallelism sums over ranks: a sum is kept, so that no rank waits for it again
+attention  torch's fused kernels. What it composes of other operators, scores included, runs again
+"""
+
+AMAXES = _found("amax", "max")
+"""Always kept: a number or a few for each row, without which the tensor would be read once more."""
+
+_within_attention = contextvars.ContextVar("within_attention", default=False)
+
+
+@contextlib.contextmanager
+def within_attention() -> Iterator[None]:
+    """In this context products are tiles of attention, not linears: they run again, so that scores are never kept whole."""
+    token = _within_attention.set(True)
+    try:
+        yield
+    finally:
+        _within_attention.reset(token)
+
+
+_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_MOST = "max"
+"""The reduction of amaxes over ranks, in an all-reduce. Others are sums of linears."""
+
+
+def policy(keep: Iterable[Operation | Callable] = EVERY) -> Callable[..., CheckpointPolicy]:
+    """A policy for torch's ``create_selective_checkpoint_contexts``.
+
+    keep      names of OPERATORS, or operators of torch such as ``torch.ops.aten.mm.default``.
+    Raises:   ValueError: another name.
+    """
+    keep = check("selective", keep)
+    named = frozenset(name for name in keep if not isinstance(name, str))
+    kept = AMAXES.union(*(OPERATORS[name] if isinstance(name, str) else [name] for name in keep))
+
+    def of(context, op, *args, **kwargs) -> CheckpointPolicy:
+        if _within_attention.get():
+            keeps = op in named or (op is _ALL_REDUCE and args[1] == _MOST)
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        keeps = (args[1] == _MOST or "linears" in keep or op in kept) if op is _ALL_REDUCE else op in kept
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return of
+
+
+def checkpointed(forward: Callable, how: Checkpointing, keep: Iterable[Operation | Callable] = EVERY) -> Callable:
+    """A block's forward under activation checkpointing. ValueError as ``check``."""
+    keep = check(how, keep)
+    if how == "none":
+        return forward
+    options: dict[str, Any] = {}
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy(keep))
+    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def check(how: Checkpointing, keep: Iterable[Operation | Callable]) -> tuple[Operation | Callable, ...]:
+    """What is kept, if that is known; ValueError of another name, or if nothing would read it."""
+    names = (keep,) if isinstance(keep, str) else tuple(keep)
+    unknown = [name for name in names if not callable(name) and name not in OPERATORS]
+    if unknown:
+        raise ValueError(
+            f"what checkpointing keeps is of {', '.join(EVERY)}, or an operator of torch; got {unknown[0]!r}. Use one of them."
+        )
+    if how != "selective" and names != EVERY:
+        raise ValueError(f"selective checkpointing keeps what is named; got {how!r} and {names}. Use 'selective', or name nothing.")
+    return names  # type: ignore[return-value]

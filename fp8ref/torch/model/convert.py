@@ -1,0 +1,298 @@
+"""Convert a model to FP8 and back: swap nn.Linear for torchao's Float8Linear, or ``linear.Linear``.
+
+torchao's is taken if it can express the recipe and every rank scales by its own amaxes; else
+fp8ref's own.
+
+    model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer stays valid
+    print(report(model))  # what is in FP8, what is not, and why
+    ...
+    model.save_pretrained(path, state_dict=weights(model))  # export during training
+    deconvert(model).save_pretrained(path)                  # export after training
+
+To resume training, save the whole model.state_dict(): it holds the states of delayed scaling too.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch._inductor.config
+from torch import nn
+from torch.distributed import ProcessGroup
+from torchao.float8 import convert_to_float8_training
+from torchao.float8.float8_linear_utils import swap_linear_layers
+
+from fp8ref import recipe as recipes
+from fp8ref.recipe import Recipe
+from fp8ref.selection import linears as linear_selection
+from fp8ref.selection import routers
+from fp8ref.selection import rules as linear_rules
+from fp8ref.selection.rules import Rule
+from fp8ref.torch.delayed import delayed, unset_scales
+from fp8ref.torch.experts import arguments as grouped_arguments
+from fp8ref.torch.experts import layer as grouped_linear
+from fp8ref.torch.experts import models as experts_of
+from fp8ref.torch.experts import selection as experts_selection
+from fp8ref.torch.gemm import gemm
+from fp8ref.torch.linear import torchao_linear
+from fp8ref.torch.linear.linear import Linear, check_recipe
+from fp8ref.torch.linear.model_checks import check_model
+from fp8ref.torch.linear.torchao_linear import Float8Linear
+from fp8ref.torch.model import report as reports
+from fp8ref.torch.model.convert_checks import (
+    FP8_LINEARS,
+    METHODS_OF,
+    added_attributes,
+    check_linear,
+    device_of,
+    unusual_parameter,
+    what_is_lost,
+)
+
+
+@torch.inference_mode(False)  # states that inference mode made could not observe in training
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe,
+    *,
+    filter_fqns: Sequence[str] = (),
+    fp8_fqns: Sequence[str] = (),
+    rules: Sequence[Rule] = (),
+    amax_group: ProcessGroup | None = None,
+    experts: bool = False,
+) -> nn.Module:
+    """Replace the chosen linears (spec R-2, R-4) by torchao's Float8Linear, or by ``Linear``
+    where amax_group is given or torchao cannot express the recipe. A ``GroupedLinear`` is chosen as a
+    linear is, and takes the grouped recipe that goes with its own (X-8).
+
+    rules       change casts of single operands, one after the other (R-8): of linears, and of the weights of
+                experts, by the names of their Parameters.
+    amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
+                (P-2, scope global). Only ``Linear`` and ``GroupedLinear`` share amaxes. None: every rank
+                uses its own, as torchao does.
+    experts     convert modules of experts too (X-11): those of transformers and torchtitan, of which
+                filter_fqns may leave some out. A router stays in high precision: a linear below a name
+                "router" or "gate" with an output for each expert, unless fp8_fqns names it.
+    Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also
+              attributes that were added to a linear (R-5).
+    Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
+              Recipe 'bf16' changes nothing.
+    Sets:     torch._inductor.config.emulate_precision_casts for the process, if torchao's linears
+              scale rows on another device than a CPU: compiled kernels then round where eager
+              ones do, as torchtitan has them do (pytorch#150859). torch._inductor.config.cpp.simdlen,
+              under delayed scaling on a CPU with AVX-512, to 256: inductor (torch 2.13) stores wrong
+              codes there where two scales cast one transposed tensor. Off a CPU, which casts inductor fuses (``fusion.install``).
+    Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
+              warning where matrices are outside linears, such as experts'. ``report`` has all.
+    Raises:   ValueError, and nothing is changed: as ``selection.linears.select`` and ``selection.rules.apply``; a lazy module, which
+              has no shape yet; a recipe that neither can run; a model that is compiled, sharded or FP8
+              already; a chosen linear of which something would be lost or that its parent does not
+              call (R-5), registered under two names, on a GPU without FP8, or on a CPU whose torch
+              lacks the recipe's GEMMs. With ``experts``: none that can be converted; rules by which no grouped
+              linear can run; amax_group with dynamic scaling, in which experts scale by their own rank's amaxes.
+    """
+    recipe = recipes.by_name(recipe)
+    _check_module(model)
+    reports.check_shapes(model)
+    linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
+    grouped = grouped_linear.found(model)
+    shapes = {
+        name: (m.out_features, m.in_features) if isinstance(m, nn.Linear) else (m.weight.shape[1], m.weight.shape[2])
+        for name, m in model.named_modules(remove_duplicate=False)
+        if name in linears or name in grouped
+    }
+    mixtures: dict[str, nn.Module] = {}
+    if experts and recipe.fp8:
+        mixtures, filter_fqns = experts_selection.choose(model, recipe, filter_fqns, shapes)
+    selected = [
+        dataclasses.replace(d, recipe=grouped_linear.recipe_of(d.recipe), experts=len(grouped[d.path].weight)) if d.path in grouped else d
+        for d in _decisions(model, shapes, recipe, filter_fqns, fp8_fqns)
+    ]
+    sizes = {d.experts for d in selected if d.fp8 and d.experts} | {getattr(m, "num_experts", None) for m in mixtures.values()}
+    selected = routers.left_out(selected, sizes, fp8_fqns)
+    of_experts = experts_selection.planned(mixtures, experts_of.by_name(recipe))
+    ruled = linear_rules.apply(rules, [*selected, *of_experts])
+    decisions, of_experts = ruled[: len(selected)], ruled[len(selected) :]
+    in_groups = {d.path: grouped_arguments.check_recipe(d.recipe, d.path) for d in decisions if d.fp8 and d.path in grouped}
+    plans = experts_of.plan(mixtures, experts_of.by_name(recipe), of_experts)
+    if amax_group is not None:
+        experts_selection.check_shared(mixtures, recipe, of_experts, [d for d in decisions if d.path in in_groups])
+    chosen = [d.path for d in decisions if d.fp8 and d.path not in grouped]
+    if not chosen and not mixtures and not in_groups:
+        reports.log(model, type(model).__name__, recipe)
+        return model
+    of_linears = {d.path: d.recipe for d in decisions if d.path in chosen}
+    of_groups = [one.recipe for one in in_groups.values()]
+    used = {*of_linears.values(), *of_groups, *([recipe] if mixtures else []), *(d.recipe for d in of_experts if d.fp8)}
+    of_reports = experts_selection.reasons(mixtures, of_experts, rules)
+    taken = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
+    for one in used - taken:
+        check_recipe(one)
+    check_model(model, "Convert a model first, then {} it")
+    for name in chosen:
+        check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
+    for name, module in mixtures.items():
+        experts_selection.check(name, module)
+    weights_of = [linears[name].weight for name in chosen] + [grouped[name].weight for name in in_groups]
+    weights_of += [next(m.parameters(recurse=False)) for m in mixtures.values()]
+    devices = {device_of(weight).type for weight in weights_of}
+    if "cpu" in devices:
+        for one in used:
+            gemm.check_cpu(one)
+        gemm.use_native_scaled_mm()
+        if (
+            any(one.delayed for one in used)
+            and torch._inductor.config.cpp.simdlen is None
+            and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        ):
+            # Linears that share an input cast it by a scale each. In one loop over a transposed tile
+            # of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
+            torch._inductor.config.cpp.simdlen = 256
+    if any(spec.rowwise for one in taken for spec in one.gemms.values()) and devices != {"cpu"}:
+        # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
+        # not rounded, and casts become NaN (pytorch#150859).
+        torch._inductor.config.emulate_precision_casts = True
+    if devices != {"cpu"}:
+        importlib.import_module("fp8ref.torch.gemm.fusion").install()  # here: inductor's scheduler takes seconds to import
+    # Run for its side effect: torchao patches inductor's code for FP8 stores
+    # (triton-lang/triton#11111).
+    convert_to_float8_training(nn.Identity())
+    group = None if amax_group is None else amax_group.group_name
+
+    paths = {linear: name for name, linear in linears.items()}
+
+    def make(linear: nn.Linear) -> nn.Linear:
+        own = of_linears[paths[linear]]
+        # torchao changes the parts of a config: each linear has a fresh one
+        return Float8Linear.from_float(linear, config=torchao_linear.torchao_config(own)) if own in taken else Linear.of(linear, own, group)
+
+    kind = type(model).__name__
+    model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
+    for name in chosen:
+        made = model.get_submodule(name)
+        assert isinstance(made, Float8Linear | Linear)
+        made.recipe, made.fqn = of_linears[name], name
+        _carry(linears[name], made)
+        made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
+    experts_of.convert(mixtures, plans, group)
+    for name, own in in_groups.items():
+        grouped[name].fqn = name
+        grouped[name].convert(own, group=group)
+    notice = unset_scales.Notice.of_new_model()
+    for name, state in delayed.states(model):
+        state.notice, state.path = notice, name
+    kept = vars(model).get(reports.REASONS, {})
+    # of a linear that was converted before, the reason of then
+    why = {d.path: d.reason for d in decisions} | {key: reason for key, reason in kept.items() if key not in chosen}
+    vars(model)[reports.REASONS] = why | of_reports
+    reports.log(model, kind, recipe)
+    return model
+
+
+def _decisions(
+    model: nn.Module, shapes: Mapping[str, tuple[int, int]], recipe: Recipe, filter_fqns: Sequence[str], fp8_fqns: Sequence[str]
+) -> list[linear_selection.Decision]:
+    """``selection.linears.select``, whose error that nothing is converted also names what multiplies
+    outside linears."""
+    try:
+        return linear_selection.select(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns)
+    except ValueError as error:
+        others = reports.report(model).surprises
+        if not others or "converts no linear" not in str(error):
+            raise
+        names = "; ".join(f"{row.path} ({row.kind}: {row.reason})" for row in others[:2])
+        raise ValueError(f"{error} Of {len(others)} other modules with matrices the first are {names}.") from None
+
+
+def deconvert(model: nn.Module) -> nn.Module:
+    """Undo ``convert``: replace every FP8 linear by an nn.Linear of the same Parameters, and every
+    FP8 module of experts by what it was.
+
+    States of delayed scaling are dropped.
+
+    Returns:  the model, changed in place (one linear in FP8: its replacement). A model without FP8
+              linears is left as it is.
+    Raises:   ValueError, and nothing is changed: a model that is compiled or sharded; a linear in
+              FP8 that was given hooks or other methods.
+    """
+    _check_module(model)
+    fp8 = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FP8_LINEARS)}
+    mixtures = [m for m in model.modules() if isinstance(m, experts_of.Experts)]
+    if fp8 or mixtures:
+        check_model(model, "Deconvert a model before you {} it, or save weights(model)")
+    for name, linear in fp8.items():
+        what = name or "the model"
+        if lost := what_is_lost(linear, FP8_LINEARS):
+            raise ValueError(f"{what} {lost}. Undo that first.")
+        if unusual := unusual_parameter(linear):
+            raise ValueError(f"{what} {unusual}. Deconvert a model before you shard it.")
+    for module in model.modules():
+        vars(module).pop(reports.REASONS, None)
+    experts_of.deconvert(mixtures)
+    for grouped in grouped_linear.found(model).values():
+        grouped.convert("bf16")
+    made = {linear: _plain(linear) for linear in fp8.values()}
+    for name, linear in fp8.items():
+        if not name:
+            return made[linear]
+        parent, _, key = name.rpartition(".")
+        setattr(model.get_submodule(parent), key, made[linear])
+    return model
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return model.state_dict() without delayed scaling: the keys that it had before ``convert``.
+
+    Raises:   ValueError: model is not an nn.Module.
+    """
+    _check_module(model)
+    states = {id(value) for _, state in delayed.states(model) for value in state.buffers()}
+    # By identity: wrappers of modules change the names in a state_dict.
+    left_out = {key for key, value in model.state_dict(keep_vars=True).items() if id(value) in states}
+    return {key: value for key, value in model.state_dict().items() if key not in left_out}
+
+
+def _plain(linear: nn.Linear) -> nn.Linear:
+    """An nn.Linear of an FP8 linear's own Parameters."""
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    plain.weight, plain.bias = linear.weight, linear.bias
+    _carry(linear, plain)
+    plain.__class__ = getattr(type(linear), METHODS_OF, nn.Linear)
+    return plain
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
+
+
+def _carry(old: nn.Linear, new: nn.Linear) -> None:
+    """Copy training mode and added attributes from a linear to its replacement."""
+    vars(new).update(added_attributes(old))
+    new.train(old.training)
+
+
+@functools.cache
+def _with_methods(fp8: type[nn.Linear], kind: type[nn.Linear]) -> type[nn.Linear]:
+    """The class of FP8 linears, with the methods that a subclass of nn.Linear adds (R-5).
+
+    torchtitan's Linear, for one, initialises itself.
+    """
+    if kind is nn.Linear:
+        return fp8
+    names = {"__module__": fp8.__module__, METHODS_OF: kind, "__reduce__": _reduce}
+    return type(fp8.__name__, (fp8, kind), names)
+
+
+def _reduce(linear: nn.Linear) -> tuple:
+    """What copies and pickles make a linear with methods of: pickle does not find its class by a name."""
+    fp8 = next(kind for kind in type(linear).__mro__ if kind in FP8_LINEARS)
+    return _empty, (fp8, getattr(type(linear), METHODS_OF)), linear.__getstate__()
+
+
+def _empty(fp8: type[nn.Linear], kind: type[nn.Linear]) -> nn.Linear:
+    """A linear of a class that ``_with_methods`` makes, for copies and pickles to fill."""
+    made = _with_methods(fp8, kind)  # type: ignore[arg-type]
+    return made.__new__(made)

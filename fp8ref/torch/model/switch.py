@@ -1,0 +1,103 @@
+"""Several recipes of one model, of which one runs (spec T-9).
+
+    twin = convert.convert(copy_on_meta, "bf16")                  # neither sharded nor compiled
+    switch = Switch(model, "tensorwise", {"bf16": twin})          # model: converted, perhaps sharded
+    ...
+    switch.to("bf16")                                             # between two optimizer steps
+
+The linears of all recipes share their Parameters, so that optimizers, FSDP2 and checkpoints notice no
+switch. A module of experts stays where it is, and changes how it multiplies: with a twin that was
+converted without ``experts=True`` as its library does. States of delayed scaling wait while other
+recipes run.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.delayed import state_checks as delayed_checks
+from fp8ref.torch.delayed.delayed import RoleState
+from fp8ref.torch.experts import form as experts_form
+from fp8ref.torch.experts.layer import GroupedLinear
+from fp8ref.torch.experts.models import Experts
+from fp8ref.torch.linear.linear import Linear
+
+
+class Switch:
+    """The linears and experts of a model by recipe.
+
+    recipe    the one that runs.
+    """
+
+    def __init__(self, model: nn.Module, recipe: str, twins: Mapping[str, nn.Module]) -> None:
+        """model: in recipe, with its memory (``to_empty``); FSDP2 gathers its weights in their dtype.
+
+        twins     by further recipe, the same model on the meta device, converted and nothing else. Their
+                  linears are taken, and the forms of their experts.
+        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first recipe.
+        """
+        self.model, self.recipe = model, recipe
+        mine = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | GroupedLinear)}
+        self._linears = {recipe: mine}
+        self._states: dict[str, RoleState] = dict(delayed.states(model))
+        if twins and (gathered := [name for name, linear in mine.items() if hasattr(linear, "fp8_gather")]):
+            raise ValueError(
+                f"FSDP2 gathers weights in one way for all recipes of a model; {gathered[0]} is gathered in FP8. Parallelize with "
+                "gather_fp8=False, which gives the same bits."
+            )
+        every = {recipe: model, **twins}
+        mixtures = {name for one in every.values() for name, m in one.named_modules() if isinstance(m, Experts)}
+        self._forms = {name: {recipe: experts_form.form_of(model.get_submodule(name))} for name in sorted(mixtures)}
+        for other, twin in twins.items():
+            self._linears[other] = {name: self._sharing(name, twin.get_submodule(name), linear) for name, linear in mine.items()}
+            for name, forms in self._forms.items():
+                forms[other] = experts_form.form_of(twin.get_submodule(name))
+                device = next(model.get_submodule(name).parameters(recurse=False)).device
+                for key, states in (forms[other].states or {}).items():
+                    assert isinstance(states, nn.ModuleDict)
+                    self._share(f"{name}.grouped_states.{key}", states, device)
+
+    def to(self, recipe: str) -> None:
+        """Compute in another recipe from now on; observations that no update took are forgotten.
+
+        Raises:   ValueError: a recipe that the model was not given.
+        """
+        if recipe not in self._linears:
+            raise ValueError(f"a model switches to a recipe that it was made with, {', '.join(self._linears)}; got {recipe!r}.")
+        delayed.forget(self.model)
+        for name, linear in self._linears[recipe].items():
+            path, _, key = name.rpartition(".")
+            parent = self.model.get_submodule(path)
+            delayed_checks.unwatch(getattr(parent, key))
+            setattr(parent, key, linear.train(self.model.training))
+            if isinstance(linear, Linear | GroupedLinear):
+                delayed_checks.watch(linear)
+        for name, forms in self._forms.items():
+            experts_form.take(self.model.get_submodule(name), forms[recipe])
+        delayed.forget(self.model)  # steps of other recipes are not missing updates
+        self.recipe = recipe
+
+    def states(self) -> Iterator[tuple[str, RoleState]]:
+        """As ``delayed.states`` of the model, of all recipes."""
+        yield from self._states.items()
+
+    def _sharing(self, name: str, linear: nn.Module, mine: nn.Linear | GroupedLinear) -> nn.Linear | GroupedLinear:
+        """A linear of a twin, with the Parameters of the model's own and one state for each role."""
+        assert isinstance(linear, nn.Linear | GroupedLinear)
+        delayed_checks.unwatch(linear)
+        # The dict itself: FSDP2 puts whole weights and shards into that of the module it first saw.
+        vars(linear)["_parameters"] = vars(mine)["_parameters"]
+        if isinstance(linear, Linear | GroupedLinear):
+            self._share(f"{name}.states", linear.states, mine.weight.device)
+        return linear
+
+    def _share(self, name: str, states: nn.ModuleDict, device: torch.device) -> None:
+        """Put the one state of each role in the place of those of a twin, whose path is name."""
+        for role, state in states.items():
+            assert isinstance(state, RoleState)
+            key = f"{name}.{role}"
+            if key not in self._states:
+                self._states[key] = state.to_empty(device=device)
+            states[role] = self._states[key]

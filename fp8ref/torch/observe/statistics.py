@@ -1,0 +1,192 @@
+"""FP8 statistics of a model's operands, measured on the device (spec Q-8 to Q-10)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8ref.formats import Format
+from fp8ref.recipe import OPERANDS
+from fp8ref.selection.statistics import FIELDS, Operand
+from fp8ref.spec.attention.products import AttentionOperand
+from fp8ref.torch.experts import operands as grouped_operands
+from fp8ref.torch.observe import gemms
+from fp8ref.torch.observe.gemms import GemmOperand
+from fp8ref.torch.quantize import cast, scaling
+from fp8ref.torch.quantize.scaling import Quantized
+
+Parts = dict[str, list[torch.Tensor]]
+"""Operand's name -> float64 [FIELDS] of each microbatch."""
+
+
+class Whole(NamedTuple):
+    """The statistics of a tensor that do not depend on its cast.
+
+    Casts along both axes share them.
+    """
+
+    non_finite: torch.Tensor
+    nonzero: torch.Tensor
+    signal: torch.Tensor
+    amax: torch.Tensor
+
+
+@torch.no_grad()
+def of_whole(x: torch.Tensor) -> Whole:
+    """The Whole of a tensor that is not empty; signal sums the squares of its finite elements."""
+    value = cast.to_f32(x)
+    finite = value.isfinite()
+    return Whole(x.numel() - finite.count_nonzero(), x.count_nonzero(), _squares(torch.where(finite, value, 0.0)), scaling.amax(x))
+
+
+@torch.no_grad()
+def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.Tensor:
+    """float64 [FIELDS] of x and its quantized q; zeros if this rank holds no element of x.
+
+    whole     of_whole(x), if the caller has it already.
+    Order:    errors e = RN32(decode(code) * scale_inv) - x in float32; squares and sums in float64
+              (Q-9).
+    """
+    if not x.numel():
+        return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
+    whole = of_whole(x) if whole is None else whole
+    ends = torch.stack(q.scale.aminmax())  # NaN if any is
+    # Finite tensors have a cheaper way. It is taken on a CPU only: on a GPU, to ask would be to
+    # wait for the device.
+    finite = x.device.type == "cpu" and not whole.non_finite and bool(ends.isfinite().all())
+    underflows, saturated, overflows, noise = (_of_finite if finite else _of_any)(x, q, whole)
+    counts = (torch.full((), x.numel(), device=x.device), whole.non_finite, underflows, saturated, overflows)
+    return torch.stack([number.double() for number in (*counts, whole.signal, noise, whole.amax, *ends)])
+
+
+def _of_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
+    """Underflows, saturated codes, overflows, and the sum of squared errors, of any x and q."""
+    value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
+    finite = value.isfinite()
+    error = torch.where(finite, decoded * _spread(q.scale_inv, q) - torch.where(finite, value, 0.0), 0.0)
+    return (
+        ((value != 0) & (decoded == 0)).count_nonzero(),
+        (decoded.abs() == q.fmt.max).count_nonzero(),
+        _overflows((value * _spread(q.scale, q)).abs_(), q.fmt),
+        _squares(error),
+    )
+
+
+def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
+    """As ``_of_any``, of a finite x and finite scales: no code is NaN, and zero's is zero."""
+    codes, value = q.codes.view(torch.uint8), cast.to_f32(x)
+    magnitudes = codes & ~q.fmt.sign_bit
+    underflows = whole.nonzero - magnitudes.count_nonzero()
+    saturated = magnitudes.eq_(q.fmt.max_code).count_nonzero()
+    scaled = value * _spread(q.scale, q)
+    least, greatest = scaled.aminmax()
+    # Decode by a table: torch's own conversion of e4m3 on a CPU takes one element at a time.
+    table = cast.decode(torch.arange(256, dtype=torch.uint8, device="cpu"), q.fmt)
+    error = table.index_select(0, codes.reshape(-1).int()).view(x.shape).mul_(_spread(q.scale_inv, q)).sub_(value)
+    beyond = max(-least, greatest) >= q.fmt.max
+    return underflows, saturated, _overflows(scaled.abs_(), q.fmt) if beyond else torch.zeros_like(saturated), _squares(error)
+
+
+@torch.no_grad()
+def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.Tensor:
+    """float64 [FIELDS] of all rows in groups, x [M, C], or of all weights, x [E, N, K], and their quantized q."""
+    if x.ndim == 3:
+        of_each = [measure(x[e], grouped_operands.of_group(q, e, 0, 0)) for e in range(len(x))]
+    else:
+        of_each = []
+        for _, begin, end, part in grouped_operands.parts_of(q, ends):
+            missing = len(part.codes) - (end - begin)  # zeros of a last block, which count nothing
+            whole = measure(functional.pad(x[begin:end], (0, 0, 0, missing)), part)
+            whole[FIELDS.index("count")] -= missing * x.shape[1]
+            of_each.append(whole)
+    if not of_each:
+        return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
+    parts = torch.stack(of_each)
+    sums = len(FIELDS) - 3
+    return torch.cat([parts[:, :sums].sum(0), parts[:, sums : sums + 1].amax(0), parts[:, -2:-1].amin(0), parts[:, -1:].amax(0)])
+
+
+@contextmanager
+def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterator[None]:
+    """Measure planned operands into found, in a context of one eager forward and backward pass.
+
+    A rank's part is its rows of input and grad_output. Of a weight gathered in FP8 it is the rank's
+    shard, else the whole weight. Under tensor parallelism it is what the rank has of each.
+    """
+    by_gemm = {(o.layer, o.gemm): [p for p in planned if (p.layer, p.gemm) == (o.layer, o.gemm)] for o in planned}
+    gathers = {name: module.fp8_gather for name, module in model.named_modules() if hasattr(module, "fp8_gather")}
+    once: dict[tuple, torch.Tensor] = {}  # measured already: two GEMMs may take the same operand
+    wholes: dict[tuple, Whole] = {}
+
+    def measured(operand: Operand, of_gemm: GemmOperand) -> torch.Tensor:
+        gather = gathers.get(operand.layer) if operand.role == "weight" else None
+        spec, axis = operand.cast, of_gemm.axis
+        key = (operand.layer, operand.role, spec, None if spec.granularity == "tensorwise" else axis)
+        if key not in once:
+            codes, x = of_gemm.codes.view(cast.DTYPES[spec.fmt.name]), of_gemm.hp
+            # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
+            if gather is not None:
+                x = gather.shard.to(gather.dtype)
+                codes = scaling.quantize_with(x, of_gemm.scale, spec.fmt).codes if x.numel() else codes
+            if key[:2] not in wholes and x.numel():
+                wholes[key[:2]] = of_whole(x)
+            once[key] = measure(
+                x, Quantized(codes, of_gemm.scale, of_gemm.scale_inv, spec.fmt, spec.granularity, axis), wholes.get(key[:2])
+            )
+        return once[key]
+
+    def observer(name: str, gemm, a: GemmOperand, b: GemmOperand, out: torch.Tensor) -> None:
+        if gemm == "output":  # a new microbatch of this linear begins
+            for kept in (once, wholes):
+                for key in [key for key in kept if key[0] == name]:
+                    del kept[key]
+        with _disable_current_modes():
+            for role, of_gemm in zip(OPERANDS[gemm], (a, b), strict=True):
+                for operand in by_gemm.get((name, gemm), ()):
+                    if operand.role == role:
+                        found.setdefault(operand.name, []).append(measured(operand, of_gemm))
+
+    def of_groups(name: str, gemm, tensors, operands, groups, out: torch.Tensor) -> None:
+        ends = groups.ends.tolist()
+        for role, x, q in zip(OPERANDS[gemm], tensors, operands, strict=True):
+            for operand in by_gemm.get((name, gemm), ()):
+                if operand.role == role:
+                    found.setdefault(operand.name, []).append(measure_groups(x, q, ends))
+
+    with gemms.observe_gemms(model, observer, of_groups):
+        yield
+
+
+def of_ranks(parts: torch.Tensor) -> torch.Tensor:
+    """[operands, ranks, ...] of every rank's [operands, ...], by one all-gather."""
+    if not distributed.is_initialized():
+        return parts[:, None]
+    found = [torch.empty_like(parts) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(found, parts)
+    return torch.stack(found, dim=1)
+
+
+def stacked(planned: Sequence[Operand | AttentionOperand], found: Parts) -> torch.Tensor:
+    """float64 [operands, microbatches, FIELDS] in the order of the plan."""
+    return torch.stack([torch.stack(found[operand.name]) for operand in planned])
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+
+
+def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
+    return scaling.spread(scale, tuple(q.codes.shape), q.granularity, q.axis)
+
+
+def _overflows(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """How many magnitudes round beyond max (C-4)."""
+    # Those above the tie of max and the number that would follow. The tie itself rounds to even:
+    # away from an odd max.
+    step = fmt.max - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device="cpu"), fmt).item()
+    bound = fmt.max + step / 2
+    return (scaled >= bound if fmt.max_code % 2 else scaled > bound).count_nonzero()

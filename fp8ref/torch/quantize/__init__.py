@@ -1,0 +1,1 @@
+"""Amax, scale, codes and back; ``philox`` draws for stochastic rounding."""

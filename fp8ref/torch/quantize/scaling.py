@@ -1,0 +1,233 @@
+"""Quantize to FP8: amax, also over ranks, and over which; scale, codes (spec S, P-2, P-3, P-5)."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed._functional_collectives  # defines the operators of _c10d
+from torch.nn import functional
+from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.recipe import CUT_AXES, Role, Style
+from fp8ref.spec import granularity as granularities
+from fp8ref.torch.quantize import cast, scales
+from fp8ref.torch.quantize.scales import scale_from_amax
+
+__all__ = [
+    "Groups",
+    "Quantized",
+    "all_reduce_max",
+    "amax",
+    "dequantize",
+    "merge_amax",
+    "quantize",
+    "quantize_with",
+    "scale_from_amax",
+    "spread",
+]
+_c10d = torch.ops._c10d_functional
+
+
+class Quantized(NamedTuple):
+    """An FP8 tensor: hp ~ decode(codes) * scale_inv.
+
+    codes        native float8, of the hp tensor's shape.
+    scale, scale_inv
+                 float32 of ``granularity.scale_shape``: the factor into FP8, and the factor out of
+                 it.
+    axis         the reduced one.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    fmt: Format
+    granularity: str
+    axis: int
+
+
+def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> torch.Tensor:
+    """The largest magnitude of every group that shares a scale, on this rank (spec S-2).
+
+    ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
+
+    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
+              reduced one.
+    Specials: NaN if any element is NaN; else Inf if any is infinite; subnormals count, unless
+              torch.set_flush_denormal.
+    Gradient: none.
+    Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the
+              reduced axis.
+    """
+    return _largest(x, granularity, axis, ragged).float()
+
+
+def _largest(x: torch.Tensor, granularity: str, axis: int, ragged: bool) -> torch.Tensor:
+    """As ``amax``, in x's dtype, which holds every amax exactly."""
+    cast.checked(x)
+    # refuses empty tensors and absent axes
+    sizes = granularities.blocks(granularity, tuple(x.shape), axis, ragged=ragged)
+    magnitudes = x.detach().abs()
+    if granularity == "tensorwise":
+        return magnitudes.amax()
+    if granularity == "rowwise":
+        # From the front: Python's hash(-2) is hash(-1), and amaxes of one tensor along either dim then
+        # hide from the compiler that linears repeat them.
+        return magnitudes.amax(dim=axis % x.ndim, keepdim=True)
+    if any(length % size for size, length in zip(sizes, x.shape, strict=True)):
+        # last dim first
+        padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]
+        magnitudes = functional.pad(magnitudes, padding)
+    parts = [n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)]
+    return magnitudes.reshape(parts).amax(dim=tuple(range(1, len(parts), 2)))
+
+
+def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
+    """The elementwise maximum of every rank's amax, float32 of any shape (P-2).
+
+    Specials: Inf or NaN on any rank is Inf or NaN on all, NaN before Inf. A flag is reduced beside
+              each amax, because gloo's maximum loses NaNs (P-3).
+    """
+    return _unflagged(all_reduce_max(_flagged(amax), group))
+
+
+def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The elementwise maximum of finite values over the ranks of a process group, by name."""
+    return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group))
+
+
+def _flagged(amax: torch.Tensor) -> torch.Tensor:
+    """[2, ...]: amaxes, 0 unless finite, and flags: 1 for Inf, 2 for NaN, else 0."""
+    flag = torch.where(amax.isnan(), 2.0, torch.where(amax.isinf(), 1.0, 0.0)).to(amax.dtype)
+    return torch.stack([torch.where(flag > 0, 0.0, amax), flag])
+
+
+def _unflagged(merged: torch.Tensor) -> torch.Tensor:
+    """The amaxes of ``_flagged``, merged: Inf or NaN where a flag says so."""
+    amax, flag = merged.unbind()
+    return torch.where(flag == 2, math.nan, torch.where(flag == 1, math.inf, amax))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Names of the process groups whose ranks hold parts of one linear's tensors; None: this rank alone.
+
+    batch     ranks that cut M of input and grad_output.
+    tensor    ranks that cut the linear by ``style``.
+    every     both together.
+    """
+
+    batch: str | None = None
+    tensor: str | None = None
+    every: str | None = None
+    style: Style | None = None
+
+    def sharing(self, role: Role, granularity: str, axis: int) -> str | None:
+        """The name of the process group whose ranks merge this operand's amaxes; None: this rank's own is enough (P-5).
+
+        axis      the one that the GEMM reduces, -2 or -1.
+        """
+        kind = granularities.by_name(granularity)
+        if kind.reduced is not None:  # ranks cut no block
+            return None
+        along = None if self.style is None else CUT_AXES[self.style].get(role)
+        # the axes of which one scale is all: both under tensorwise, the reduced one under rowwise
+        spans = [i for i in (-2, -1) if kind.other is None or i == axis]
+        # Every rank of the batch has the whole weight.
+        rows = self.batch is not None and role != "weight" and -2 in spans
+        parts = self.tensor is not None and along is not None and along - 2 in spans
+        return self.every if rows and parts else self.batch if rows else self.tensor if parts else None
+
+
+def quantize(
+    x: torch.Tensor,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    group: str | None = None,
+    ragged: bool = False,
+) -> Quantized:
+    """Scale x into fmt's range and round to nearest even, saturating.
+
+    ragged    as in ``amax``.
+
+    group     name of a process group whose ranks hold parts of the groups that share a scale: their
+              amaxes merge (P-2).
+    Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of
+              ``scale_shape``.
+    Units:    x ~ decode(codes) * scale_inv.
+    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv
+              = RN32(1 / scale), or exactly 2^k under an e8m0 policy.
+    Specials: as the simulator's quantize.
+    Gradient: none; the codes and scales are detached.
+    Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
+    Source:   spec S-5; torchao's hp_tensor_and_scale_to_float8.
+    """
+    policy = scales.implemented(policy)
+    if granularity == "mx_1x32" and policy.e8m0 is None:
+        raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
+    largest = _largest(x, granularity, axis, ragged)
+    if group is not None:
+        largest = merge_amax(largest.float(), group)
+    elif policy.makes_scale_inv:
+        # whose ratio is one of float32 numbers; other policies widen it by themselves
+        largest = largest.float()
+    scale, scale_inv = scales.scales_from_amax(largest, fmt, policy)
+    return _quantized(x, scale, scale_inv, fmt, granularity, axis)
+
+
+def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
+    """quantize by a given scale, such as a delayed state's; not for e8m0 policies (S-14).
+
+    Shapes:   x as in quantize; scale float32 of ``scale_shape``.
+    Order:    as in quantize, from x * scale on; scale_inv = RN32(1 / scale).
+    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a
+              fmt that is not FP8.
+    """
+    cast.checked(x)
+    if not isinstance(scale, torch.Tensor):
+        raise ValueError(f"a scale is a torch.Tensor of float32; got {type(scale).__name__}. Convert with torch.as_tensor.")
+    shape = granularities.scale_shape(granularity, tuple(x.shape), axis)
+    if tuple(scale.shape) != shape:
+        raise ValueError(f"{granularity} scales of x.shape={tuple(x.shape)} have shape {shape}; got {tuple(scale.shape)}.")
+    return _quantized(x, scale, scale.reciprocal(), fmt, granularity, axis)
+
+
+def requantize(x: torch.Tensor, like: Quantized) -> Quantized:
+    """The hp tensor x by the scales of ``like``, which quantized it before: the same codes."""
+    return _quantized(x, like.scale, like.scale_inv, like.fmt, like.granularity, like.axis)
+
+
+def dequantize(q: Quantized) -> torch.Tensor:
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8).
+
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv.
+    Raises:   ValueError: q not a Quantized.
+    """
+    if not isinstance(q, Quantized):
+        raise ValueError(f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize.")
+    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis)
+
+
+def _quantized(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format, granularity: str, axis: int) -> Quantized:
+    codes = scaled_codes(x, spread(scale, tuple(x.shape), granularity, axis), fmt)
+    return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
+
+
+def scaled_codes(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The codes of x times a scale that broadcasts to it: RN32(f32(x) * scale), clipped, rounded (S-5)."""
+    return hp_tensor_and_scale_to_float8(x.detach(), scale, cast.native(fmt))._data
+
+
+def spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int) -> torch.Tensor:
+    """Scales expanded to a shape that broadcasts to the tensor's."""
+    if granularity in ("tensorwise", "rowwise"):
+        return scale
+    for i, size in enumerate(granularities.blocks(granularity, shape, axis, ragged=True)):
+        scale = scale.repeat_interleave(size, dim=i).narrow(i, 0, shape[i])
+    return scale

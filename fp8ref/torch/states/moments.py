@@ -1,0 +1,351 @@
+"""One moment of AdamW, or the master of a weight, in PyTorch: what is stored of it, and how it is read
+(spec O-4, O-7 to O-10, O-15).
+
+Tensors are flat, or [blocks, elements]. ``Part`` says which elements of a whole tensor they are: all, those of a rank, or a
+piece that stays in a CPU's cache. On a CPU some of torch's own operations are slow, or round in
+another way; each is replaced by an equal one here:
+
+    sqrt              torch's is not rounded correctly; NumPy's is, and so is what inductor compiles
+    number / tensor   is a product with a reciprocal; a tensor of the number is divided instead
+    comparisons, where, float8 to float32
+                      take 5 to 30 times as long as a product; arithmetic on codes replaces them
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16, FLOAT32
+from fp8ref.spec.states import layouts as states
+from fp8ref.spec.states.layouts import Layout, Moment, Scalars
+from fp8ref.torch.quantize import cast, philox
+
+DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
+"""{name of a format above 8 bits: torch's dtype}."""
+
+CELL = 256
+"""Elements of which small tensors that are updated together have whole multiples: all blocks divide it."""
+
+
+class MomentState(NamedTuple):
+    """A stored moment. codes are uint8 of an FP8 format, or the format's own dtype; the rest is
+    float32 of shape () or [blocks], None where the layout has none. Fields as in
+    ``fp8ref.sim.states``."""
+
+    codes: Tensor
+    scale_inv: Tensor | None = None
+    amax: Tensor | None = None
+    exponent: Tensor | None = None
+    center: Tensor | None = None
+
+
+class Part(NamedTuple):
+    """Which elements of a tensor are here: those from ``start`` on, of ``size`` in all.
+
+    cells  of small tensors that follow each other, how many times ``CELL`` elements each has; then a
+           moment without blocks has a group for each of them.
+    """
+
+    size: int
+    start: int = 0
+    cells: tuple[int, ...] = ()
+
+    def groups(self, moment: Moment) -> tuple[int, ...]:
+        """The shape of scales."""
+        if moment.block is None:
+            return (len(self.cells),) if self.cells else ()
+        return (moment.groups(self.size),)
+
+
+def zeros(p: Tensor, moment: Moment) -> MomentState:
+    """The stored moment of a parameter before the first step (O-4)."""
+    dtype = torch.uint8 if moment.fmt.bits == 8 else DTYPES[moment.fmt.name]
+    codes = torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
+    if moment.scaling is None:
+        return MomentState(codes)
+    groups = Part(p.numel()).groups(moment)
+
+    def full(value: float) -> Tensor:
+        return torch.full(groups, value, dtype=torch.float32, device=p.device)
+
+    rest = [full(1.0) if moment.expansion else None for _ in range(2)]
+    return MomentState(codes, full(1.0), None if moment.amax == "exact" else full(0.0), *rest)
+
+
+def read(stored: MomentState, moment: Moment, layout: Layout, part: Part) -> Tensor:
+    """The moment as a step reads it, in a new tensor (O-4)."""
+    x = _values(stored.codes, moment)
+    if stored.scale_inv is not None:
+        x = _by_group(torch.mul, x, stored.scale_inv, moment, part)
+    if stored.exponent is not None and stored.center is not None:
+        magnitude = _by_group(_root_of_power, x.abs(), stored.exponent, moment, part)
+        x = torch.copysign(_by_group(torch.mul, magnitude, stored.center, moment, part), x)
+    if moment.root:
+        x = x * x
+    return not_below(layout.smallest_moment, x)
+
+
+def amax_of(x: Tensor, moment: Moment, part: Part) -> Tensor:
+    """The largest magnitude of each group, of those that are here."""
+    return _group_max(x.abs(), moment, part)
+
+
+def master(x: Tensor, amax: Tensor, moment: Moment, part: Part) -> MomentState:
+    """The master of float32 weights before the first step (O-14). amax is that of the whole tensor."""
+    if moment.scaling is None:
+        return MomentState(_codes(x, x, moment, part, None))
+    scale, scale_inv = _scales(amax, moment)
+    assert scale is not None  # a power of two
+    codes = _codes(_by_group(torch.mul, x, scale, moment, part), x, moment, part, None)
+    # Of the whole tensor's largest code, which another rank may have
+    top = None if moment.amax == "exact" else _values(_codes(amax * scale, amax, moment, part, None), moment) * scale_inv
+    return MomentState(codes, scale_inv, top)
+
+
+def change(ratio: Tensor | float, p: Tensor, at: Scalars) -> Tensor:
+    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound (O-15)."""
+    return not_below(states.STEP_MIN, (p * at.weight_decay).add_(ratio).mul_(at.learning_rate))
+
+
+def extremes(x: Tensor, g: Tensor, moment: Moment, part: Part, which: int) -> list[Tensor]:
+    """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the amax
+    of a moment is predicted, of the gradient's; of an expansion, the negative of the smallest that
+    is not zero."""
+    if not reductions(moment, which):
+        return []
+    magnitude = x.abs()
+    found = [_group_max(magnitude, moment, part)]
+    if moment.amax == "predicted":
+        found.append(_group_max(g.abs(), moment, part))
+    if moment.expansion:
+        found.append(_group_max(torch.where(magnitude == 0, -torch.inf, -magnitude), moment, part, empty=-torch.inf))
+    return found
+
+
+def reductions(moment: Moment, which: int) -> int:
+    """How many ``extremes`` m, v or the master has (0 to 2)."""
+    if which == 2 and moment.amax == "predicted":
+        return 0
+    return 0 if moment.scaling is None else 2 if moment.expansion or moment.amax == "predicted" else 1
+
+
+def store(
+    x: Tensor,
+    found: list[Tensor],
+    old: MomentState,
+    which: int,
+    at: Scalars,
+    layout: Layout,
+    part: Part,
+    key: philox.Key | None,
+) -> MomentState:
+    """The stored moment of x, m or v, or its root under ``root`` (O-7 to O-10), or the master.
+
+    found  of ``extremes``.
+    which  0 for m, 1 for v and 2 for the master.
+    key    of stochastic rounding; None rounds to nearest.
+    """
+    moment = layout.kept[which]
+    if moment.scaling is None:
+        return MomentState(_codes(x, x, moment, part, key))
+    if which == 2 and moment.amax == "predicted":
+        assert old.amax is not None
+        found = [old.amax + change(at.bound, old.amax, at)]
+    own = amax = found[0]
+    if moment.amax == "previous":
+        assert old.amax is not None
+        amax = torch.where(old.amax == 0, own, old.amax)
+    elif moment.amax == "predicted" and which < 2:
+        assert old.amax is not None
+        kept = old.amax * old.amax if moment.root else old.amax.clone()
+        amax = averages(found[1], kept, kept.clone(), at, layout)[which]
+        amax = sqrt(amax) if moment.root else amax
+    if moment.expansion:
+        return _store_expanded(x, amax, -found[1], moment, part, key)
+    scale, scale_inv = _scales(amax, moment)
+    scaled = _by_group(torch.div, x, scale_inv, moment, part) if scale is None else _by_group(torch.mul, x, scale, moment, part)
+    codes = _codes(scaled, x, moment, part, key)
+    if moment.amax != "predicted":
+        return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
+    # Rounding is monotone: the largest code has the largest product.
+    return MomentState(codes, scale_inv, _group_max(_values(rounded(codes), moment).abs(), moment, part) * scale_inv)
+
+
+def rounded(codes: Tensor) -> Tensor:
+    """Codes that are read where they were made. The compiler would leave out a cast to float16 and back, but not one that ends in
+    integers."""
+    if codes.dtype != torch.float16 or not torch.compiler.is_compiling():
+        return codes
+    bits = codes.view(torch.int16)
+    return ((bits & 0x7FFF) | (bits & ~0x7FFF)).view(torch.float16)
+
+
+def averages(g: Tensor, m: Tensor, v: Tensor, at: Scalars, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The new moments (O-5), in place of the old ones."""
+    square = g * g
+    if layout.average == "products":
+        m.mul_(at.b1).add_(g * at.a1)
+        v.mul_(at.b2).add_(square.mul_(at.a2))
+    else:
+        m.add_((g - m).mul_(at.a1))
+        v.add_(square.sub_(v).mul_(at.a2))
+    return not_below(layout.smallest_moment, m), not_below(layout.smallest_moment, v)
+
+
+def not_below(smallest: float, x: Tensor) -> Tensor:
+    """x with +0 in place of magnitudes below a float32 number; NaN stays."""
+    # hardshrink takes its bound to zero too, so that the bound is the number before this power of two
+    return torch.nn.functional.hardshrink(x, smallest * (1 - 2.0**-24))
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The square root, rounded correctly."""
+    if eager_on_cpu(x):
+        return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
+    return x.sqrt() if x.is_cuda or torch.compiler.is_compiling() else x.double().sqrt().float()
+
+
+def eager_on_cpu(x: Tensor) -> bool:
+    """Whether operations on x run one by one, on a CPU."""
+    return x.is_cpu and not torch.compiler.is_compiling()
+
+
+def _store_expanded(x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, part: Part, key: philox.Key | None) -> MomentState:
+    """O-10."""
+    floor = torch.full_like(amax, moment.floor)
+    top = torch.maximum(amax, floor)
+    bottom = torch.minimum(torch.maximum(smallest, floor), top)
+    center = sqrt(top) * sqrt(bottom)
+    ratio = top / bottom
+    exponent = torch.full_like(ratio, states.EXPONENTS[-1])
+    for k in reversed(states.EXPONENTS[:-1]):
+        exponent = torch.where(ratio <= states.float32(states.EXPANDED_RANGE ** (1 / k)), k, exponent)
+    scale_inv = _power(top / center, exponent) / torch.full_like(center, moment.fmt.max)
+    scaled = _expanded(x, center, exponent, scale_inv, moment, part)
+    return MomentState(_codes(scaled, x, moment, part, key), scale_inv, None, exponent, center)
+
+
+def _expanded(x: Tensor, center: Tensor, exponent: Tensor, scale_inv: Tensor, moment: Moment, part: Part) -> Tensor:
+    """The numbers that are rounded to codes under an expansion (O-10)."""
+    magnitude = _by_group(_power, _by_group(torch.div, x.abs(), center, moment, part), exponent, moment, part)
+    return _by_group(torch.div, torch.copysign(magnitude, x), scale_inv, moment, part)
+
+
+def _power(x: Tensor, exponent: Tensor) -> Tensor:
+    square = x * x
+    low = torch.where(exponent == 1, x, sqrt(x))
+    return torch.where(exponent == 4, square * square, torch.where(exponent == 2, square, low))
+
+
+def _root_of_power(y: Tensor, exponent: Tensor) -> Tensor:
+    root = sqrt(y)
+    low = torch.where(exponent == 1, y, y * y)
+    return torch.where(exponent == 4, sqrt(root), torch.where(exponent == 2, root, low))
+
+
+def _scales(amax: Tensor, moment: Moment) -> tuple[Tensor | None, Tensor]:
+    """(scale, scale_inv) (O-7); scale is None under ``divide``."""
+    amax = torch.maximum(amax, torch.full_like(amax, moment.floor))
+    one, top = torch.ones_like(amax), torch.full_like(amax, moment.fmt.max)
+    if moment.scaling == "divide":
+        return None, amax / top
+    scale = one / (amax / top) if moment.scaling == "reciprocal" else top / amax
+    if moment.scaling == "power_of_two":
+        bits = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, bits)
+    return scale, one / scale
+
+
+def _codes(scaled: Tensor, x: Tensor, moment: Moment, part: Part, key: philox.Key | None) -> Tensor:
+    """O-8."""
+    fmt = moment.fmt
+    if fmt == FLOAT32:
+        return scaled
+    if key is not None:
+        codes = philox.codes(scaled, fmt, key, part.start)
+        if moment.keep:
+            codes = torch.where((x != 0) & (codes & ~fmt.sign_bit == 0), codes | 1, codes)
+        return codes.to(torch.uint8) if fmt.bits == 8 else codes.to(torch.int16).view(DTYPES[fmt.name])
+    if fmt.bits == 8:
+        if not eager_on_cpu(x):
+            codes = cast.encode(scaled, fmt)
+            return torch.where((x != 0) & (codes & 0x7F == 0), codes | 1, codes) if moment.keep else codes
+        codes = cast.to_fp8(scaled, fmt).view(torch.uint8)
+        magnitude = codes & 0x7F
+        if moment.keep:
+            codes += torch.maximum(magnitude, x.bool().view(torch.uint8)) - magnitude
+        # torch's NaN is 0x7F or 0xFF, and C-5's is 0x7F: 0x7F + 1 alone has the bit of the sign.
+        return codes.bitwise_and_(magnitude.add_(1).bitwise_and_(0x80).bitwise_not_())
+    if moment.keep:
+        # Asked before the cast, which the compiler leaves out where a cast back follows.
+        lost = (x != 0) & (scaled.abs() <= fmt.smallest_subnormal / 2)
+        scaled = torch.where(lost, torch.copysign(torch.full_like(x, fmt.smallest_subnormal), x), scaled)
+    return scaled.clamp(-fmt.max, fmt.max).to(DTYPES[fmt.name])
+
+
+def _values(codes: Tensor, moment: Moment) -> Tensor:
+    """The float32 numbers of codes, in a new tensor."""
+    if moment.fmt.bits != 8:
+        return codes.to(torch.float32, copy=True)
+    if not eager_on_cpu(codes):
+        return cast.decode(codes, moment.fmt)
+    # float16 has the exponents of e5m2, and one bit more than e4m3: the numbers of both are float16's, but for 2^8.
+    if moment.fmt != E4M3FN:
+        return (codes.to(torch.int16) << 8).view(torch.float16).float()
+    half = codes.view(torch.int8).to(torch.int16)
+    half.bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    nan = (half & 0x3F80).add_(0x80).bitwise_and_(0x4000)  # of the code 0x7F alone
+    return half.bitwise_or_(nan).view(torch.float16).float().mul_(256.0)
+
+
+def again(x: Tensor, stored: MomentState, moment: Moment, part: Part) -> Tensor:
+    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored moment."""
+    if stored.scale_inv is None:
+        pass
+    elif stored.exponent is not None and stored.center is not None:
+        x = _expanded(x, stored.center, stored.exponent, stored.scale_inv, moment, part)
+    else:
+        x = _by_group(torch.div, x, stored.scale_inv, moment, part)
+    return _codes(x, x, dataclasses.replace(moment, keep=False), part, None)
+
+
+def above(x: Tensor, limit: float, stored: MomentState, moment: Moment, part: Part) -> Tensor:
+    """Whether magnitudes are above RN32(limit * scale_inv) of their group."""
+    assert stored.scale_inv is not None
+    return _by_group(torch.gt, x.abs(), stored.scale_inv * limit, moment, part)
+
+
+def _group_max(x: Tensor, moment: Moment, part: Part, empty: float = 0.0) -> Tensor:
+    """() or [groups]: the maximum of each group over the elements that are here; empty where none
+    is."""
+    block = moment.block
+    if block is None and part.cells:
+        return torch.stack([cells.amax() for cells in x.view(-1, CELL).amax(1).split(part.cells)])
+    if block is None:
+        return x.amax() if x.numel() else x.new_full((), empty)
+    if x.numel() == part.size and x.numel() % block == 0:
+        return x.view(-1, block).amax(1)
+    before, after = part.start % block, -(part.start + x.numel()) % block
+    here = torch.nn.functional.pad(x.reshape(-1), (before, after), value=empty).view(-1, block).amax(1)
+    first = part.start // block
+    return torch.nn.functional.pad(here, (first, moment.groups(part.size) - first - here.numel()), value=empty)
+
+
+def _by_group(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, of_groups: Tensor, moment: Moment, part: Part) -> Tensor:
+    """operation(x, the value of its group) of each element."""
+    block = moment.block
+    if block is None and not part.cells:
+        return operation(x, of_groups)
+    if block is None:
+        cells = torch.tensor(part.cells, device=x.device)
+        return operation(x.view(-1, CELL), of_groups.repeat_interleave(cells).unsqueeze(1)).view(x.shape)
+    first, last = part.start // block, -(-(part.start + x.numel()) // block)
+    each = of_groups[first:last].unsqueeze(1)
+    if part.start % block == 0 and x.numel() % block == 0:
+        return operation(x.view(last - first, block), each).view(x.shape)
+    skip = part.start - first * block
+    return operation(x, each.expand(-1, block).reshape(-1)[skip : skip + x.numel()])

@@ -1,0 +1,325 @@
+"""Run configuration: one TOML file for both backends.
+
+Every key is also a command-line option, by its dotted name.
+
+``load`` reads a file and ``override`` applies options. The keys are the fields of the dataclasses
+in ``sections``.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pydantic
+import tyro
+
+from fp8ref import configs as shipped
+from fp8ref.recipe import Recipe
+from fp8ref.selection import attention_casts, grouped
+from fp8ref.selection import linears as linear_selection
+from fp8ref.selection import rules as linear_rules
+from fp8ref.selection.linears import Decision
+from fp8ref.selection.rules import Rule
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.spec.attention import delayed as attention_delayed
+from fp8ref.spec.attention import variants as attention
+from fp8ref.spec.attention.variants import Variant
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config import architecture as architectures
+from fp8ref.train.config import checks
+from fp8ref.train.config import schedule as schedules
+from fp8ref.train.config.schedule import Phase, Schedule
+from fp8ref.train.config.sections import (
+    ArchitectureConfig,
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    StatisticsConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The full run configuration, shared by both backends."""  # --help prints this line
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    statistics: StatisticsConfig = field(default_factory=StatisticsConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        """Raises:   ValueError: what ``checks`` refuses. ``load`` and ``from_dict`` raise it, and
+        what the sections raise, as a ConfigError."""
+        checks.check(self)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of numerics.schedule; without one, numerics.recipe from step 0."""
+        return schedules.parse(self.numerics.schedule or ((0, self.numerics.recipe),))
+
+    @property
+    def starts(self) -> tuple[int | None, ...]:
+        """The step at which each phase begins; None if it is measured, or not reached.
+
+        Raises as ``schedule.starts``.
+        """
+        return schedules.starts(self.phases, self.optimizer, self.run.steps)
+
+    def scheduled(self, measured: Sequence[Sequence[int]] = ()) -> Schedule:
+        """Which recipe each step runs in. measured: what a checkpoint has of ``Schedule.measured``."""
+        return Schedule(self.phases, self.starts, measured)
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """The names of the recipes of all phases, each once."""
+        return tuple(dict.fromkeys(phase.recipe for phase in self.phases))
+
+    def under(self, recipe: str) -> "Config":
+        """The config of a run in this recipe alone."""
+        return self.replace(numerics={"recipe": recipe, "schedule": None})
+
+    def require_one_recipe(self, who: str) -> None:
+        """ConfigError for a schedule, which ``who`` does not take."""
+        if self.numerics.schedule is not None:
+            raise ConfigError(
+                f"{who} takes one recipe; got numerics.schedule with {', '.join(self.recipes)}. Leave it out, on the command line by "
+                "--numerics.schedule None, and name one by --recipe."
+            )
+
+    def attention_operands(self, layer: str) -> attention_casts.Casts | None:
+        """The operands of a layer's attention that alone are cast (E-9); None: it is computed by its variant, or the framework."""
+        keys = self.numerics
+        return None if keys.attention_operands is None else attention_casts.of(str(keys.attention), keys.attention_operands, layer)
+
+    def require_tiles(self, who: str) -> None:
+        """ConfigError for attention by a library's kernel, whose passes ``who`` cannot look into, and for one whose operands are
+        cast one by one, which is no kernel's."""
+        if self.numerics.attention_operands is not None:
+            raise ConfigError(f"{who} takes attention by its variant; got numerics.attention_operands. Leave them out.")
+        if self.parallel.attention == "kernel":
+            raise ConfigError(f"{who} takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles.")
+
+    def require_no_experts(self, who: str) -> None:
+        """ConfigError for a model with experts, which ``who`` does not take."""
+        if self.model.num_experts:
+            raise ConfigError(f"{who} takes no experts; got model.num_experts {self.model.num_experts}. Leave them out.")
+
+    @property
+    def attention_variant(self) -> Variant | None:
+        """The variant of numerics.attention, with its backward pass; None for the framework's own attention."""
+        keys = self.numerics
+        return None if keys.attention is None else attention.differentiated(keys.attention, keys.attention_backward)
+
+    @property
+    def attention_casts(self) -> dict[str, attention_delayed.Casts]:
+        """{name of a layer's attention: its roles with delayed scales, and how}; {} unless attention has delayed scales."""
+        if self.attention_variant is None or self.numerics.attention_scaling == "current":
+            return {}
+        return dict.fromkeys(self.attention_in_fp8, attention_delayed.casts(self.attention_variant))
+
+    @property
+    def attention_in_fp8(self) -> list[str]:
+        """The names of the layers' attention, if it is by a variant in FP8; else []."""
+        low = self.attention_variant is not None and self.attention_variant.fmt.bits == 8
+        return self.attention_layers if low and self.numerics.attention_operands is None else []
+
+    @property
+    def attention_layers(self) -> list[str]:
+        """The names of all layers' attention, of the trainer's own Llama."""
+        return [f"model.layers.{i}.self_attn" for i in range(self.model.num_hidden_layers)]
+
+    @property
+    def filter_fqns(self) -> tuple[str, ...]:
+        """numerics.filter_fqns, plus lm_head, or what makes the logits of a user's model.
+
+        It stays in high precision unless fp8_fqns names it (spec R-2).
+        """
+        return (*self.numerics.filter_fqns, *(head for head in self.shapes.heads if head not in self.numerics.filter_fqns))
+
+    @property
+    def shapes(self) -> architectures.Shapes:
+        """The names and shapes of the model's parameters and linears; a user's model is built for them once.
+
+        Raises as ``architecture.shapes``.
+        """
+        return architectures.shapes(self)
+
+    def decisions(self) -> list[Decision]:
+        """For every linear of the model, its recipe and the reason (spec R-2).
+
+        Raises as ``selection.linears.select`` and ``selection.rules.apply``.
+        """
+        chosen = linear_selection.select(
+            self.shapes.linears, self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
+        )
+        return linear_rules.apply(self.numerics.rules or (), [self._of_experts(decision) for decision in chosen])
+
+    def _of_experts(self, decision: Decision) -> Decision:
+        """A decision with the number of its weights and the recipe of grouped linears (X-8), if it is of experts."""
+        experts = llama.experts_of(decision.path, self.model)
+        if experts is None:
+            return decision
+        return dataclasses.replace(decision, experts=experts, recipe=grouped.of_linears(decision.recipe).recipe)
+
+    def program_linears(self) -> dict[str, Recipe]:
+        """The recipe of each linear of JAX's program, by name: of each layer's, or under
+        parallel.scan of all layers' together, ``llama.STACK``.
+
+        Raises:   ConfigError: a scan over layers whose recipes differ.
+        """
+        found: dict[str, Recipe] = {}
+        for decision in self.decisions():
+            name = llama.stack_of(decision.path) if self.parallel.scan else decision.path
+            if found.setdefault(name, decision.recipe) != decision.recipe:
+                raise ConfigError(
+                    f"parallel.scan compiles one layer for all, so a linear has the same recipe in each; {decision.path} has "
+                    f"{decision.recipe.name!r}, and the same linear of the first layer {found[name].name!r}. Change numerics.filter_fqns "
+                    "and fp8_fqns, or set parallel.scan to false."
+                )
+        return found
+
+    def replace(self, **sections) -> "Config":
+        """A copy with keys of sections replaced: ``config.replace(run={"steps": 3})``."""
+        return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
+
+
+for _section in (*(section.default_factory for section in dataclasses.fields(Config)), Rule, Config):
+    _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
+_ADAPTER = pydantic.TypeAdapter(Config)
+
+INSTEAD = {
+    (
+        "parallel.compile",
+        "traced",
+    ): "parallel.compile is none, block or model; got 'traced'. The trainer shards with FSDP2, whose collectives no "
+    "graph contains. Use 'model', which gives the same bits, or fp8ref.torch.distributed.compiled_fsdp.shard in your own training loop."
+}
+"""Values that a key does not take, and what to use instead."""
+
+TABLES = ("numerics.rules",)
+"""Keys that are tables of a file, and no options."""
+
+
+def load(path: str | Path) -> Config:
+    """The configuration in a TOML file, or the package's of that name (``fp8ref.configs``).
+
+    Raises:   ConfigError: no such file, no TOML, an unknown key (naming the nearest known one), a
+              value of the wrong type or range.
+    """
+    path = shipped.find(path)
+    try:
+        keys = files.read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file, or one of {', '.join(shipped.NAMES)}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not TOML: {error}.") from error
+    return from_dict(keys, source=str(path))
+
+
+def from_dict(keys: dict, *, source: str = "config") -> Config:
+    """The configuration in a nested dict, as TOML gives it.
+
+    Raises as ``load``; messages begin with ``source``.
+    """
+    try:
+        return _ADAPTER.validate_json(json.dumps(keys, default=str), strict=True)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from error
+
+
+def to_dict(config: Config) -> dict:
+    """The nested dict that ``from_dict`` reads, without keys that are None: TOML has no null."""
+
+    def prune(value):
+        if isinstance(value, list):
+            return [prune(v) for v in value]
+        return {k: prune(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    return prune(json.loads(_ADAPTER.dump_json(config)))
+
+
+def completed(keys: dict) -> dict:
+    """A manifest's config with the keys that came after it was written, which take their defaults.
+
+    One that is no config of this version is given back as it is.
+    """
+    try:
+        return to_dict(from_dict(keys))
+    except ConfigError:
+        return keys
+
+
+def differences(a, b, path: str = "") -> dict:
+    """{dotted key: (value in a, value in b)} where two nested dicts differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found: dict = {}
+        for key in {**a, **b}:
+            found |= differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        return found
+    return {} if a == b else {path: (a, b)}
+
+
+def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
+    """config with command-line options applied, ``--run.steps 20``.
+
+    tyro reports a value that it cannot use and exits with code 2.
+
+    Raises:   ConfigError: an unknown option, naming the nearest known one; a value of ``INSTEAD``.
+    """
+    known = _known_keys()
+    for option, following in zip(options, [*options[1:], ""], strict=False):
+        key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
+        if option.startswith("--") and key not in (*known, "help", "recipe"):
+            raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, known)}")
+        if option.startswith("--") and key in TABLES:
+            raise ConfigError(f"{key} are tables of a config file, [[{key}]], and no option. Write them in CONFIG.")
+        if instead := INSTEAD.get((key, option.partition("=")[2] or following)):
+            raise ConfigError(instead)
+    return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)
+
+
+def _explain(error) -> str:
+    *parents, key = [str(part) for part in error["loc"]] or [""]
+    dotted = ".".join([*parents, key])
+    if error["type"] == "unexpected_keyword_argument":
+        return f"unknown key {dotted!r}; {_nearest(dotted, _known_keys())}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "literal_error" and (instead := INSTEAD.get((dotted, str(error["input"])))):
+        return instead
+    return f"{dotted}: {error['msg']}; got {error['input']!r}."
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """The key that was probably meant: the nearest one, or one with a similar last part.
+
+    If there is none, the known keys of its section.
+    """
+    section, _, last = key.rpartition(".")
+    candidates = [k for k in known if ("." in k) == bool(section)]
+    ends = {k.split(".")[-1]: k for k in known if "." in k}
+    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7) or [
+        ends[e] for e in difflib.get_close_matches(last, ends, n=1, cutoff=0.7)
+    ]
+    siblings = [k for k in candidates if not section or k.startswith(f"{section}.")] or known
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(siblings)}."
+
+
+def _known_keys() -> list[str]:
+    sections = dataclasses.fields(Config)
+    return [s.name for s in sections] + [f"{s.name}.{f.name}" for s in sections for f in dataclasses.fields(s.default_factory)]  # type: ignore[arg-type]

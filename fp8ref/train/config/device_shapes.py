@@ -1,0 +1,292 @@
+"""Shapes on each device, and whether a backend can train them (spec P-10, P-14).
+
+Computed from the configuration alone: dry runs and estimates use it without devices, processes or
+data.
+"""
+
+import math
+
+from fp8ref import recipe as recipes
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
+from fp8ref.selection.linears import Decision
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import granularity, llama
+from fp8ref.train.config import checks
+from fp8ref.train.config.config import Config
+
+
+def tokens(config: Config) -> int:
+    """Tokens of one microbatch on a device, before tensor parallelism cuts any."""
+    return sequences(config) * config.data.sequence_length // config.parallel.context
+
+
+def sequences(config: Config) -> int:
+    """Sequences of one microbatch that a device has, or has a part of."""
+    return config.data.batch_size // (config.parallel.batch_parts * config.data.microbatches)
+
+
+def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]:
+    """[N, K] of a linear's weight in a device's GEMMs.
+
+    Cut by tensor parallelism, gathered over fsdp and expert; of experts that of each.
+    """
+    (n, k), last, tensor = shape, linear.split(".")[-1], config.parallel.tensor
+    return (n // tensor if last in llama.COLUMN else n), (k // tensor if last in llama.ROW else k)
+
+
+def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str) -> tuple[int, ...]:
+    """Shape of the largest piece of a parameter that a device stores.
+
+    JAX cuts matrices over fsdp, context and expert, evenly, but for routers. FSDP2 cuts every parameter, and its last
+    pieces may be shorter. Experts are cut by their number, over fsdp and expert.
+    """
+    cut = used(parameter.removesuffix(".weight"), shape, config) if len(shape) == 2 else shape
+    if backend == "jax" and (len(shape) < 2 or llama.is_router(parameter)):
+        return cut
+    if len(shape) > 2:  # each device's own experts first
+        cut = (cut[0] // config.parallel.expert, *cut[1:])
+        return (-(-cut[0] // config.parallel.fsdp), *cut[1:])
+    return (-(-cut[0] // config.parallel.shards), *cut[1:])
+
+
+def sharded(config: Config, backend: str) -> bool:
+    """Whether parameters are all-gathered for use, and gradients reduce-scattered."""
+    return config.parallel.shards > 1 or (backend == "torch" and config.parallel.data > 1)
+
+
+def ranks_share_amaxes(config: Config) -> bool:
+    """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own, which pad and gather by themselves."""
+    return config.parallel.sharing > 1 and config.parallel.amax_scope == "global"
+
+
+def runs_output_again(linear: str, config: Config, backend: str) -> bool:
+    """Whether JAX runs a linear's output GEMM again in the backward pass, with its collectives. No
+    gradient needs the output of the last linear of a layer."""
+    return backend == "jax" and config.parallel.checkpointing == "full" and "layers" in linear and not linear.endswith("down_proj")
+
+
+def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
+    """Whether fsdp gathers a weight of this recipe in FP8."""
+    if not recipe.output.fp8:
+        return False
+    return backend == "jax" or (config.parallel.gather == "fp8" and recipe.serves_both("weight"))
+
+
+def copied(config: Config, backend: str) -> dict[str, Recipe]:
+    """The linears whose weights the optimizer keeps in FP8, under a layout with masters, by name (spec O-16).
+
+    That changes no bit. In PyTorch a schedule's recipes share one weight, a compiled linear casts its own, and FSDP gathers codes
+    only where ``parallel.gather`` is fp8: then nothing is kept.
+    """
+    if not config.optimizer.keeps_masters:
+        return {}
+    keys = config.parallel
+    if backend == "torch" and keys.tensor > 1:
+        return {}
+    possible = keys.gather == "fp8" or not sharded(config, backend)
+    if backend == "torch" and not (possible and len(config.recipes) == 1):
+        return {}
+    return {d.path: d.recipe for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe)}
+
+
+def scaled_first(config: Config) -> dict[str, Recipe]:
+    """The linears whose weights' scales JAX makes where a step begins, once for both passes and all microbatches, by name (spec P-9)."""
+    if not config.parallel.precompute_scales:
+        return {}
+    kept = copied(config, "jax")
+    once = (d for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe))
+    return {d.path: d.recipe for d in once if d.path not in kept}
+
+
+def kinds(config: Config) -> dict[str, int]:
+    """Number of parameters by kind, and in all."""
+    found = dict.fromkeys(("embedding", "attention", "mlp", *(["experts"] if config.model.num_experts else []), "norms", "lm_head"), 0)
+    for name, shape in llama.parameter_shapes(config.model).items():
+        found[_kind(name, shape)] += math.prod(shape)
+    return found | {"all": sum(found.values())}
+
+
+def _kind(name: str, shape: tuple[int, ...]) -> str:
+    parts = name.split(".")
+    if name == llama.EMBEDDING:
+        return "embedding"
+    if parts[0] == "lm_head":
+        return "lm_head"
+    if len(shape) < 2 and not llama.is_sinks(name):
+        return "norms"
+    if "self_attn" in parts:
+        return "attention"
+    return "experts" if len(shape) > 2 else "mlp"
+
+
+def active(config: Config) -> int:
+    """Number of parameters that take part in a token's forward pass: of experts those of its own."""
+    found, model = kinds(config), config.model
+    if not model.num_experts:
+        return found["all"]
+    return found["all"] - found["experts"] + found["experts"] * model.num_experts_per_tok // model.num_experts
+
+
+def check(config: Config, backend: str) -> None:
+    """ConfigError, a line for each fault, if the backend would refuse this config on any devices."""
+    faults = [
+        *_foreign(config, backend),
+        *_cut(config),
+        *config.optimizer.uncut(config.parallel, backend),
+        *config.parallel.unreduced(backend),
+        *checks.unswitched(config, backend),
+    ]
+    for one in map(config.under, config.recipes):
+        decisions: list[Decision] = []
+        try:
+            decisions = [
+                d for d in one.decisions() if d.path.startswith("model.layers.0.") or d.path == "lm_head"
+            ]  # one layer stands for all
+        except ValueError as error:
+            faults.append(str(error))
+        faults += (_jax if backend == "jax" else _torch)(one, decisions)
+    faults = list(dict.fromkeys(faults))
+    if faults:
+        raise ConfigError("\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults))
+
+
+def check_on_gpu(config: Config, backend: str) -> None:
+    """ConfigError if a GPU's kernels would refuse what a CPU's accept.
+
+    Sums over tokens are not padded to 16 where tensor parallelism cuts torchao's linears (L-5).
+    """
+    count = tokens(config)
+    if backend == "jax" or config.parallel.tensor == 1 or ranks_share_amaxes(config) or count % 16 == 0:
+        return
+    for d in (d for recipe in config.recipes for d in config.under(recipe).decisions()):
+        spec = d.recipe.grad_weight
+        if spec.a is not None and spec.a.delayed is None and granularity.by_name(spec.a.granularity).reduced is None:
+            raise ConfigError(
+                f"on a GPU PyTorch's FP8 GEMMs reduce multiples of 16 (L-5), and grad_weight of {d.path} reduces over a device's tokens of a part "
+                f"of a batch, without padding under parallel.tensor; got {count}. Change data.sequence_length, batch_size or microbatches."
+            )
+
+
+def _foreign(config: Config, backend: str) -> list[str]:
+    foreign = config.parallel.foreign(backend)
+    keys = [f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."] if foreign else []
+    return keys + config.optimizer.foreign(backend)
+
+
+def _cut(config: Config) -> list[str]:
+    """Faults of batches, sequences and heads that the mesh does not divide."""
+    keys, model, data, faults = config.parallel, config.model, config.data, []
+    if data.batch_size % (keys.batch_parts * data.microbatches):
+        faults.append(data.indivisible(keys.of_batch, "devices"))
+    faults += checks.uncut_sequences(config)
+    faults += [
+        f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}. Change one of them."
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        if getattr(model, key) % keys.tensor
+    ]
+    return faults
+
+
+def unequal_pieces(config: Config) -> list[str]:
+    """The error messages for a mesh that cuts a parameter into unequal pieces under ``adamw_fp8`` (T-6).
+
+    Ranks would keep its moments in different formats, which no checkpoint holds together, and torchao compiles one step for all.
+    """
+    keys = config.parallel
+    if config.optimizer.kind != "adamw_fp8" or keys.shards == 1:
+        return []
+    for name, shape in llama.parameter_shapes(config.model).items():
+        rows = used(name.removesuffix(".weight"), shape, config)[0] if len(shape) == 2 else shape[0]
+        if rows % keys.shards:
+            return [
+                f"optimizer.kind 'adamw_fp8' keeps moments of each rank's piece (T-6), and the pieces of a parameter are equal: parallel.{keys.of_shards} "
+                f"divides its rows; {name} has {rows}. Change one of them, or use adamw_states."
+            ]
+    return []
+
+
+def _jax(config: Config, decisions: list[Decision]) -> list[str]:
+    """JAX's faults: pieces must be equal, and hold whole blocks (P-1, P-5)."""
+    keys = config.parallel
+    faults = keys.unattended(config.model.head_dim)
+    if keys.devices > 1 and keys.amax_scope == "local":
+        states = dict.fromkeys(d.recipe.name for d in decisions if d.recipe.delayed)
+        faults += [f"recipe {name!r} keeps one state for all devices; parallel.amax_scope is local. Set it to global." for name in states]
+    if decisions:
+        try:
+            config.program_linears()
+        except ConfigError as error:
+            faults.append(str(error))
+    if keys.loss == "chunked" and any(d.fp8 and d.path == "lm_head" for d in decisions):
+        faults.append(
+            "parallel.loss 'chunked' takes a last linear in bfloat16; lm_head is in FP8. Name it in filter_fqns, or use loss 'whole'."
+        )
+    if config.model.vocab_size % keys.shards:
+        faults.append(f"model.vocab_size is divisible by parallel.{keys.of_shards}; got {config.model.vocab_size}. Change one of them.")
+    if config.model.num_experts % keys.shards:
+        faults.append(f"model.num_experts is divisible by parallel.{keys.of_shards}; got {config.model.num_experts}. Change one of them.")
+    for d in decisions:
+        if d.experts is not None:
+            continue
+        parts = keys.shards * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
+        if d.shape[0] % parts:
+            faults.append(f"{d.path}: its {d.shape[0]} rows must be divisible by the {parts} pieces that parallel cuts them into.")
+        elif d.fp8 and keys.devices > 1 and keys.through == "shard_map":
+            faults += _blocks(d, config)
+    return faults
+
+
+def _blocks(decision: Decision, config: Config) -> list[str]:
+    """Faults of a linear's weight if tensor or fsdp cuts it inside a block."""
+    keys, last, faults = config.parallel, decision.path.split(".")[-1], []
+    n, k = used(decision.path, decision.shape, config)
+    # whether the mesh cuts rows (fsdp always, tensor for column-parallel) and columns (row-parallel)
+    cuts = (keys.shards > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
+    for which, spec in decision.recipe.gemms.items():
+        if spec.b is None or "weight" not in OPERANDS[which] or granularity.by_name(spec.b.granularity).reduced is None:
+            continue
+        sizes = granularity.blocks(spec.b.granularity, decision.shape, REDUCED_AXES[which][1])
+        for what, length, size, cut in zip(("rows", "columns"), (n // keys.shards, k), sizes, cuts, strict=True):
+            if cut and length % size:
+                faults.append(
+                    f"{decision.path}: no layout cuts a block (P-5), so its pieces hold a multiple of {size} {what}; they hold {length}."
+                )
+    return list(dict.fromkeys(faults))
+
+
+def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
+    """Faults of linears of which tensor-parallel ranks would cut a block of any operand (P-5)."""
+    ranks, faults = config.parallel.tensor, []
+    for d in decisions:
+        last = d.path.split(".")[-1]
+        style: recipes.Style | None = "colwise" if last in llama.COLUMN else "rowwise" if last in llama.ROW else None
+        if not d.fp8 or style is None:
+            continue
+        multiple, length = d.recipe.multiple(style), used(d.path, d.shape, config)[style == "rowwise"]
+        if length % multiple:
+            what = "rows" if style == "colwise" else "columns"
+            faults.append(
+                f"{d.path}: no rank boundary cuts a block (P-5), so each of parallel.tensor = {ranks} pieces holds a multiple of {multiple} {what} "
+                f"under recipe {d.recipe.name!r}; it holds {length}. Lower parallel.tensor, or name it in filter_fqns."
+            )
+    return faults
+
+
+def _torch(config: Config, decisions: list[Decision]) -> list[str]:
+    """PyTorch's faults: the limits of FSDP2 and tensor parallelism (P-13, P-14)."""
+    keys, faults = config.parallel, unequal_pieces(config)
+    shared, recipe = keys.sharing, recipes.by_name(config.numerics.recipe)
+    if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
+        faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
+    if keys.reduction == "ordered" and keys.data > 2:
+        faults.append(f"parallel.reduction 'ordered' adds over at most 2 ranks along data; got {keys.data}. Make data 1 or 2.")
+    if keys.tensor > 1 and recipe.fp8:
+        faults += _torch_blocks(config, decisions) or [
+            f"{d.path} is FP8, and its piece of {keys.tensor} is not a multiple of 16: "
+            f"{length}. Lower parallel.tensor, or name it in filter_fqns."
+            for d in decisions
+            if d.fp8
+            for length in used(d.path, d.shape, config)
+            if length % 16
+        ]
+    return faults

@@ -1,0 +1,1 @@
+"""Several trainings compared: sweeps of recipes and seeds, and ablations of operands."""

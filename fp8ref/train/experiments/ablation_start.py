@@ -1,0 +1,195 @@
+"""Where an ablation begins: the last checkpoint of a run, or a directory of Hugging Face's format (spec E-8).
+
+start = of_run(Path("runs/tiny-jax-bf16"), "tensorwise")
+start.into(trainer, config)                    # whatever layouts and delayed scales config has
+"""
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.shared import console as consoles
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import llama
+from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train import loop
+from fp8ref.train.config import config as configs
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import ArchitectureConfig, NumericsConfig
+from fp8ref.train.data import loader
+from fp8ref.train.models import export, hugging_face
+from fp8ref.train.run import checkpoint, log, state_conversion, train_state
+from fp8ref.train.run.checkpoint import Checkpoint
+from fp8ref.train.run.state_conversion import Source
+
+
+@dataclass(kw_only=True)
+class Start:
+    """Weights, moments and states of delayed scaling that every variant begins with.
+
+    own         the config under which they were kept; config: that of what is studied.
+    checkpoint  of a run; None of a directory of Hugging Face's, whose weights are ``weights``.
+    """
+
+    name: str
+    backend: str
+    step: int
+    own: Config
+    config: Config
+    checkpoint: Checkpoint | None = None
+    weights: Path | None = None
+
+    def into(self, trainer: loop.Trainer, config: Config) -> None:
+        """Have a trainer of ``config`` begin here. A checkpoint whose numbers mean the same there is read as it is."""
+        if self.checkpoint is not None and train_state.interchangeable(config, self.own, self.backend):
+            trainer.load(self.checkpoint.state, self.step)
+        else:
+            trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A sha256 of what is begun with: of the checkpoint's files, or of the directory's weights and config."""
+        if self.checkpoint is not None:
+            of = {name: one["sha256"] for name, one in self.checkpoint.manifest["files"].items()}
+        else:
+            assert self.weights is not None
+            files = [self.weights / "config.json", *sorted(self.weights.glob("*.safetensors"))]
+            of = {path.name: _sha256(path) for path in files if path.is_file()}
+        return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+
+    @functools.cached_property
+    def batches(self) -> loader.Batches:
+        """The data."""
+        return loader.open_batches(self.config)
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """What the state is worth."""
+        weights: dict[str, llama.Weight] | None = None if self.weights is None else export.weights_of(self.weights, self.own)
+        trainer = loop.trainer(self.backend, self.own, weights)
+        if self.checkpoint is None:
+            return Source(weights=trainer.weights(), step=0, amaxes=self._amaxes)
+        trainer.load(self.checkpoint.state, self.step)
+        return Source(
+            weights=trainer.weights(),
+            moments=trainer.moments(),
+            delayed=trainer.fp8_states(),
+            casts={f"{path}/{role}": how for (path, role), how in train_state.delayed_states(self.own).items()},
+            step=self.step,
+            amaxes=self._amaxes,
+        )
+
+    def _amaxes(self) -> dict[str, float]:
+        """The amax of every operand of the linears, under scales of the tensors themselves, of the batch after the checkpoint."""
+        config = with_plain_attention(self.config).replace(
+            numerics={"recipe": "tensorwise", "rules": None}, optimizer={"kind": "adamw", "layout": None}
+        )
+        trainer = loop.trainer(self.backend, config)
+        trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
+        found = {}
+        for name, measured in trainer.statistics(self.batches.step(self.step)).items():
+            linear, _, role = name.rsplit("/", 2)
+            found[f"{linear}/{role}"] = float(measured["amax"])
+        return found
+
+
+def with_plain_attention(config: Config) -> Config:
+    """The config with the framework's own attention, in high precision."""
+    keys, parallel = NumericsConfig(), config.parallel
+    plain = {key: getattr(keys, key) for key in vars(keys) if key.startswith("attention")}
+    return config.replace(
+        numerics=plain, parallel={"attention": "xla" if parallel.attention in ("tiles", "kernel") else parallel.attention}
+    )
+
+
+def of_run(run: Path, recipe: str | None) -> Start:
+    """The last checkpoint of a run, and its config in the recipe that is studied.
+
+    Raises:   ConfigError: no run or checkpoint; several devices; a recipe without FP8.
+    """
+    manifest = log.read_manifest(run)
+    config = configs.load(run / "config.toml")
+    if config.parallel.devices > 1:
+        raise ConfigError(f"an ablation takes a run on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
+    last = checkpoint.latest(run, consoles.say, aside=False)
+    if last is None:
+        raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
+    trained = config.recipes
+    recipe = recipe or (config.numerics.recipe if RECIPES[config.numerics.recipe].fp8 else "tensorwise")
+    studied = _studied(config, recipe, keeps_rules=recipe in trained)
+    return Start(name=str(run), backend=manifest["backend"], step=last.step, own=config, config=studied, checkpoint=last)
+
+
+def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, sequence_length: int, batch_size: int) -> Start:
+    """The weights in a directory that ``fp8ref export`` or transformers wrote; moments are 0 at first.
+
+    The model is the trainer's own, where that is it; in PyTorch else transformers' (T-10).
+    data      as data.source. Tokens are those of tokenizer.json in the directory, else bytes.
+    Raises:   ConfigError: no such directory, another model or damaged weights; a recipe without FP8.
+    """
+    try:
+        found = files.read_object(path / "config.json")
+        hugging_face.check_types(found)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no run, and has no config.json ({error}). Name a run, or a directory of Hugging Face's format."
+        ) from error
+    tokenizer = path / "tokenizer.json"
+    sections: dict = {
+        "data": {
+            "source": data,
+            "sequence_length": sequence_length,
+            "batch_size": batch_size,
+            "tokenizer": str(tokenizer) if tokenizer.is_file() else None,
+        }
+    }
+    config = Config().replace(**sections)
+    if found.get("model_type") in hugging_face.KINDS:  # else transformers' model would be taken, and say less of damaged weights
+        try:
+            export.stored(path)
+        except ConfigError as error:
+            raise ConfigError(_of_weights(error)) from error
+    try:
+        own = config.replace(model=vars(hugging_face.model_of(found)))
+        export.read(path, own.model)
+    except (ValueError, ConfigError) as error:
+        if backend != "torch":
+            raise ConfigError(
+                f"JAX trains the trainer's own model alone, which {path} is not: {_of_weights(error)} Use --backend torch, which takes transformers' model."
+            ) from error
+        own = Config(
+            model=LlamaConfig(vocab_size=found.get("vocab_size", 256)),
+            architecture=ArchitectureConfig(kind="transformers", source=str(path)),
+        ).replace(**sections)
+    studied = _studied(own.replace(numerics={"recipe": "bf16"}), recipe or "tensorwise", keeps_rules=False)
+    return Start(name=str(path), backend=backend, step=0, own=own.replace(numerics={"recipe": "bf16"}), config=studied, weights=path)
+
+
+def _of_weights(error: Exception) -> str:
+    """A message of ``export``, without the key that no user of an ablation gave."""
+    return str(error).removeprefix("run.init_from ")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:
+    """A config in one recipe, without what does not change losses or has no place in an ablation."""
+    if recipe not in trained_recipes() or not RECIPES[recipe].fp8:
+        raise ConfigError(
+            f"--recipe is one with FP8 that trains: {', '.join(name for name, one in trained_recipes().items() if one.fp8)}; got {recipe!r}."
+        )
+    rules = config.numerics.rules if keeps_rules else None
+    if config.optimizer.kind == "adamw_fp8":  # torchao's own states, which no layout converts
+        config = config.replace(optimizer={"kind": "adamw"})
+    return config.replace(
+        numerics={"recipe": recipe, "rules": rules, "schedule": None, "accumulate": None},
+        parallel={"scan": False},
+        statistics={"every": 0},
+    )

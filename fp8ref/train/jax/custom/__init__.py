@@ -1,0 +1,1 @@
+"""A user's Flax model in training: built, stepped, probed."""

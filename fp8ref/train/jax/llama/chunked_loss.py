@@ -1,0 +1,103 @@
+"""The loss over parts of the vocabulary in JAX, so that no logits are whole in memory (spec P-29)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref.jax.distributed import sharding
+from fp8ref.jax.gemm import gemm
+
+WORDS = 8192
+"""The words of the vocabulary whose logits exist at a time."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int = WORDS) -> jax.Array:
+    """Each token's ``logsumexp(logits) - logits[target]`` in float32, of logits = h w^T (spec M-5, P-29).
+
+    Shapes:   h [..., H] and w [V, H] of one dtype, targets [...] integers; float32 [...].
+    Order:    logits of ``words`` words after another, rounded to h's dtype as a linear rounds them (G-9). The largest logit so far and the
+              sum of exponentials below it are kept in float32; a larger one scales the sum first.
+    Memory:   the backward pass keeps h, w and the logarithms of the sums, and computes the logits again.
+    Gradient: of logits as ``cross_entropy``, in their dtype. Of h: a float32 GEMM of each part, added in order, then rounded to h's
+              dtype. Of w: a GEMM of each part, in w's dtype.
+    Specials: as ``cross_entropy``: a NaN or infinite logit gives a loss that is not finite. Targets from -V to -1 count from the end of the
+              vocabulary; any other outside of it gives NaN. Neither has a 1 in the gradient of its logits.
+    """
+    return _losses(h, w, targets, words)[0]
+
+
+def _losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int):
+    rows, wanted = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
+    wanted = jnp.where(wanted < 0, wanted + len(w), wanted)  # as an index of all logits counts
+
+    def add(carry, part):
+        largest, total, of_target = carry
+        first, weight = part
+        logits = _logits(rows, weight)  # [M, K] x [words, K] -> [M, words]
+        wide = logits.astype(jnp.float32)
+        new = jnp.maximum(largest, wide.max(-1))
+        total = total * jnp.exp(largest - _finite(new)) + jnp.exp(wide - _finite(new)[:, None]).sum(-1)
+        of_target += jnp.where(_hot(wanted, first, weight), wide, 0).sum(-1)
+        return (new, total, of_target), None
+
+    none = jnp.zeros(wanted.shape, jnp.float32)
+    begin = tuple(_varying(value, h) for value in (jnp.full_like(none, -jnp.inf), none, none))
+    largest, total, of_target = _over_parts(add, begin, w, words)[0]
+    normalizer = jnp.log(total) + _finite(largest)
+    of_target = jnp.where((wanted >= 0) & (wanted < len(w)), of_target, jnp.nan)  # no part held it
+    return (normalizer - of_target).reshape(targets.shape), (h, w, targets, normalizer)
+
+
+def _gradients(words: int, kept, g: jax.Array):
+    h, w, targets, normalizer = kept
+    rows, wanted, of_loss = h.reshape(-1, h.shape[-1]), targets.reshape(-1), g.reshape(-1, 1)
+
+    def add(total, part):
+        first, weight = part
+        probabilities = jnp.exp(_logits(rows, weight).astype(jnp.float32) - normalizer[:, None])
+        of_logits = ((probabilities - _hot(wanted, first, weight)) * of_loss).astype(h.dtype)
+        total += gemm.matmul_hp(of_logits, weight, axes=(-1, -2), out_dtype=jnp.float32)
+        return total, gemm.matmul_hp(of_logits, rows, axes=(-2, -2), out_dtype=w.dtype)
+
+    of_rows, of_parts = _over_parts(add, _varying(jnp.zeros(rows.shape, jnp.float32), h), w, words)
+    return of_rows.astype(h.dtype).reshape(h.shape), jnp.concatenate(of_parts), None
+
+
+losses.defvjp(_losses, _gradients)
+
+
+def _over_parts(add, begin, w: jax.Array, words: int):
+    """(carry, results of all parts): ``add(carry, (first word, weights [words, K]))`` in a loop, and once for words that are left."""
+    count = len(w) // words
+    carry, found = begin, []
+    if count:
+        parts = jnp.arange(count, dtype=jnp.int32) * words, w[: count * words].reshape(count, words, -1)
+        carry, results = lax.scan(add, carry, parts)
+        found = [] if results is None else [results.reshape(count * words, -1)]
+    if len(w) > count * words:
+        carry, result = add(carry, (jnp.int32(count * words), w[count * words :]))
+        found += [] if result is None else [result]
+    return carry, found
+
+
+def _logits(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return gemm.matmul_hp(rows, weight, axes=(-1, -1), out_dtype=rows.dtype)
+
+
+def _hot(wanted: jax.Array, first: jax.Array, weight: jax.Array) -> jax.Array:
+    """Whether a word of this part is a token's target: bool [M, words]."""
+    return wanted[:, None] == first + jnp.arange(len(weight), dtype=wanted.dtype)
+
+
+def _finite(largest: jax.Array) -> jax.Array:
+    """What exponents are taken relative to: 0 where no logit is finite."""
+    return jnp.where(jnp.isfinite(largest), largest, 0)
+
+
+def _varying(value: jax.Array, like: jax.Array) -> jax.Array:
+    """A constant as a loop inside shard_map carries it: varying over the devices as another array does."""
+    axes = tuple(sorted(sharding.varying(like)))
+    return lax.pcast(value, axes, to="varying") if axes else value

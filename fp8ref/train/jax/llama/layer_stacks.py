@@ -1,0 +1,90 @@
+"""Layers that a scan runs over (parallel.scan): their parameters are one stack, whose i-th part is layer i's.
+
+The name of a stack has * in place of the layers' number.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
+
+from fp8ref.train.jax.llama.parameter_names import name_of, named
+from fp8ref.train.jax.mesh import Layout
+
+
+class LayerStacks:
+    """Takes stacks apart and puts them together.
+
+    layers    how many a stack holds.
+    layout    where arrays lie: those of a layer as without a scan, a stack not cut along the layers.
+    """
+
+    def __init__(self, layers: int, layout: Layout) -> None:
+        self._layers, self._layout = layers, layout
+
+    def leading(self, name: str) -> tuple[int, ...]:
+        """The leading dims of what belongs to a name: the layers, if it names all of them."""
+        return (self._layers,) if "*" in name else ()
+
+    def named(self, tree) -> dict[str, Any]:
+        """{parameter name: leaf} of a tree of parameters, stacks taken apart."""
+        return self.apart(named(tree))
+
+    def apart(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The same by the names of the layers: the i-th of a stack is layer i's."""
+        apart: dict[str, Any] = {}
+        for name, value in found.items():
+            if "*" in name:
+                leaves, tree = jax.tree.flatten(value)
+                of_layers = zip(*map(self._taken_apart, leaves), strict=True)
+                layers = zip(range(self._layers), of_layers, strict=True)
+                apart |= {name.replace("*", str(i)): jax.tree.unflatten(tree, of_one) for i, of_one in layers}
+            else:
+                apart[name] = value
+        return apart
+
+    def specs(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """PartitionSpecs, or trees of them, by the names of the layers: of a stack without its first dim."""
+        apart = {name: one for name, one in found.items() if "*" not in name}
+        for name in found.keys() - apart.keys():
+            of_one = jax.tree.map(lambda spec: P(*spec[1:]), found[name])
+            apart |= {name.replace("*", str(i)): of_one for i in range(self._layers)}
+        return apart
+
+    def tree(self, like, found: Mapping[str, jax.Array]):
+        """The tree of parameters ``like``, of arrays by parameter name."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: self.together(name_of(path), found), like)
+
+    def together(self, name: str, found: Mapping[str, Any]):
+        """What is found by a name; by the name of a stack, the layers' together."""
+        if "*" not in name:
+            return found[name]
+        parts = [found[name.replace("*", str(i))] for i in range(self._layers)]
+
+        def stack(*of: jax.Array) -> jax.Array:
+            spec = getattr(of[0].sharding, "spec", None)  # of an array on a mesh
+            return _stack(None if spec is None else self._layout.sharding(P(None, *spec)), *of)
+
+        return jax.tree.map(stack, *parts)
+
+    def _taken_apart(self, stack: jax.Array) -> list[jax.Array]:
+        """The arrays of a stack, each placed as its layer's own would be."""
+        spec = None if isinstance(stack, jax.core.Tracer) else getattr(stack.sharding, "spec", None)
+        return _apart(None if spec is None else self._layout.sharding(P(*spec[1:])), stack)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _stack(placed: Sharding | None, *arrays: jax.Array) -> jax.Array:
+    stack = jnp.stack(arrays)
+    return stack if placed is None else lax.with_sharding_constraint(stack, placed)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apart(placed: Sharding | None, stack: jax.Array) -> list[jax.Array]:
+    arrays = list(stack)
+    return arrays if placed is None else [lax.with_sharding_constraint(array, placed) for array in arrays]

@@ -1,0 +1,1 @@
+"""What a run keeps and does besides steps: directory, logs, checkpoints, processes, signals."""

@@ -1,0 +1,329 @@
+"""Checkpoints: written in the background, atomic, verified by checksum (spec K).
+
+    RUN/checkpoints/step-00000100/state/           tensors (train_state), in the backend's file format
+                                  manifest.json    everything else, and each file's size and sha256
+
+All processes write into step-00000100.unfinished. When every one is done, the first process writes
+the manifest and renames the directory.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import pydantic
+
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError
+from fp8ref.train.run import file_checks
+from fp8ref.train.run.processes import Processes, together
+
+FORMAT = 1
+"""The version of the format of the directory and its manifest."""
+
+FOLDER, PREFIX = "checkpoints", "step-"
+REMEDY = "Those before it are intact; make room, and continue with --resume."
+"""The end of each error about a checkpoint that could not be written."""
+
+UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"  # behind a name: none of those is ever read
+
+
+class OtherFormatError(ConfigError):
+    """Another version of fp8ref wrote the checkpoint.
+
+    It is intact, so that no older one may silently replace it.
+    """
+
+
+class Saves(Protocol):
+    """A trainer that can save."""
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state and write it in the background.
+
+        Returns a function that waits until it is written.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose checksums match: the state after ``step`` steps."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken before it was saved."""
+        return self.manifest["step"]
+
+    @property
+    def state(self) -> Path:
+        """The directory of the tensors."""
+        return self.path / "state"
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run.
+
+    Every process calls ``save`` and ``finish`` at the same steps.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        about: Mapping[str, Any],
+        *,
+        keep_last: int,
+        processes: Processes,
+        size: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """about: JSON for the manifests, next to step and files.
+
+        size: bytes of a state; 0 if unknown.
+        check: raises LostRunError where ``out`` is not the run's directory any more.
+        """
+        self._check = check
+        self._folder, self._about, self._keep_last, self._processes = out / FOLDER, dict(about), keep_last, processes
+        self._size = size
+        # one thread: checkpoints are completed in their order
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
+        self._pending: Future | None = None
+        if processes.first:  # leftovers of a process that was killed
+            for rest in (p for ending in (UNFINISHED, REMOVED) for p in self._folder.glob(f"{PREFIX}*{ending}") if p.is_dir()):
+                remove(rest)
+
+    def save(self, model: Saves, step: int, **more: Any) -> None:
+        """Wait for the previous checkpoint, then begin to write the state after ``step`` steps.
+
+        more: JSON for this checkpoint's manifest.
+        Returns once the state is copied; the writing overlaps with training.
+        Raises:   OSError on every process: the previous checkpoint failed, or this one's directory
+                  cannot be made.
+        """
+        together(self._processes, self.finish)
+        unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
+        together(self._processes, lambda: self._prepare(unfinished) if self._processes.first else None)
+        written = model.save(unfinished / "state")
+        self._pending = self._thread.submit(self._complete, written, unfinished, {"step": step, **more})
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:   OSError: it could not be written; earlier checkpoints are untouched. LostRunError: the run's directory is gone.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def error(self) -> Exception | None:
+        """The last checkpoint's error on this process, if its writing has ended by now. Does not wait."""
+        ended = self._pending is not None and self._pending.done()
+        return self._pending.exception() if ended else None  # type: ignore[return-value, union-attr]
+
+    def _complete(self, written: Callable[[], None], unfinished: Path, about: dict[str, Any]) -> None:
+        final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
+        try:
+            written()
+            if not self._processes.first:
+                return
+            self._check()
+            # This order survives a kill at any moment: files reach the disk before the manifest,
+            # the manifest before the rename, and older checkpoints go only after the new one stands.
+            write_manifest(unfinished, self._about | about)
+            remove(final)  # a run that was resumed from an earlier checkpoint may reach this step again
+            os.replace(unfinished, final)
+            sync(self._folder)
+            for old in saved(self._folder.parent)[self._keep_last :]:
+                remove(old)
+        except Exception as error:
+            if self._processes.first:
+                self._check()  # a directory that is gone is the cause, and what is in its place is not this run's
+                # makes room for the manifest and the logs
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise OSError(f"checkpoint {final} could not be written: {error}. {REMEDY}") from error
+
+    def _prepare(self, unfinished: Path) -> None:
+        self._check()
+        make_empty(unfinished)
+        free = shutil.disk_usage(unfinished).free
+        if free < self._size:
+            unfinished.rmdir()
+            name = unfinished.name.removesuffix(UNFINISHED)
+            raise OSError(f"checkpoint {name} takes {self._size / 1e6:,.0f} MB, and {self._folder} has {free / 1e6:,.0f} MB left. {REMEDY}")
+
+
+def saved(out: Path) -> list[Path]:
+    """The complete checkpoints of a run, newest first, by name alone.
+
+    Their contents are not verified.
+    """
+    return sorted((p for p in (out / FOLDER).glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), reverse=True)
+
+
+def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Checkpoint | None:
+    """The newest intact checkpoint; None if there are none at all.
+
+    ``say`` reports each damaged one that is skipped. aside: rename it, so that it is kept; only for
+    the process that may write.
+    Raises:   ConfigError: there are checkpoints, and none is intact.
+    """
+    found = saved(out)
+    problems = []
+    for path in found:
+        try:
+            return Checkpoint(path, verify(path))
+        except OtherFormatError:
+            raise
+        except (ConfigError, FileNotFoundError) as error:
+            if not path.exists():  # the run still trains, and has removed it after writing newer ones
+                return latest(out, say, aside=aside)
+            if not isinstance(error, ConfigError):
+                raise
+            problems.append(str(error))
+            if path != found[-1]:
+                damaged = path.with_name(path.name + DAMAGED)
+                say(f"{error} Trying the one before it{f'; this one is kept as {damaged.name}' if aside else ''}.")
+                if aside:
+                    remove(damaged)
+                    os.replace(path, damaged)
+    if problems:
+        raise ConfigError(f"no checkpoint of {out} is intact: {problems[-1]} Put its files back, or train again with --overwrite.")
+    return None
+
+
+@file_checks.lenient
+@dataclass
+class _File:
+    bytes: int
+    sha256: str
+
+
+@file_checks.lenient
+@dataclass
+class _Manifest:
+    """The types of what is read of a manifest."""
+
+    files: dict[str, _File]
+    step: Annotated[int, pydantic.Field(ge=0, le=2**53)]
+    backend: str = ""
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    measured: list[tuple[int, int]] = field(default_factory=list)
+    recipe: str = ""
+    metrics: dict[str, str] = field(default_factory=dict)
+
+
+_MANIFEST = pydantic.TypeAdapter(_Manifest)
+
+
+def verify(path: Path) -> files.Record:
+    """The manifest of a checkpoint, once every file matches its recorded size and sha256.
+
+    Raises:   ConfigError: the manifest is missing, changed or of another version; a file is
+              missing, changed or extra. OSError: a file exists and cannot be read, so that nothing
+              is known of its bytes.
+    """
+    try:
+        manifest = files.read_object(path / "manifest.json")
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"checkpoint {path}: manifest.json cannot be read ({error}).") from error
+    own = manifest.pop("sha256", None)
+    if manifest.get("format") != FORMAT:
+        raise OtherFormatError(
+            f"checkpoint {path}: has format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}. Use the version that wrote it."
+        )
+    if own != _digest(manifest):
+        raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")
+    file_checks.check(_MANIFEST, manifest, f"checkpoint {path}: manifest.json", "It was not written by fp8ref.")
+    there, listed = _files(path), manifest["files"]
+    for name in sorted(there.keys() ^ listed.keys()):
+        raise ConfigError(f"checkpoint {path}: {name} {'is missing' if name in listed else 'is not one of its files'}.")
+    for name, size in there.items():
+        if size != listed[name]["bytes"]:
+            raise ConfigError(f"checkpoint {path}: {name} has {size:,} bytes; {listed[name]['bytes']:,} were written.")
+    for name, digest in _digests(path, there).items():
+        if digest != listed[name]["sha256"]:
+            raise ConfigError(f"checkpoint {path}: {name} is damaged: its sha256 is not the one that was written.")
+    return manifest
+
+
+def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
+    """Write manifest.json, after fsync of every other file.
+
+    A manifest implies a complete checkpoint.
+    """
+    sizes = _files(path)
+    digests = _digests(path, sizes, sync=True)
+    content = {"format": FORMAT, **about, "files": {name: {"bytes": sizes[name], "sha256": digests[name]} for name in sizes}}
+    with (path / "manifest.json").open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in [path, *(p for p in path.rglob("*") if p.is_dir())]:
+        sync(folder)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _files(path: Path) -> dict[str, int]:
+    """{name: bytes} of all files except the manifest."""
+    there = (p for p in sorted(path.rglob("*")) if not p.is_dir())
+    found = {p.relative_to(path).as_posix(): p.stat().st_size if p.is_file() else -1 for p in there}  # -1: a pipe
+    found.pop("manifest.json", None)
+    return found
+
+
+def _digests(path: Path, names: Mapping[str, int], *, sync: bool = False) -> dict[str, str]:
+    """{name: sha256}, several files at a time. sync: fsync them too."""
+
+    def read(name: str) -> str:
+        with (path / name).open("rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(names, threads.map(read, names), strict=True))
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, if it exists; of a symbolic link the link alone.
+
+    It is renamed first: a kill halfway leaves no checkpoint that looks damaged.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        going = path if path.name.endswith(REMOVED) else path.with_name(path.name + REMOVED)
+        if going != path:
+            remove(going)
+            os.replace(path, going)
+        shutil.rmtree(going)
+
+
+def make_empty(path: Path) -> None:
+    """Make an empty directory in place of anything at that path; the directory two above exists."""
+    remove(path)
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir()
+
+
+def sync(path: Path) -> None:
+    """fsync a file, or a directory, whose names then survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

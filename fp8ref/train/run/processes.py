@@ -1,0 +1,67 @@
+"""The processes of a run: one alone, or several that train together. The first one writes files."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+from fp8ref.shared.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+class Processes(Protocol):
+    """The processes of a run, as one of them sees the others.
+
+    first: whether this is the one that writes files.
+    """
+
+    first: bool
+
+    def naming_lost_processes(self) -> AbstractContextManager:
+        """In this context, a framework's error about another process that is gone becomes a
+        LostProcessError."""
+        ...
+
+    def gather(self, value: Any) -> list:
+        """All processes' values, in their order: an all-gather of JSON.
+
+        Every process calls it at the same place.
+        """
+        ...
+
+
+class Alone:
+    """A run of a single process."""
+
+    first = True
+
+    def naming_lost_processes(self) -> AbstractContextManager:
+        """Does nothing: there is no other process."""
+        return nullcontext()
+
+    def gather(self, value: Any) -> list:
+        """A list of the value alone."""
+        return [value]
+
+
+def together(processes: Processes, f: Callable[[], _T]) -> _T:
+    """f() on every process.
+
+    If it fails on one it fails on all, so that none waits for a process that has ended.
+
+    Raises:   the error of f where it failed, and on the other processes a ConfigError that reports
+              it.
+    """
+    error = result = None
+    try:
+        result = f()
+    except Exception as raised:
+        error = raised
+    # gathered even after an error: the other processes wait in the same collective
+    told = processes.gather(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for index, other in enumerate(told):
+        if other is not None:
+            raise ConfigError(f"process {index}: {other}")
+    return result  # type: ignore[return-value]

@@ -1,0 +1,71 @@
+"""Peak memory and wall-clock time of a run, for its manifest.
+
+Peak memory is the device's, if its framework counts it, and otherwise the process's, from Linux.
+"""
+
+import contextlib
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from fp8ref.train.run.processes import Processes
+
+PROCESS = Path("/proc/self")
+"""Linux's directory of information about this process."""
+
+
+class Stopwatch:
+    """Seconds by name: ``with watch("step"): ...`` adds to ``watch.seconds["step"]``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - before
+
+    @property
+    def total(self) -> float:
+        """Seconds since the stopwatch was made."""
+        return time.perf_counter() - self._start
+
+
+class Counts(Protocol):
+    """A trainer that can tell the peak memory of its device."""
+
+    def peak_memory(self) -> int | None:
+        """The most bytes in use on a device; None if it does not count them, as CPUs."""
+        ...
+
+
+def begin() -> None:
+    """Reset Linux's peak counter of this process, which may have trained other runs before."""
+    with contextlib.suppress(OSError):  # not Linux
+        (PROCESS / "clear_refs").write_text("5")
+
+
+def memory(model: Counts, processes: Processes) -> dict[str, Any] | None:
+    """{"peak_bytes": the largest over all processes, "of": "device" or "process"}.
+
+    None if nothing counts it.
+    """
+    device = model.peak_memory()
+    found = _of_process() if device is None else device
+    told = [peak for peak in processes.gather(found) if peak is not None]
+    return {"peak_bytes": max(told), "of": "process" if device is None else "device"} if told else None
+
+
+def _of_process() -> int | None:
+    try:
+        counted = re.search(r"^VmHWM:\s*(\d+) kB$", (PROCESS / "status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(counted[1]) * 1024 if counted else None

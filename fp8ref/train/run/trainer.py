@@ -1,0 +1,109 @@
+"""What a trainer offers, in either backend: one model in training, and the proof of its step."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from fp8ref.selection.linears import Decision
+
+
+class Trainer(Protocol):
+    """One model in training: what ``jax.trainer.Trainer`` and ``torch.trainer.Trainer`` both offer.
+
+    A batch is integers [B, T + 1], inputs and the targets after them. Weights and gradients are
+    float32 arrays by parameter name, whole on every process.
+    """
+
+    backend: str
+    decisions: list[Decision]
+    device: str
+
+    def switch(self, recipe: str) -> None:
+        """Compute in another of the config's recipes from now on; no state changes (T-9)."""
+        ...
+
+    def step(self, tokens: np.ndarray) -> dict[str, float]:
+        """Train on a batch; returns "loss" and "grad_norm" before the update.
+
+        If either is not finite, no state changes (T-4).
+        """
+        ...
+
+    def evaluate(self, tokens: np.ndarray) -> float:
+        """The mean loss of a batch, in nats; no state changes."""
+        ...
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 [B, T, vocab_size] of inputs [B, T]."""
+        ...
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The float32 masters."""
+        ...
+
+    def moments(self) -> dict[str, dict[str, np.ndarray]]:
+        """AdamW's moments: {"exp_avg": {parameter: array}, "exp_avg_sq": ...}."""
+        ...
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state and write it in the background.
+
+        Returns a function that waits until it is written.
+        """
+        ...
+
+    def load(self, directory: Path, step: int) -> None:
+        """Restore the state that was saved after ``step`` steps."""
+        ...
+
+    def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``."""
+        ...
+
+    def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """The gradients of a batch's mean loss, before clipping; no state changes."""
+        ...
+
+    def observe(self, tokens: np.ndarray, observer, attention=None) -> None:
+        """Run one forward and backward pass.
+
+        Each FP8 GEMM calls observer(layer, gemm, a, b, out); each pass of attention by a variant calls attention(layer, phase,
+        arrays), if given, with what it made (``attention.products.SHOWN``).
+        """
+        ...
+
+    def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
+        """Quantization statistics of every FP8 operand of a batch (Q-8); no state changes."""
+        ...
+
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """The results of ``step`` and of ``statistics`` on one batch, and the health of the states that
+        the step made, by parameter (Q-12); none of an optimizer without a layout."""
+        ...
+
+    def gradient_factors(self) -> dict[str, dict[str, float]]:
+        """Of each linear whose gradient is exchanged in FP8 by an automatic mu: mu after the last step, and the elements that
+        its casts saturated (P-22)."""
+        ...
+
+    def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """States of delayed scaling by ``<layer>/<role>``: (scale, amax_history, step)."""
+        ...
+
+    def peak_memory(self) -> int | None:
+        """The most bytes in use on a device; None if it does not count them, as CPUs."""
+        ...
+
+
+@runtime_checkable
+class Provable(Protocol):
+    """A trainer that can prove which GEMMs of its step run in FP8."""
+
+    def prove(self, tokens: np.ndarray) -> dict:
+        """The proof of a step on this batch, for the manifest.
+
+        ConfigError if a planned FP8 GEMM is missing.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""A user's PyTorch model in training: built, stepped, probed."""

@@ -1,0 +1,1 @@
+"""The trainer's Llama in PyTorch (spec M), its loss and its experts."""

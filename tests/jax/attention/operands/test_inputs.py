@@ -1,0 +1,55 @@
+"""Masks of attention are the simulator's; test_attention has what is refused (spec A-3, A-4)."""
+
+import attention_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8ref.jax.attention.operands import inputs as inputs
+from fp8ref.sim.attention.operands import inputs as sim
+from fp8ref.spec.attention.variants import FULL, VARIANTS
+
+
+@pytest.mark.parametrize("mask", cases.MASKS)
+@pytest.mark.parametrize(("tq", "tk"), [(70, 150), (150, 70), (1, 9)])
+def test_keys_that_are_seen(mask, tq, tk):  # A-3
+    for mine, other in zip(inputs.visible(tq, tk, cases.MASKS[mask]), sim.visible(tq, tk, cases.MASKS[mask]), strict=True):
+        keys = np.arange(tk)
+        np.testing.assert_array_equal(keys < mine[:, None], keys < other[:, None])
+
+
+def test_factors_of_scores():  # A-4
+    x = jnp.ones((1, 1, 4, 80))
+    for name, wanted in (
+        ("cudnn", np.float32(1 / np.sqrt(80))),
+        ("fa3", np.float32(np.float64(np.float32(1 / np.sqrt(80))) * np.log2(np.e))),
+    ):
+        use, _ = inputs.prepare(x, x, x, name, FULL, None, None, 0, "fast", ())
+        assert use.factor == wanted
+    assert hash(use) == hash(inputs.prepare(x, x, x, "fa3", FULL, None, None, 0, "fast", ())[0])
+
+
+def test_roles_with_scales():  # A-12
+    roles = ("q", "s", "o", "ds")
+    assert inputs.check_scales(None, VARIANTS["bf16"], roles) == {}
+    assert inputs.check_scales({"q": 1}, VARIANTS["fa3"], roles) == {"q": 1}
+    for role in ("s", "o", "ds"):
+        with pytest.raises(ValueError, match=f"takes scales for q; got '{role}'"):
+            inputs.check_scales({role: 1}, VARIANTS["fa3"], roles)
+
+
+def test_documents():  # A-3
+    x = jnp.ones((2, 1, 4, 64))
+    _, given = inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.int64), 0, "fast", ())
+    assert [ids.dtype for ids in given.documents] == [jnp.int32] * 2
+    far = np.full((2, 4), 1 << 32)  # cut to 32 bits, it would be document 0
+    with pytest.raises(ValueError, match=r"documents have numbers below 2\^31, since JAX has 32 bits here; got 4294967296"):
+        inputs.prepare(x, x, x, "fa3", FULL, None, (np.zeros((2, 4), int), far), 0, "fast", ())
+    _, given = inputs.prepare(x, x, x, "fa3", FULL, None, -far, 0, "fast", ())
+    assert [ids.max() for ids in given.documents] == [-2, -1]  # padding
+    with jax.enable_x64(True):
+        _, given = inputs.prepare(x, x, x, "fa3", FULL, None, far, 0, "fast", ())
+    assert np.asarray(given.documents[1]).min() == 1 << 32
+    with pytest.raises(ValueError, match=r"documents are integers, .* got \[\('float32', \(2, 4\)\)"):
+        inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.float32), 0, "fast", ())

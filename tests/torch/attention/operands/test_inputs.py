@@ -1,0 +1,35 @@
+"""The constants of a pass, and the shapes of scales (spec A-2, A-12). What is refused is in test_attention.py."""
+
+import numpy as np
+import pytest
+import torch
+
+from fp8ref.sim.attention import attention as sim
+from fp8ref.spec.attention.variants import VARIANTS
+from fp8ref.torch.attention.operands import inputs as attention_inputs
+from fp8ref.torch.attention.operands.inputs import Shape, Spec
+
+
+def test_the_softmax_scale_is_a_float32():
+    assert Spec(variant=VARIANTS["fa3"]).softmax_scale(96) == np.float32(1 / np.sqrt(96))
+    assert Spec(variant=VARIANTS["fa3"], scale=0.1).softmax_scale(96) == np.float32(0.1)
+    for scale in (0.0, -1.0, 1e-60, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="softmax scale is positive and finite"):
+            Spec(variant=VARIANTS["fa3"], scale=scale)
+
+
+@pytest.mark.parametrize("name", ["fa3", "cudnn", "fa3_paper"])
+def test_scales_have_the_shapes_of_the_simulators(name, rng):
+    q, k, v = (rng.normal(size=(2, h, t, 64)).astype(np.float32) for h, t in ((4, 150), (2, 300), (2, 300)))
+    tensors = sim.forward(q, k, v, variant=name).tensors
+    for role, x in tensors.items():
+        assert attention_inputs.scale_shape(VARIANTS[name], role, Shape(2, 4, 2, 150, 300, 64)) == x.scale.shape
+
+
+def test_documents_of_both_or_of_each():
+    shape, one = Shape(2, 4, 2, 5, 5, 64), torch.zeros(2, 5, dtype=torch.int32)
+    assert attention_inputs.check_documents(None, shape) == (None, None)
+    assert all(x is one for x in attention_inputs.check_documents(one, shape))
+    for bad in (one.float(), one.bool(), one[:1], (one, one, one), (one, one[:, :3])):
+        with pytest.raises(ValueError, match="documents are integers"):
+            attention_inputs.check_documents(bad, shape)
