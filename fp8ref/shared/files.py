@@ -214,15 +214,29 @@ def _check_members(file: io.BufferedReader, archive: zipfile.ZipFile) -> None:
         raise ValueError(f"it claims {claimed:,} bytes of arrays in a file of {size:,}")
 
 
+def read_array_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """(shape, whether in Fortran's order, dtype) of a .npy whose first bytes are in memory.
+
+    A header states its own length: of a file that is read as needed, NumPy takes as much memory.
+    Raises:   ValueError: no header of NumPy.
+    """
+    try:
+        version = np.lib.format.read_magic(stream)
+        return _READ_HEADER[version](stream)
+    except Exception as error:  # NumPy raises many unrelated types for a damaged header
+        raise ValueError(f"an array has no header of NumPy ({error})") from error
+
+
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
 def _array(content: bytes) -> np.ndarray:
     """The array in the bytes of a .npy."""
     stream = io.BytesIO(content)
-    try:
-        version = np.lib.format.read_magic(stream)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = read_header(stream)
-    except Exception as error:  # NumPy raises many unrelated types for a damaged header
-        raise ValueError(f"an array has no header of NumPy ({error})") from error
+    shape, fortran, dtype = read_array_header(stream)
     held = len(content) - stream.tell()
     whole = all(type(n) is int and n >= 0 for n in shape)
     if dtype.hasobject or not dtype.itemsize or not whole or math.prod(shape) * dtype.itemsize != held:

@@ -2,13 +2,14 @@
 
 import functools
 import hashlib
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from fp8ref.shared import console
+from fp8ref.shared import console, files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.data import sidecar, sources, windows
 from fp8ref.train.data.sources import Source
@@ -31,6 +32,9 @@ The header is 256 int32: magic, version, number of tokens.
 
 LLM_C_BYTES = 1024
 """Bytes of llm.c's header."""
+
+NPY_HEADER = 2**16
+"""Bytes that hold the header of a .npy of one dimension."""
 
 WHOLE = 2**30
 """The most bytes of a source that is hashed whole; of a larger one, samples are hashed."""
@@ -200,19 +204,25 @@ def _open(name: str, path: Path, recorded: sidecar.Recorded | None, token_dtype:
 
 def _npy(path: Path) -> tuple[np.dtype, int]:
     """(dtype, offset in bytes) of the tokens in a .npy file."""
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError:
-        raise
-    except Exception as error:  # NumPy raises many unrelated types for a damaged header
-        raise ConfigError(f"{path} is not a complete .npy file ({error}). Write it again with numpy.save.") from error
-    if not isinstance(array, np.memmap):
+    with path.open("rb") as file:
+        start = io.BytesIO(file.read(NPY_HEADER))
+    if start.getvalue().startswith(b"PK"):
         raise ConfigError(f"{path} is a .npz archive under another name. Write its array by numpy.save.")
-    if array.ndim != 1 or array.dtype.kind != "u" or array.dtype.itemsize not in (2, 4):
-        raise ConfigError(f"{path} holds {array.dtype} of shape {array.shape}; a shard is uint16 or uint32 of one dimension. Convert it.")
-    if array.offset + array.nbytes != path.stat().st_size:
-        raise ConfigError(f"{path} has more bytes than its {len(array)} tokens, which its header states. Write it again with numpy.save.")
-    return array.dtype, array.offset
+    try:
+        shape, _, dtype = files.read_array_header(start)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a complete .npy file ({error}). Write it again with numpy.save.") from error
+    if len(shape) != 1 or dtype.kind != "u" or dtype.itemsize not in (2, 4):
+        raise ConfigError(f"{path} holds {dtype} of shape {shape}; a shard is uint16 or uint32 of one dimension. Convert it.")
+    held, stated = path.stat().st_size, start.tell() + shape[0] * dtype.itemsize
+    if type(shape[0]) is not int or held < stated or shape[0] < 0:
+        raise ConfigError(
+            f"{path} is not a complete .npy file: its header states the shape {shape}, and it has "
+            f"{held} bytes. Write it again with numpy.save."
+        )
+    if held > stated:
+        raise ConfigError(f"{path} has more bytes than its {shape[0]} tokens, which its header states. Write it again with numpy.save.")
+    return dtype, start.tell()
 
 
 def _llm_c(path: Path, size: int) -> str | None:

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import struct
+import tracemalloc
 import weakref
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def write_bin(path, dtype, n=100):
         (lambda p: np.save(p / "a.npy", np.arange(50)), {}, r"a\.npy holds int64 of shape \(50,\); a shard is uint16"),
         (lambda p: np.save(p / "a.npy", np.ones((5, 20), "u2")), {}, r"holds uint16 of shape \(5, 20\)"),
         (lambda p: np.save(p / "a.npy", np.ones(50, "f4")), {}, r"holds float32"),
-        (lambda p: np.save(p / "a.npy", np.array([{}] * 50, object)), {}, r"a\.npy is not a complete .npy file"),
+        (lambda p: np.save(p / "a.npy", np.array([{}] * 50, object)), {}, r"a\.npy holds object of shape"),
         (lambda p: (np.savez(p / "a", a=np.ones(50, "u2")), (p / "a.npz").rename(p / "a.npy")), {}, r"a\.npy is a \.npz archive under another name"),
         (lambda p: (p / "a.npy").write_bytes(b"not numpy's"), {}, r"a\.npy is not a complete .npy file"),
         (lambda p: np.save(p / "a.npy", np.ones(50, "u2")), {"token_dtype": "uint32"}, "data.token_dtype is uint32, and .*a.npy holds uint16"),
@@ -391,3 +392,16 @@ def test_a_file_that_the_sidecar_does_not_list_is_looked_at(prepared):
     np.full(100, 512, "<u2").tofile(prepared / "more.bin")
     with pytest.raises(ConfigError, match=r"more\.bin: token 0"):
         opened(prepared)
+
+
+def test_an_npy_whose_header_states_its_own_length_takes_no_such_memory(tmp_path):
+    """NumPy's reader allocates the 600 MB that this header claims, before it finds the file's end."""
+    header = (600 * 2**20).to_bytes(4, "little") + b"{'descr': '<u2', "
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x02\x00" + header + bytes(200))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"a\.npy is not a complete .npy file"):
+            opened(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
